@@ -1,0 +1,40 @@
+# Every target sets up .venv by itself; the first run downloads, later ones start at once.
+# Without a GPU, PIP_EXTRA_INDEX_URL set to PyTorch's index of CPU wheels saves gigabytes.
+PYTHON ?= python3
+READY := .venv/.ready
+BIN := .venv/bin
+
+.PHONY: demo test check lint stubs soak chaos bench clean
+
+demo: $(READY)
+	$(BIN)/reft-cli demo
+
+test: lint
+	$(BIN)/pytest -m "not slow and not soak and not chaos"
+
+check: lint
+	$(BIN)/pytest tests/house
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+stubs:
+	.ci/stubs
+
+soak chaos: $(READY)
+	$(BIN)/pytest -m $@ --timeout=3600
+
+bench: $(READY)
+	$(BIN)/reft-cli bench
+
+clean:
+	rm -rf .venv-stubs .venv-compat build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch stands on the same command line as the rest: pip must never swap the pinned one for another.
+# The packages stand in the list because an editable install knows only those that it saw.
+$(READY): pyproject.toml .ci/constraints.txt $(wildcard reft/__init__.py daemon/*/__init__.py)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt torch==2.13.0 -e '.[dev]'
+	touch $@

@@ -1,0 +1,3 @@
+from reft_daemon.main import main
+
+main()

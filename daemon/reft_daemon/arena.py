@@ -1,0 +1,276 @@
+"""The arena: the slots of a node as files of a tmpfs, or as memfds where the tmpfs has no room.
+
+    DIR/                     0700, one daemon (flock on DIR/lock)
+      node-id                random; an arena that starts empty is another node
+      JOB/record             JobRecord, replaced whole
+      JOB/rank-3.slot-0      see reft.wire.slot_format; none for memfds
+
+Everything here blocks, so the daemon runs it in threads. A daemon that starts adopts what it finds; a file that is no
+valid slot is renamed to *.bad, reported, and never offered.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from reft.core.budget import refusal
+from reft.errors import AttachError, ConfigError, FormatError, NoRoom
+from reft.wire.slot_format import Geometry, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import memory
+
+log = logging.getLogger("reft.daemon")
+RECORD_MAX = 17 << 20  # bytes
+TMPFS, MEMFD = "tmpfs", "memfd"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass
+class SlotFile:
+    """One slot that the daemon holds: its open file and its mapping."""
+
+    name: str
+    rank: int
+    descriptor: int
+    path: Path | None  # None: a memfd
+    file_bytes: int
+    map: SlotMap
+
+    @property
+    def backing(self) -> str:
+        return TMPFS if self.path else MEMFD
+
+    def check_size(self) -> None:
+        """Raises FormatError if the file was cut: touching the mapping would kill the daemon."""
+        if os.fstat(self.descriptor).st_size < self.file_bytes:
+            raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
+
+    def free(self) -> None:
+        """Gives the memory back, once the trainer's mapping is gone too."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+
+
+def claim_folder(folder: Path) -> Path:
+    """A folder that only this user can enter, made if missing.
+
+    Raises:
+        ConfigError: it is a link, belongs to another user, or others may write it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError(f"{folder} is not a folder.", "name another one")
+    if facts.st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder} belongs to uid {facts.st_uid}, you are {os.getuid()}.", "name a folder of your own"
+        )
+    if facts.st_mode & 0o022:
+        raise ConfigError(f"others may write {folder} (mode {facts.st_mode & 0o777:o}).", f"chmod 700 {folder}")
+    return folder
+
+
+class Arena:
+    """The slots below one folder.
+
+    Args:
+        folder: made if missing.
+        budget_bytes: --memory; 0 means bounded by the machine alone.
+
+    Raises:
+        ConfigError: the folder can't be used, or another daemon uses it.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int) -> None:
+        self.folder = claim_folder(folder)
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self._lock = lock_file(folder / "lock", "arena")
+        self.node_id = self._node_id()
+        if not memory.is_tmpfs(folder):
+            log.warning("slots lie in %s, which is no tmpfs: the kernel writes them to its disk", folder)
+
+    def _node_id(self) -> str:
+        path = self.folder / "node-id"
+        if not path.exists():
+            _replace(path, secrets.token_hex(8).encode())
+        return path.read_text()
+
+    def records(self) -> list[pb.JobRecord]:
+        """What earlier daemons of this folder left."""
+        found = []
+        for path in sorted(self.folder.glob("*/record")):
+            try:
+                if path.stat().st_size > RECORD_MAX:
+                    raise ValueError(f"{path.stat().st_size} bytes; the limit is {RECORD_MAX}")
+                found.append(pb.JobRecord.FromString(path.read_bytes()))
+            except Exception as error:
+                log.error("record %s can't be read, its job is not offered: %s", path, error)
+        return found
+
+    def write_record(self, record: pb.JobRecord) -> None:
+        """Replaces a job's record whole: a reader sees the old one or the new one."""
+        folder = claim_folder(self.folder / record.manifest.job)
+        _replace(folder / "record", record.SerializeToString())
+
+    def adopt(self, job: str) -> list[SlotFile]:
+        """The slots that earlier daemons left of `job`."""
+        found = []
+        for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
+            try:
+                found.append(self._open(job, path))
+            except (OSError, FormatError) as error:
+                log.error("slot %s can't be used, it is kept as *.bad: %s", path, error)
+                path.rename(path.with_name(path.name + ".bad"))
+        return found
+
+    def _open(self, job: str, path: Path) -> SlotFile:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            slot = self._mapped(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            header = slot.map.header
+            if header.job != job or not path.name.startswith(f"rank-{header.rank}."):
+                raise FormatError(f"it says job {header.job!r}, rank {header.rank}.")
+            self.held_bytes += slot.file_bytes
+            return slot
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+        pages = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        header_map = SlotMap(pages)
+        return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
+
+    def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
+        """A memfd that its trainer kept while the daemon was down.
+
+        Raises:
+            FormatError: it is not a sealed memfd with a slot of that rank.
+        """
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise FormatError("the descriptor is no memfd of fixed size.")
+        slot = self._mapped(name, None, descriptor, facts.st_size)
+        if slot.map.header.job != job or slot.rank != rank:
+            raise FormatError(f"the memfd says job {slot.map.header.job!r}, rank {slot.rank}.")
+        self.held_bytes += slot.file_bytes
+        return slot
+
+    def check_room(self, need_bytes: int) -> None:
+        """Raises NoRoom if `need_bytes` more would endanger the machine; touches nothing."""
+        reason = refusal(need_bytes, memory.limits(self.budget_bytes, self.held_bytes))
+        if reason:
+            raise NoRoom(reason)
+
+    def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
+        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere).
+
+        Raises:
+            NoRoom: they don't fit; nothing is left behind.
+        """
+        size = geometry.file_bytes
+        self.check_room(size * len(names))
+        folder = claim_folder(self.folder / job)
+        in_tmpfs = memory.file_system_free(folder) >= size * len(names)
+        made: list[SlotFile] = []
+        try:
+            with _running_on(cpus):
+                for name in names:
+                    made.append(self._create(job, rank, folder / name if in_tmpfs else None, name, geometry))
+        except OSError as error:
+            for slot in made:
+                self.free(slot)
+            raise NoRoom(
+                f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
+            ) from error
+        return made
+
+    def _create(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
+        size = geometry.file_bytes
+        if path:
+            # The final name appears with the header: a daemon that dies here leaves no file that looks like a slot.
+            draft = path.with_name(f"{name}.new")
+            descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        else:
+            descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError:
+            os.close(descriptor)
+            if path:
+                draft.unlink()
+            raise
+        if not path:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        pages = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank))
+        if path:
+            draft.rename(path)
+        self.held_bytes += size
+        return slot
+
+    def free(self, slot: SlotFile) -> None:
+        """Gives one slot back."""
+        self.held_bytes -= slot.file_bytes
+        slot.free()
+
+    def forget(self, job: str) -> None:
+        """Removes what is left of a job whose slots are free."""
+        shutil.rmtree(self.folder / job, ignore_errors=True)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def lock_file(path: Path, what: str) -> int:
+    """A descriptor that holds the lock on `path` until it is closed.
+
+    Raises:
+        AttachError: another process holds it; the message names it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise AttachError(
+            f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.", "stop it"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+class _running_on:
+    """Binds this thread to CPUs while pages are touched: the kernel places a page where it is first touched."""
+
+    def __init__(self, cpus: list[int]) -> None:
+        self._before = os.sched_getaffinity(0)
+        self._wanted = set(cpus) & self._before or self._before
+
+    def __enter__(self) -> None:
+        os.sched_setaffinity(0, self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        os.sched_setaffinity(0, self._before)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(path.name + ".new")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    draft.rename(path)

@@ -1,0 +1,393 @@
+"""One job on this node: its record, its ranks' leases and slots, and its part in the round.
+
+attach ─► inventory (orphans ended) ─► decide (epoch, base) ─► lease (slots, watched trainer) ─► reports … ─► release
+                                                                    │ trainer dies
+                                                                    └► LANDED slots are digested and SEALED here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reft.core.round import Answer, Outcome, Round
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+from reft.errors import AlreadyAttached, AttachError, FormatError, StaleEpoch
+from reft.wire import messages
+from reft.wire.process import Process
+from reft.wire.slot_format import Geometry, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
+from reft_daemon.watch import Watch
+
+log = logging.getLogger("reft.daemon")
+
+
+@dataclass
+class Lease:
+    """A rank's trainer: who it is, and what it said last. `watch` is None once it has ended."""
+
+    process: Process
+    parent: int
+    watch: Watch | None = None
+    closed: bool = False
+    step: int = -1
+    trouble: str = ""
+
+
+@dataclass
+class HeldJob:
+    """Everything this daemon knows of one job. Used in the event loop only; what blocks runs in threads.
+
+    Args:
+        arena: where its slots lie.
+        record: manifest, decision and leases, as they are kept in the arena.
+        on_change: called when the round has something to pass on or to tell.
+    """
+
+    arena: Arena
+    record: pb.JobRecord
+    on_change: Callable[[HeldJob], None]
+    slots: dict[str, SlotFile] = field(default_factory=dict)
+    retired: dict[str, SlotFile] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
+    since_s: float = field(default_factory=time.monotonic)
+    ended_s: float = field(default_factory=time.monotonic)
+    sealed_s: dict[int, float] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    round: Round | None = None
+
+    @property
+    def id(self) -> str:
+        return self.record.manifest.job
+
+    @property
+    def epoch(self) -> Epoch:
+        return messages.epoch_from(self.record.decision.epoch)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that train on this node."""
+        nodes = self.record.manifest.nodes
+        return list(nodes[self.record.node_index].ranks) if nodes else []
+
+    @property
+    def backing(self) -> str:
+        return MEMFD if any(slot.backing == MEMFD for slot in self.slots.values()) else TMPFS
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(slot.file_bytes for slot in (*self.slots.values(), *self.retired.values()))
+
+    @property
+    def is_live(self) -> bool:
+        return any(lease.watch is not None for lease in self.leases.values())
+
+    # Adoption
+
+    def adopt(self) -> None:
+        """Takes over what an earlier daemon of this arena left: slots, living trainers, the epoch's round."""
+        for slot in self.arena.adopt(self.id):
+            self.slots[slot.name] = slot
+        self._start_round()
+        for entry in self.record.leases:
+            lease = Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
+            self.leases[entry.rank] = lease
+            if not entry.closed:
+                self._watch(entry.rank, lease)
+        for rank in self.ranks:
+            self._answer_for(rank, self._sealed_steps(rank))
+
+    def _watch(self, rank: int, lease: Lease) -> None:
+        try:
+            lease.watch = Watch(lease.process, lambda: self._trainer_ended(rank, lease))
+        except (ProcessLookupError, OSError):
+            self._trainer_ended(rank, lease)
+
+    # Attach
+
+    async def fence(self, launch: str, pids: Iterable[int]) -> None:
+        """Ends orphans of this job, so that nobody writes its slots while a new attach reads them.
+
+        Raises:
+            AlreadyAttached: a living trainer holds a rank and is no orphan.
+        """
+        new = set(pids)
+        for rank, lease in self.leases.items():
+            if lease.watch is None:
+                continue
+            if lease.process.pid in new:
+                raise AlreadyAttached(
+                    f"rank {rank} of job {self.id} is attached by this very process.", "close the earlier session first"
+                )
+            is_orphan = lease.process.is_orphan(lease.parent)
+            if not is_orphan and launch != self.record.manifest.launch:
+                raise AlreadyAttached(
+                    f"rank {rank} of job {self.id} is trained by process {lease.process.pid}, which lives"
+                    f" (last step {lease.step}).",
+                    "end that run, or give this one another name with job= or REFT_JOB",
+                )
+            log.warning("job=%s rank=%d ending orphan pid=%d", self.id, rank, lease.process.pid)
+            if not await lease.watch.kill():
+                raise AttachError(
+                    f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end it by hand"
+                )
+        await asyncio.gather(*(self.seal_landed(rank) for rank in list(self.leases)))
+
+    def decide(self, request: pb.DecideRequest) -> None:
+        """Takes the decision of a new attach; repeated, it changes nothing.
+
+        Raises:
+            StaleEpoch: a decision of a newer epoch is in force.
+        """
+        new = messages.decision_from(request.decision)
+        if self.record.HasField("decision"):
+            if new.epoch == self.epoch:
+                return
+            if new.epoch.counter <= self.epoch.counter:
+                raise StaleEpoch(
+                    f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
+                )
+        for name in request.dropped:
+            if name in self.slots:
+                self.slots[name].map.reread()
+                self.slots[name].map.empty()
+        self.record = pb.JobRecord(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
+        self.leases.clear()
+        self._start_round()
+        self.save()
+        self.since_s = self.ended_s = time.monotonic()
+
+    def _start_round(self) -> None:
+        if self.record.HasField("decision"):
+            nodes = len(self.record.manifest.nodes)
+            self.round = Round(self.record.node_index, nodes, frozenset(self.ranks))
+
+    async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
+        """Slots for one rank, every page present; those of an earlier trainer of the rank if they are large enough.
+
+        Raises:
+            StaleEpoch, AlreadyAttached, NoRoom: see each class.
+        """
+        self.check_epoch(request.epoch)
+        if request.rank not in self.ranks:
+            raise AttachError(f"rank {request.rank} is not one of this node's ranks {self.ranks} in the manifest.")
+        process = Process(request.pid, request.pid_start)
+        before = self.leases.get(request.rank)
+        if before and before.watch and before.process != process:
+            raise AlreadyAttached(f"rank {request.rank} of job {self.id} is attached by process {before.process.pid}.")
+        if not process.is_alive:
+            raise AttachError(
+                f"the daemon can't see process {request.pid}: it lives in another pid namespace.",
+                "run reft-daemon in the trainers' container, or share the host's pid namespace",
+            )
+        async with self.allocating:
+            slots = await self._slots_for(request)
+        if before is None or before.watch is None:
+            lease = self.leases[request.rank] = Lease(process, request.parent)
+            self._watch(request.rank, lease)
+            self.save()
+        return slots
+
+    async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
+        wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+        mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
+        fitting = [slot for slot in mine if _fits(slot.map.header.geometry, wanted)][: request.slots]
+        if len(fitting) == request.slots:
+            return fitting
+        # What holds nothing is freed first; what holds something is kept until a newer version is whole.
+        for slot in mine:
+            del self.slots[slot.name]
+            if slot.map.reread().state is SlotState.EMPTY:
+                self.arena.free(slot)
+            else:
+                self.retired[slot.name] = slot
+        serial = 1 + max((int(name.rpartition("-")[2]) for name in self.retired), default=-1)
+        names = [f"rank-{request.rank}.slot-{serial + i}" for i in range(request.slots)]
+        made = await asyncio.to_thread(self.arena.create, self.id, request.rank, names, wanted, list(request.cpus))
+        self.slots.update({slot.name: slot for slot in made})
+        return made
+
+    def take_back(self, slot: SlotFile) -> None:
+        """A memfd that a trainer returned after this daemon's restart."""
+        if slot.name in self.slots:
+            self.arena.free(slot)
+            return
+        self.slots[slot.name] = slot
+        self._answer_for(slot.rank, self._sealed_steps(slot.rank))
+
+    # Training
+
+    def check_epoch(self, epoch: pb.Epoch) -> None:
+        """Raises StaleEpoch unless `epoch` is the one in force."""
+        if messages.epoch_from(epoch) != self.epoch:
+            raise StaleEpoch(
+                f"epoch {epoch.counter} of job {self.id} is over: a newer attach has taken the job (epoch {self.epoch.counter})."
+            )
+
+    def report(self, request: pb.ReportRequest) -> None:
+        """A rank's answers.
+
+        Raises:
+            StaleEpoch: the rank belongs to an older attach.
+            AttachError: it holds no lease.
+        """
+        self.check_epoch(request.epoch)
+        lease = self.leases.get(request.rank)
+        if lease is None or self.round is None:
+            raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
+        answers = messages.answers_from(request.answers)
+        lease.trouble = request.trouble
+        lease.step = max([lease.step, *answers])
+        if Answer.SEALED in answers.values():
+            self.sealed_s[request.rank] = time.monotonic()
+        self._answer_for(request.rank, answers)
+
+    def hear_node(self, child: int, answers: dict[int, Answer]) -> Outcome:
+        """A child's answers, in the round; what is decided already."""
+        if self.round is None:
+            raise AttachError(f"job {self.id} has no round here.")
+        if self.round.hear_node(child, answers):
+            self._changed()
+        return self.round.outcome
+
+    def hear_outcome(self, outcome: Outcome) -> None:
+        """The parent's news, in the round."""
+        if self.round is not None and self.round.hear_outcome(outcome):
+            self._changed()
+
+    def _answer_for(self, rank: int, answers: dict[int, Answer]) -> None:
+        if self.round is not None and answers and rank in self.round.ranks and self.round.hear_rank(rank, answers):
+            self._changed()
+
+    def _changed(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+        self._free_retired()
+        self.on_change(self)
+
+    def _free_retired(self) -> None:
+        if not self.retired or self.round is None or self.round.outcome.whole < 0:
+            return
+        whole = Version(self.epoch, self.round.outcome.whole)
+        for name, slot in list(self.retired.items()):
+            version = slot.map.header.version
+            if version is None or version.is_older_than(whole):
+                self.arena.free(self.retired.pop(name))
+
+    # The end of a trainer
+
+    def release(self, request: pb.ReleaseRequest) -> None:
+        """The session was closed; its slots stay for the job's time to live."""
+        self.check_epoch(request.epoch)
+        lease = self.leases.get(request.rank)
+        if lease:
+            lease.closed = True
+            if lease.watch:
+                lease.watch.close()
+            self._trainer_ended(request.rank, lease)
+
+    def _trainer_ended(self, rank: int, lease: Lease) -> None:
+        lease.watch = None
+        self.ended_s = time.monotonic()
+        log.info(
+            "job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, "closed" if lease.closed else "died"
+        )
+        self.save()
+        task = asyncio.ensure_future(self.seal_landed(rank))
+        task.add_done_callback(_log_failure)
+
+    async def seal_landed(self, rank: int) -> None:
+        """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
+        for slot in [slot for slot in self.slots.values() if slot.rank == rank]:
+            slot.check_size()
+            if slot.map.reread().state is not SlotState.LANDED:
+                continue
+            digests = await asyncio.to_thread(_digest_all, slot)
+            if slot.map.reread().state is SlotState.LANDED:
+                slot.map.sealed(digests)
+                log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
+        self._answer_for(rank, self._sealed_steps(rank))
+
+    def _sealed_steps(self, rank: int) -> dict[int, Answer]:
+        return {v.step: Answer.SEALED for v in self.sealed_versions(rank) if v.epoch == self.epoch}
+
+    def sealed_versions(self, rank: int) -> list[Version]:
+        """What the rank's slots hold sealed, oldest first."""
+        headers = [slot.map.reread() for slot in self.slots.values() if slot.rank == rank]
+        found = [h.version for h in headers if h.state is SlotState.SEALED and h.version is not None]
+        return sorted(found, key=lambda version: version.order)
+
+    # What is shown
+
+    def headers(self) -> list[pb.SlotHeader]:
+        """The headers of all slots; one that was damaged is left out, and so is an erasure."""
+        found = []
+        for name, slot in {**self.retired, **self.slots}.items():
+            try:
+                slot.check_size()
+                header = slot.map.reread()
+            except FormatError as error:
+                log.error("job=%s slot=%s is damaged: %s", self.id, name, error)
+                continue
+            message = pb.SlotHeader(
+                rank=header.rank,
+                slot=name,
+                state=pb.SlotState.Name(header.state),
+                layout=header.layout,
+                data_bytes=header.data_bytes,
+            )
+            if header.version:
+                message.version.CopyFrom(messages.version_to(header.version))
+            found.append(message)
+        return found
+
+    def save(self) -> None:
+        """Writes the record, so that a restarted daemon knows what this one knew."""
+        del self.record.leases[:]
+        for rank, lease in self.leases.items():
+            self.record.leases.add(
+                rank=rank,
+                pid=lease.process.pid,
+                pid_start=lease.process.start,
+                parent=lease.parent,
+                closed=lease.closed,
+            )
+        self.arena.write_record(self.record)
+
+    def free(self) -> int:
+        """Gives everything back; the number of bytes."""
+        freed = self.held_bytes
+        for lease in self.leases.values():
+            if lease.watch:
+                lease.watch.close()
+        for slot in (*self.slots.values(), *self.retired.values()):
+            self.arena.free(slot)
+        self.slots.clear()
+        self.retired.clear()
+        self.arena.forget(self.id)
+        return freed
+
+
+def _fits(have: Geometry, want: Geometry) -> bool:
+    return (
+        have.chunk_bytes == want.chunk_bytes
+        and have.table_capacity >= want.table_capacity
+        and have.data_capacity >= want.data_capacity
+    )
+
+
+def _digest_all(slot: SlotFile) -> np.ndarray:
+    return np.array([chunk_digest(slot.map.chunk(i)) for i in range(slot.map.chunks)], np.uint64)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("sealing for a dead trainer failed: %s", task.exception())

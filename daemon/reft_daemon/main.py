@@ -1,0 +1,210 @@
+"""`reft-daemon`: reads its flags, opens its sockets, and runs until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import grpc
+from grpc_health.v1 import health as health_service
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from reft.config import Config, parse_size, runtime_dir
+from reft.config import environment as process_environment
+from reft.core.budget import size
+from reft.errors import AttachError, ConfigError, ReftError
+from reft.failpoints import Failpoints
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon import __version__
+from reft_daemon.arena import Arena, claim_folder, lock_file
+from reft_daemon.couriers import Peers
+from reft_daemon.handout import Handout
+from reft_daemon.registry import Registry
+from reft_daemon.service import DaemonService, Identity, PeerService
+
+log = logging.getLogger("reft.daemon")
+GRACE_S = 1.0  # running calls may end within it when the daemon stops
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The daemon's flags, checked."""
+
+    node: str
+    socket: Path
+    listen: str
+    folder: Path
+    memory_bytes: int
+    ttl_s: float
+    idle_exit_s: float
+    purge: bool
+    tls: rpc.Tls | None
+    insecure: bool
+
+
+def check_listen(settings: Settings) -> None:
+    """Raises ConfigError if the daemon would offer state to a network in plain text without being told to."""
+    if not settings.listen or settings.tls or settings.insecure:
+        return
+    host = settings.listen.rpartition(":")[0].strip("[]")
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback:
+        raise ConfigError(
+            f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
+            "give --tls-cert, --tls-key and --tls-ca, or --insecure on a network that you trust",
+        )
+
+
+async def serve(settings: Settings) -> None:
+    """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
+    claim_folder(settings.socket.parent)
+    socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
+    failpoints = Failpoints(Config.load().failpoints)
+    arena = Arena(settings.folder, settings.memory_bytes)
+    registry = Registry(arena, Peers(settings.tls), settings.ttl_s, failpoints)
+    server, addresses = _server(settings)
+    handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
+    identity = Identity(settings.node, addresses, str(handout.path), settings.memory_bytes)
+    pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
+    pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
+    health = health_service.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    registry.adopt()
+    await server.start()
+    settings.socket.chmod(0o600)
+    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "what the machine has free"
+    log.info(
+        "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
+        __version__,
+        settings.node,
+        settings.socket,
+        settings.folder,
+        bound,
+    )
+    for address in addresses:
+        log.info("address=%s", address)
+    await _until_stopped(registry, handout, settings.idle_exit_s)
+    await server.stop(GRACE_S)
+    handout.close()
+    await registry.close(settings.purge)
+    settings.socket.unlink(missing_ok=True)
+    arena.close()
+    os.close(socket_lock)
+
+
+def _server(settings: Settings) -> tuple[grpc.aio.Server, tuple[str, ...]]:
+    server = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
+    addresses = []
+    if settings.listen:
+        host = rpc.check_address(settings.listen).rpartition(":")[0]
+        try:
+            if settings.tls:
+                port = server.add_secure_port(settings.listen, settings.tls.server())
+            else:
+                port = server.add_insecure_port(settings.listen)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"can't listen on {settings.listen}: {error}.", "another port, or port 0 for a free one"
+            ) from error
+        addresses.append(f"{host}:{port}")
+    unix = rpc.check_address(f"unix:{settings.socket}")
+    settings.socket.unlink(missing_ok=True)
+    before = os.umask(0o177)
+    try:
+        server.add_insecure_port(unix)
+    finally:
+        os.umask(before)
+    # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to a daemon
+    # that does not know the token.
+    return server, (*addresses, unix)
+
+
+async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: float) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGHUP, lambda: log.info("SIGHUP: nothing to reload"))
+    tasks = {
+        asyncio.ensure_future(stopped.wait()),
+        asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
+        asyncio.ensure_future(handout.serve()),
+    }
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    for task in done:
+        task.result()
+
+
+@click.command(context_settings={"auto_envvar_prefix": "REFT", "show_default": True})
+@click.option(
+    "--node", default=socket.gethostname, help="Name of this node in `reft-cli status`.", show_default="host name"
+)
+@click.option(
+    "--socket", "socket_path", type=click.Path(path_type=Path), help="Unix socket to serve on.", envvar="REFT_SOCKET"
+)
+@click.option("--listen", default="", help="HOST:PORT for the daemons of other nodes; port 0 takes a free one.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where slots lie; a tmpfs.", envvar="REFT_DIR")
+@click.option(
+    "--memory", default="0", help="The most that slots may take, e.g. 64GiB; 0 means what the machine has free."
+)
+@click.option(
+    "--ttl", default=1800.0, help="Seconds for which the slots of a job are kept after its last trainer ended."
+)
+@click.option("--idle-exit", default=0.0, help="Leave after so many seconds without a job; 0 means never.")
+@click.option("--purge", is_flag=True, help="Free all slots when the daemon stops; else the next one adopts them.")
+@click.option(
+    "--tls-cert", type=click.Path(path_type=Path), help="Certificate of this node (mutual TLS between daemons)."
+)
+@click.option("--tls-key", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--tls-ca", type=click.Path(path_type=Path), help="What signed the certificates of all nodes.")
+@click.option("--insecure", is_flag=True, help="Allow --listen beyond loopback in plain text.")
+@click.version_option(__version__)
+def main(
+    node: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, ttl: float, idle_exit: float,
+    purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
+) -> None:  # fmt: skip
+    """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
+
+    Every flag is also an environment variable: --memory is REFT_MEMORY.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        socket_path = socket_path or runtime_dir(process_environment()) / "daemon.sock"
+        given = (tls_cert, tls_key, tls_ca)
+        if any(given) and not all(given):
+            raise ConfigError("of --tls-cert, --tls-key and --tls-ca some are missing.", "give all three")
+        tls = rpc.Tls(tls_cert, tls_key, tls_ca) if tls_cert and tls_key and tls_ca else None
+        mark = hashlib.blake2b(os.fsencode(socket_path.absolute()), digest_size=4).hexdigest()
+        default_folder = (
+            Path("/dev/shm") / f"reft-{os.getuid()}-{mark}"
+        )  # one a socket: the next daemon there adopts it
+        settings = Settings(
+            node, socket_path.absolute(), listen, (folder or default_folder).absolute(), parse_size(memory), ttl, idle_exit,
+            purge, tls, insecure,
+        )  # fmt: skip
+        check_listen(settings)
+        if insecure and listen:
+            log.warning("--insecure: state and tokens travel in plain text to whoever can reach %s", listen)
+        asyncio.run(serve(settings))
+    except AttachError as error:
+        log.error("%s", error)
+        raise SystemExit(1) from error
+    except (ReftError, OSError) as error:
+        log.error("%s", error)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error

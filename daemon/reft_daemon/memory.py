@@ -1,0 +1,103 @@
+"""How much memory an arena may take: of the machine, of the container, and of --memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from reft.core.budget import Limit
+
+MARGIN = 0.05  # share of the machine's memory that is left alone: the kernel kills before it is all gone
+_UNLIMITED = 1 << 60
+
+
+def limits(
+    budget_bytes: int, held_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> list[Limit]:
+    """All bounds on what may be reserved now.
+
+    Args:
+        budget_bytes: --memory; 0 means no bound of our own.
+        held_bytes: what the arena holds already.
+    """
+    memory = psutil.virtual_memory()
+    found = [
+        Limit(
+            "the machine's free memory",
+            memory.available - int(MARGIN * memory.total),
+            "free memory on this node, or attach with slots=2",
+        )
+    ]
+    if budget_bytes:
+        found.append(
+            Limit("--memory", budget_bytes - held_bytes, "start reft-daemon with a larger --memory, or slots=2")
+        )
+    for group in _groups(proc, cgroups):
+        free = _group_free(group)
+        if free is not None:
+            found.append(
+                Limit(f"the memory limit of the cgroup {group}", free, "raise the container's memory limit, or slots=2")
+            )
+    return found
+
+
+def _groups(proc: Path, cgroups: Path) -> list[Path]:
+    """The folders of this process's memory cgroup and its ancestors, version 1 or 2."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = cgroups / "memory" if controllers else cgroups
+            leaf = root / path.lstrip("/")
+            folders = [folder for folder in (leaf, *leaf.parents) if root in (folder, *folder.parents)]
+            if any(_group_free(folder) is not None for folder in folders):
+                return folders
+    return []
+
+
+def _group_free(group: Path) -> int | None:
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            limit = (group / limit_name).read_text().strip()
+            usage = int((group / usage_name).read_text())
+        except OSError:
+            continue
+        if limit == "max" or int(limit) >= _UNLIMITED:
+            return None
+        return int(limit) - (usage - _reclaimable(group))
+    return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Page cache of files counts as used, but is given back under pressure; pages of a tmpfs are not."""
+    try:
+        rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    cache = int(rows.get("file", rows.get("total_cache", 0)))
+    return max(cache - int(rows.get("shmem", rows.get("total_shmem", 0))), 0)
+
+
+def file_system_free(folder: Path) -> int:
+    """Bytes that may still be written below `folder`."""
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
+
+
+def is_tmpfs(folder: Path) -> bool:
+    """Whether `folder` lies on a tmpfs, by the longest mount point above it."""
+    resolved = folder.resolve()
+    best, kind = "", ""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, name, *_ = line.split(" ")
+        if len(point) >= len(best) and Path(point) in (resolved, *resolved.parents):
+            best, kind = point, name
+    return kind in ("tmpfs", "ramfs", "hugetlbfs")

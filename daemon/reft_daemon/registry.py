@@ -1,0 +1,144 @@
+"""The jobs that this daemon holds, and what it does by itself: adopt, expire, make room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from reft.core.budget import size
+from reft.core.identity import check_name
+from reft.errors import AttachError, ConfigError, NoRoom
+from reft.failpoints import Failpoints
+from reft.wire.messages import MANIFEST_MAX
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import Arena, SlotFile
+from reft_daemon.couriers import Couriers, Peers
+from reft_daemon.job import HeldJob
+
+log = logging.getLogger("reft.daemon")
+JOBS_MAX = 256
+
+
+class NoSuchJob(AttachError):
+    """The daemon holds no job of that name."""
+
+
+class Registry:
+    """All jobs of one daemon.
+
+    Args:
+        arena: where slots lie.
+        peers: channels to other daemons.
+        ttl_s: how long the slots of a job are kept after its last trainer ended.
+    """
+
+    def __init__(self, arena: Arena, peers: Peers, ttl_s: float, failpoints: Failpoints) -> None:
+        self.arena = arena
+        self.peers = peers
+        self._ttl_s = ttl_s
+        self._failpoints = failpoints
+        self.jobs: dict[str, HeldJob] = {}
+        self._couriers: dict[str, Couriers] = {}
+        self.idle_since_s = time.monotonic()
+
+    def adopt(self) -> None:
+        """Takes over what an earlier daemon left in the arena."""
+        for record in self.arena.records():
+            job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self._changed)
+            job.adopt()
+            self._start_couriers(job)
+            log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
+
+    def get(self, name: str) -> HeldJob:
+        """The job of that name.
+
+        Raises:
+            NoSuchJob: none is held.
+        """
+        if check_name(name) not in self.jobs:
+            raise NoSuchJob(f"this daemon holds no job {name!r}.")
+        return self.jobs[name]
+
+    def decide(self, request: pb.DecideRequest) -> None:
+        """A new attach's decision; makes the job known if it was not.
+
+        Raises:
+            ConfigError: the manifest is impossible.
+            StaleEpoch: a newer decision is in force.
+        """
+        manifest = request.manifest
+        name = check_name(manifest.job)
+        ranks = [rank for node in manifest.nodes for rank in node.ranks]
+        if manifest.ByteSize() > MANIFEST_MAX or sorted(ranks) != list(range(manifest.world)):
+            raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
+        if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
+            raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
+        if name not in self.jobs:
+            if len(self.jobs) >= JOBS_MAX:
+                raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
+            self.jobs[name] = HeldJob(self.arena, pb.JobRecord(manifest=manifest), self._changed)
+        job = self.jobs[name]
+        before = job.record.manifest.token
+        if before and before != manifest.token:
+            raise ConfigError(f"job {name} is held with another token.", "choose another name, or reft-cli purge it")
+        if name in self._couriers:
+            self._couriers.pop(name).close()
+        job.decide(request)
+        self._start_couriers(job)
+
+    def _start_couriers(self, job: HeldJob) -> None:
+        if job.record.HasField("decision"):
+            self._couriers[job.id] = Couriers(job, self.peers, self._failpoints)
+
+    def _changed(self, job: HeldJob) -> None:
+        if job.id in self._couriers:
+            self._couriers[job.id].wake()
+
+    async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
+        """Slots for a rank; ended jobs that nobody named give way if there is no room."""
+        job = self.get(request.job)
+        while True:
+            try:
+                return await job.lease(request)
+            except NoRoom:
+                ended = [
+                    j for j in self.jobs.values() if j is not job and not j.is_live and not j.record.manifest.named
+                ]
+                if not ended:
+                    raise
+                oldest = min(ended, key=lambda held: held.ended_s)
+                log.warning("job=%s gives way to job=%s: it has ended and nobody named it", oldest.id, job.id)
+                self.purge(oldest.id)
+
+    def purge(self, name: str) -> int:
+        """Drops a job and its slots; the number of bytes freed."""
+        job = self.get(name)
+        if name in self._couriers:
+            self._couriers.pop(name).close()
+        del self.jobs[name]
+        return job.free()
+
+    async def expire_for_ever(self, idle_exit_s: float) -> None:
+        """Drops jobs whose time to live is over; returns once there was nothing to hold for `idle_exit_s` (0: never)."""
+        while True:
+            now = time.monotonic()
+            for job in list(self.jobs.values()):
+                if not job.is_live and now - job.ended_s > self._ttl_s:
+                    log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
+            if self.jobs:
+                self.idle_since_s = now
+            if idle_exit_s and now - self.idle_since_s > idle_exit_s:
+                log.info("no job for %.0f s: leaving", now - self.idle_since_s)
+                return
+            await asyncio.sleep(min(1.0, self._ttl_s / 4, idle_exit_s / 4 or 1.0))
+
+    async def close(self, purge: bool) -> None:
+        """Stops; the slots stay for the next daemon unless `purge`."""
+        for couriers in self._couriers.values():
+            couriers.close()
+        if purge:
+            for name in list(self.jobs):
+                self._couriers.pop(name, None)
+                self.purge(name)
+        await self.peers.close()

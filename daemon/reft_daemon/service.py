@@ -1,0 +1,258 @@
+"""The daemon's gRPC face: checks who calls, translates messages and errors, and leaves the rest to the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from reft.core.slots import SlotState
+from reft.errors import AttachError, ConfigError, ReftError
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon import __version__
+from reft_daemon.job import HeldJob
+from reft_daemon.registry import NoSuchJob, Registry
+
+READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
+REPORT_WAIT_MAX_S = 10.0
+STATUS_DEADLINE_S = 1.0
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this daemon is to others."""
+
+    node: str
+    addresses: tuple[str, ...]
+    handout: str
+    limit_bytes: int
+
+
+def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Turns errors of reft into statuses; anything else is a bug and ends the call as INTERNAL with its name."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except NoSuchJob as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except ReftError as error:
+            await context.abort(rpc.status_of(error), str(error))
+
+    return call
+
+
+async def authorise(registry: Registry, name: str, context: Context) -> None:
+    """Lets in whoever can open the unix socket, and over TCP whoever has the job's token."""
+    if context.peer().startswith("unix:"):
+        return
+    job = registry.jobs.get(name)
+    if job is None or not rpc.has_token(context.invocation_metadata(), job.record.manifest.token):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
+
+
+class DaemonService(pb_grpc.DaemonServicer):
+    """What trainers and the CLI call."""
+
+    def __init__(self, registry: Registry, identity: Identity) -> None:
+        self._registry = registry
+        self._identity = identity
+
+    @translated
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+        if request.protocol != messages.PROTOCOL:
+            raise AttachError(
+                f"you speak protocol {request.protocol}, this daemon (reft {__version__}) {messages.PROTOCOL}.",
+                "install the same reft on both sides",
+            )
+        me = self._identity
+        return pb.HelloReply(
+            protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
+            handout=me.handout, version=__version__, pid=os.getpid(),
+        )  # fmt: skip
+
+    @translated
+    async def Inventory(self, request: pb.InventoryRequest, context: Context) -> pb.InventoryReply:
+        await authorise(self._registry, request.job, context)
+        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job]
+        job = self._registry.jobs.get(request.job)
+        if job is None:
+            return pb.InventoryReply(others=others)
+        if request.fence:
+            await job.fence(request.launch, request.pids)
+        reply = pb.InventoryReply(manifest=job.record.manifest, slots=job.headers(), others=others)
+        if job.record.HasField("decision"):
+            reply.decision.CopyFrom(job.record.decision)
+        return reply
+
+    @translated
+    async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
+        await authorise(self._registry, request.manifest.job, context)
+        self._registry.decide(request)
+        return pb.DecideReply()
+
+    @translated
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:
+        await authorise(self._registry, request.job, context)
+        slots = await self._registry.lease(request)
+        leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
+        return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).backing)
+
+    @translated
+    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.report(request)
+        newest = max((answer.step for answer in request.answers), default=-1)
+        deadline = time.monotonic() + min(request.wait_ms / 1000, REPORT_WAIT_MAX_S)
+        while job.round is not None and not job.round.outcome.decides(newest):
+            left = deadline - time.monotonic()
+            if left <= 0 or messages.epoch_from(request.epoch) != job.epoch:
+                break
+            try:
+                await asyncio.wait_for(job.news.wait(), left)
+            except asyncio.TimeoutError:
+                break
+        job.check_epoch(request.epoch)
+        outcome = job.round.outcome if job.round else None
+        has_slots = any(slot.rank == request.rank for slot in job.slots.values())
+        return pb.ReportReply(
+            whole=outcome.whole if outcome else -1, voids=outcome.voids if outcome else (), slots_missing=not has_slots
+        )
+
+    @translated
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        await authorise(self._registry, request.job, context)
+        self._registry.get(request.job).release(request)
+        return pb.ReleaseReply()
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
+        """Bytes of a sealed slot, for a rank that now runs on another node."""
+        await authorise(self._registry, request.job, context)
+        job = self._registry.jobs.get(request.job)
+        slot = job.slots.get(request.slot) if job else None
+        if slot is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
+        slot.check_size()
+        header = slot.map.reread()
+        if header.state is not SlotState.SEALED or header.version != messages.version_from(request.version):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
+        end = min(request.offset + request.size, slot.file_bytes)
+        for at in range(request.offset, end, READ_CHUNK):
+            yield pb.Chunk(data=os.pread(slot.descriptor, min(READ_CHUNK, end - at), at))
+
+    @translated
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        await authorise(self._registry, request.job, context)
+        registry = self._registry
+        if request.job:
+            registry.get(request.job)
+        jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
+        statuses = [_status(job, self._identity.node) for job in jobs]
+        if request.deep:
+            await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
+        return pb.StatusReply(
+            node=self._identity.node, node_id=registry.arena.node_id, version=__version__, pid=os.getpid(),
+            held_bytes=registry.arena.held_bytes, limit_bytes=self._identity.limit_bytes,
+            directory=str(registry.arena.folder), jobs=statuses,
+        )  # fmt: skip
+
+    async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:
+        """Adds what the other daemons of the job say; those that don't answer are named."""
+        manifest = job.record.manifest
+        others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
+        request = pb.StatusRequest(job=job.id)
+        calls = (
+            self._registry.peers.call(node, manifest.token, pb_grpc.DaemonStub, "Status", request, STATUS_DEADLINE_S)
+            for node in others
+        )
+        for node, reply in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(reply, pb.StatusReply) and reply.jobs:
+                status.ranks.extend(reply.jobs[0].ranks)
+                status.whole = max(status.whole, reply.jobs[0].whole)
+            else:
+                status.silent_nodes.append(node.name)
+
+    @translated
+    async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        if job.is_live:
+            raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
+        return pb.PurgeReply(freed_bytes=self._registry.purge(job.id))
+
+
+class PeerService(pb_grpc.PeerServicer):
+    """What other daemons call."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @translated
+    async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        try:
+            outcome = job.hear_node(request.node_index, messages.answers_from(request.answers))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return messages.outcome_to(job.id, job.epoch, outcome)
+
+    @translated
+    async def Announce(self, request: pb.Outcome, context: Context) -> pb.OutcomeReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        job.hear_outcome(messages.outcome_from(request))
+        return pb.OutcomeReply()
+
+
+def _held(job: HeldJob) -> pb.HeldJob:
+    manifest = job.record.manifest
+    common = [set(job.sealed_versions(rank)) for rank in job.ranks]
+    newest = max(set.intersection(*common) if common else set(), key=lambda v: v.order, default=None)
+    held = pb.HeldJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
+    if newest and not job.is_live:
+        held.newest.CopyFrom(messages.version_to(newest))
+    return held
+
+
+def _status(job: HeldJob, node: str) -> pb.JobStatus:
+    manifest = job.record.manifest
+    status = pb.JobStatus(
+        job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
+        backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script, every=manifest.every,
+        ranks=[_rank_status(job, rank, node) for rank in job.ranks],
+    )  # fmt: skip
+    if job.record.HasField("decision"):
+        status.epoch.CopyFrom(job.record.decision.epoch)
+        if job.record.decision.HasField("base"):
+            status.base.CopyFrom(job.record.decision.base)
+    return status
+
+
+def _rank_status(job: HeldJob, rank: int, node: str) -> pb.RankStatus:
+    lease = job.leases.get(rank)
+    sealed = job.sealed_versions(rank)
+    status = pb.RankStatus(
+        rank=rank, node=node, step=lease.step if lease else -1,
+        bytes=sum(slot.file_bytes for slot in (*job.slots.values(), *job.retired.values()) if slot.rank == rank),
+    )  # fmt: skip
+    if lease:
+        status.alive, status.closed = lease.watch is not None, lease.closed
+        status.trouble, status.pid = lease.trouble, lease.process.pid
+    if sealed:
+        status.sealed.CopyFrom(messages.version_to(sealed[-1]))
+        status.sealed_age_s = time.monotonic() - job.sealed_s.get(rank, job.since_s)
+    return status

@@ -1,0 +1,1 @@
+"""What runs in the trainer: finds the state, copies it into slots beside training, and brings it back."""

@@ -1,0 +1,115 @@
+"""What the ranks of a job tell one another at attach: every rank's facts, or every rank's error, within a deadline.
+
+    rank 0 ─┐  {"ok": facts}                      ┌─► all facts, in the order of ranks
+    rank 1 ─┼► gather, on a group of reft's own ──┤
+    rank 2 ─┘  {"error": text}                    └─► AttachError on every rank, naming the ranks that failed
+
+Facts are JSON over plain byte tensors: nothing is unpickled. The group is gloo, so that it works beside NCCL and so
+that a rank that is missing can be waited for with a deadline. Nothing here runs after attach.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reft.errors import AttachError, ReftError
+
+FACTS_MAX = 64 << 20  # bytes from one rank: headers of a node's slots, or a manifest
+
+
+class Exchange:
+    """The ranks of one job.
+
+    Args:
+        deadline_s: the longest that one exchange may take.
+
+    Raises:
+        AttachError: the group can't be made.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._group = None
+        self.rank, self.world = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        if self.world > 1:
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+            except RuntimeError as error:
+                raise AttachError(
+                    f"the ranks can't meet to attach: {error}.", "do all ranks call reft.attach?"
+                ) from error
+
+    def together(self, act: Callable[[], dict[str, Any]], extra_s: float = 0.0) -> list[dict[str, Any]]:
+        """Runs `act` on every rank and gives every rank all results, in the order of ranks.
+
+        Raises:
+            ReftError: `act` raised on this rank; the same error.
+            AttachError: it raised on another rank, or a rank did not come within the deadline.
+        """
+        own: Exception | None = None
+        try:
+            message = {"ok": act()}
+        except Exception as error:
+            own = error if isinstance(error, ReftError) else AttachError(f"{type(error).__name__}: {error}")
+            own.__cause__ = None if own is error else error
+            message = {"error": str(own)}
+        replies = self._gather(json.dumps(message).encode(), self._deadline_s + extra_s)
+        failed = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
+        if own is not None:
+            raise own
+        if failed:
+            rank, text = next(iter(failed.items()))
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise AttachError(f"rank {rank} could not attach{others}: {text}")
+        return [reply["ok"] for reply in replies]
+
+    def _gather(self, payload: bytes, deadline_s: float) -> list[dict[str, Any]]:
+        if self._group is None:
+            return [json.loads(payload)]
+        if len(payload) > FACTS_MAX:
+            payload = json.dumps({"error": f"facts of {len(payload)} bytes; the limit is {FACTS_MAX}"}).encode()
+        try:
+            end = time.monotonic() + deadline_s
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            self._all_gather(sizes, torch.tensor([len(payload)]), end)
+            widest = int(max(sizes))
+            mine = torch.zeros(widest, dtype=torch.uint8)
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            parts = [torch.zeros(widest, dtype=torch.uint8) for _ in range(self.world)]
+            self._all_gather(parts, mine, end)
+        except RuntimeError as error:
+            raise AttachError(
+                f"not all {self.world} ranks came within {deadline_s:.0f} s: {error}.",
+                "look at the ranks that did not attach; REFT_ATTACH_DEADLINE_S sets the limit",
+            ) from error
+        return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, into: list[torch.Tensor], mine: torch.Tensor, end: float) -> None:
+        work = dist.all_gather(into, mine, group=self._group, async_op=True)
+        work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+
+    def close(self) -> None:
+        """Gives the group back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def text_of(data: bytes) -> str:
+    """Bytes as JSON can carry them."""
+    return base64.b64encode(data).decode()
+
+
+def bytes_of(text: str) -> bytes:
+    """The reverse of `text_of`."""
+    return base64.b64decode(text)

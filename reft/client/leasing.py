@@ -1,0 +1,104 @@
+"""Leases: this rank's registration with its daemon, and the slots that it may write."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import grpc
+
+from reft.client.mapping import MappedSlot
+from reft.config import Config
+from reft.core.layout import Layout, align
+from reft.core.version import Epoch
+from reft.errors import AttachError
+from reft.wire import handout, messages, rpc
+from reft.wire.process import stat_of
+from reft.wire.slot_format import PAGE
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+SPARE_TABLE = 4096  # bytes, so that a step counter that moves to another device does not outgrow the table
+ALLOCATION_BYTES_PER_S = 100 << 20
+
+
+@dataclass
+class Leaser:
+    """One rank's way to its slots.
+
+    Args:
+        address: of the daemon's unix socket.
+        handout_path: of the socket that hands out descriptors.
+        job, epoch, rank: who leases.
+    """
+
+    address: str
+    handout_path: str
+    job: str
+    epoch: Epoch
+    rank: int
+    settings: Config
+
+    def register(self) -> None:
+        """Makes this process known as the rank's trainer, so that the daemon notices its death."""
+        self._call(self._request(0, 0, 0))
+
+    def lease(self, layout: Layout, table: bytes) -> list[MappedSlot]:
+        """Slots with room for a layout, mapped, every page touched. Blocks for as long as memory takes to be made.
+
+        Raises:
+            NoRoom: they don't fit.
+        """
+        data_bytes = align(layout.data_bytes, PAGE)
+        request = self._request(self.settings.slots, data_bytes, align(len(table) + SPARE_TABLE, PAGE))
+        reply = self._call(request)
+        slots = self.take([slot.name for slot in reply.slots], is_memfd=reply.backing == "memfd")
+        for slot in slots:
+            slot.touch()
+        return slots
+
+    def take(self, names: list[str], is_memfd: bool = False) -> list[MappedSlot]:
+        """Maps slots of this rank by name."""
+        request = pb.HandoutRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
+        descriptors = handout.ask(self.handout_path, request, [], self.settings.attach_deadline_s)
+        return [
+            MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, is_memfd)
+            for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True))
+        ]
+
+    def give_back(self, slots: list[MappedSlot]) -> None:
+        """Gives a restarted daemon the memfds that this process kept for it."""
+        kept = [slot for slot in slots if slot.descriptor >= 0]
+        request = pb.HandoutRequest(
+            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, returned=[slot.name for slot in kept]
+        )
+        handout.ask(self.handout_path, request, [slot.descriptor for slot in kept], self.settings.rpc_deadline_s)
+
+    def release(self) -> None:
+        """Takes the registration back."""
+        self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank), 0)
+
+    def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
+        pid = os.getpid()
+        facts = stat_of(pid)
+        if facts is None:
+            raise AttachError(f"/proc/{pid} can't be read.", "mount /proc in this container")
+        mine = os.sched_getaffinity(0)
+        is_bound = len(mine) < (os.cpu_count() or 0)
+        return pb.LeaseRequest(
+            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, pid=pid, pid_start=facts.start,
+            parent=facts.parent, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
+            chunk_bytes=self.settings.chunk_bytes, cpus=sorted(mine) if is_bound else [],
+        )  # fmt: skip
+
+    def _call(self, request: pb.LeaseRequest) -> pb.LeaseReply:
+        reply: pb.LeaseReply = self._rpc("Lease", request, request.slots * request.data_bytes)
+        return reply
+
+    def _rpc(self, method: str, request: object, nbytes: int) -> pb.LeaseReply:
+        deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
+        with rpc.channel(self.address) as channel:
+            try:
+                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)  # type: ignore[no-any-return]
+            except grpc.RpcError as error:
+                raise rpc.error_of(error, self.address) from error

@@ -1,0 +1,77 @@
+"""Slots as this process sees them: the daemon's pages, mapped, touched once, and registered with CUDA where there is one."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from reft.core.slots import Slot
+from reft.wire.slot_format import Bytes, SlotMap
+
+log = logging.getLogger("reft")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
+_PINNED_PORTABLE = 1  # cudaHostRegisterPortable: usable from every context of this process
+
+
+@dataclass
+class MappedSlot:
+    """One slot.
+
+    Attributes:
+        index: its place among this rank's slots.
+        name: its name in the daemon's arena.
+        descriptor: kept open only for a memfd, which a restarted daemon needs back; else -1.
+        map: its parts.
+    """
+
+    index: int
+    name: str
+    descriptor: int
+    map: SlotMap
+    _pages: mmap.mmap
+    _bytes: Bytes
+    _registered: bool = False
+
+    @classmethod
+    def open(cls, index: int, name: str, descriptor: int, file_bytes: int, is_memfd: bool) -> MappedSlot:
+        """Maps a slot; takes the descriptor over."""
+        pages = mmap.mmap(descriptor, file_bytes)
+        # A DataLoader's forked workers must neither keep the pages alive nor pay for their page tables.
+        pages.madvise(mmap.MADV_DONTFORK)
+        if not is_memfd:
+            os.close(descriptor)
+            descriptor = -1
+        whole = np.frombuffer(pages, np.uint8)
+        return cls(index, name, descriptor, SlotMap(whole), pages, whole)
+
+    def touch(self) -> None:
+        """Maps every page now: the first write through a new mapping costs four times the later ones."""
+        try:
+            self._pages.madvise(_POPULATE_WRITE)
+        except OSError:
+            # An older kernel: read one byte a page, which maps it; the first write then costs a little more.
+            self._bytes[:: mmap.PAGESIZE].sum()
+
+    def register(self) -> None:
+        """Pins the pages for CUDA, so that copies run beside the host."""
+        code = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, _PINNED_PORTABLE)
+        self._registered = int(code) == 0
+        if not self._registered:
+            log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, int(code))
+
+    def view(self) -> Slot:
+        """What the reuse rule needs to know."""
+        header = self.map.header
+        return Slot(self.index, header.state, header.version)
+
+    def close(self) -> None:
+        """Unmaps; the slot itself stays with the daemon."""
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)

@@ -1,0 +1,141 @@
+"""Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
+
+Each call carries every answer whose outcome is not known yet, so a lost call is repaired by the next. At most
+CALLS_MAX calls are under way; the daemon holds a reply back until the newest step is decided or the call's deadline nears.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import grpc
+
+from reft.core.round import Answer, Outcome
+from reft.core.version import Epoch, Version
+from reft.errors import ReftError, StaleEpoch
+from reft.failpoints import Failpoints
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+log = logging.getLogger("reft")
+ANSWERS_MAX = 16
+CALLS_MAX = 4
+MARGIN_S = 0.5  # by which a call's deadline exceeds the time that the daemon may hold the reply back
+
+
+class Reporter:
+    """One rank's line to its daemon.
+
+    Args:
+        address: of the daemon's unix socket.
+        job, epoch, rank: who reports.
+        deadline_s: of one call.
+    """
+
+    def __init__(
+        self, address: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints
+    ) -> None:
+        self._address, self._job, self._epoch, self._rank = address, job, epoch, rank
+        self._deadline_s = deadline_s
+        self._failpoints = failpoints
+        self._channel = rpc.channel(address)
+        self._stub = pb_grpc.DaemonStub(self._channel)
+        self._changed = threading.Condition()
+        self._answers: dict[int, Answer] = {}
+        self._under_way = 0
+        self._trouble = ""
+        self._outcome = Outcome()
+        self.error: ReftError | None = None  # why the last call failed
+        self.slots_missing = False
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether a newer attach has taken the job: this process must not write any more."""
+        return isinstance(self.error, StaleEpoch)
+
+    def knowledge(self) -> tuple[Version | None, frozenset[Version]]:
+        """The newest version known to be whole in this epoch, and those known to be void."""
+        with self._changed:
+            outcome = self._outcome
+        whole = Version(self._epoch, outcome.whole) if outcome.whole >= 0 else None
+        return whole, frozenset(Version(self._epoch, step) for step in outcome.voids)
+
+    def answer(self, step: int, answer: Answer, trouble: str = "") -> None:
+        """Reports a step; returns at once.
+
+        Args:
+            trouble: why the snapshot failed; empty if it did not.
+        """
+        with self._changed:
+            self._answers.setdefault(step, answer)
+            for old in sorted(self._answers)[:-ANSWERS_MAX]:
+                del self._answers[old]
+            self._trouble = trouble
+        self._send()
+
+    def _send(self) -> None:
+        with self._changed:
+            if self._under_way >= CALLS_MAX or self._failpoints.hit("report.send", rank=self._rank):
+                return
+            self._under_way += 1
+            request = pb.ReportRequest(
+                job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
+                answers=messages.answers_to(self._answers), wait_ms=int(self._deadline_s * 1000), trouble=self._trouble,
+            )  # fmt: skip
+        self._stub.Report.future(request, timeout=self._deadline_s + MARGIN_S).add_done_callback(self._replied)
+
+    def _replied(self, call: grpc.Future) -> None:
+        failure = call.exception() if not call.cancelled() else None
+        with self._changed:
+            self._under_way -= 1
+            if call.cancelled():
+                return
+            if isinstance(failure, grpc.RpcError):
+                self._failed(rpc.error_of(failure, self._address))
+            else:
+                self._heard(call.result())
+            self._changed.notify_all()
+
+    def _failed(self, error: ReftError) -> None:
+        if type(error) is not type(self.error):
+            log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
+        self.error = error
+
+    def _heard(self, reply: pb.ReportReply) -> None:
+        if self.error is not None and not self.is_fenced:
+            log.warning("the daemon answers again: snapshots go on.")
+            self.error = None
+        self.slots_missing = reply.slots_missing
+        heard = messages.outcome_from(reply)
+        if heard.whole >= self._outcome.whole:
+            self._outcome = heard
+        for step in [step for step in self._answers if self._outcome.decides(step)]:
+            del self._answers[step]
+
+    def wait(self, step: int, deadline_s: float) -> bool:
+        """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step."""
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            while not self._outcome.decides(step) and not self.is_fenced and time.monotonic() < end:
+                if not self._under_way:
+                    self._changed.release()
+                    try:
+                        self._send()
+                    finally:
+                        self._changed.acquire()
+                self._changed.wait(min(0.2, max(end - time.monotonic(), 0)))
+            return self._outcome.whole >= step
+
+    def release(self) -> None:
+        """Tells the daemon that the session was closed; a daemon that is gone need not know."""
+        request = pb.ReleaseRequest(job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank)
+        try:
+            self._stub.Release(request, timeout=self._deadline_s)
+        except grpc.RpcError as error:
+            log.info("the daemon did not hear that the session was closed: %s", rpc.error_of(error, self._address))
+
+    def close(self) -> None:
+        self._channel.close()

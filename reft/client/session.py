@@ -1,0 +1,276 @@
+"""The session: what `reft.attach` returns. Steps, marks, the window and the fence, without changing the user's loop.
+
+    optimizer.step ─► mark (session.steps, step_end) ─► window: the snapshot may read the state ─► optimizer's pre-hook: fence
+                        step += 1, snapshot begins        forward and backward only read it          the next writer
+
+Where nothing is marked, each call of the (last) optimizer is a step and its post-hook is the mark. The first such call
+only counts: whether the loop marks its steps is not known yet then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reft.client.snapshots import Snapshots
+from reft.errors import ForkedSession, RestoreError
+
+CLOSE_WAIT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """What `Session.seal` found. True in a condition if the newest marked step is whole.
+
+    Attributes:
+        whole: every rank holds the newest marked step, sealed.
+        protected: it also survives as many lost nodes as were asked for.
+        step: the newest step known to be whole; -1 if none.
+    """
+
+    whole: bool
+    protected: bool
+    step: int
+
+    def __bool__(self) -> bool:
+        return self.whole
+
+
+class Session:
+    """A trainer's hold on its snapshots; made by `reft.attach`, used by one thread, the one that trains.
+
+    Args:
+        snapshots: None if reft is switched off: then steps are counted, and that is all.
+        optimizers: whose steps close the window.
+        step: completed steps at attach.
+        restored_from: None, "memory", "peers" or "storage".
+        counts_calls: whether the restored step was counted by calls of the optimizer, not by marks.
+        every: a snapshot after each n-th step.
+        is_protected: whether a whole snapshot survives as many lost nodes as were asked for.
+    """
+
+    def __init__(
+        self, snapshots: Snapshots | None, optimizers: Sequence[torch.optim.Optimizer], *, step: int,
+        restored_from: str | None, counts_calls: bool, every: int, seal_deadline_s: float, is_protected: bool,
+    ) -> None:  # fmt: skip
+        self.step = step
+        self.restored_from = restored_from
+        self.every = every
+        self._snapshots = snapshots
+        self._seal_deadline_s = seal_deadline_s
+        self._is_protected = is_protected
+        self._counts_calls = counts_calls
+        self._pid = os.getpid()
+        self._marks: _Marks = _Unmarked(step)
+        self._taken = -1
+        self._window_open = False
+        self._inside = 0  # calls of optimizer.step that have not returned: a subclass may call its parent's
+        self._hooks = []
+        for optimizer in optimizers:
+            last = optimizer is optimizers[-1]
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_last if last else self._after_other))
+        if snapshots is not None:
+            atexit.register(_drain, weakref.ref(self))
+
+    # Marks
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Iterates over the steps that are left, from `session.step` to `total - 1`, and marks the end of each.
+
+        Ask the data loader for the next batch inside the loop: `zip(loader, session.steps(n))` fetches before the mark
+        and loses a batch at a restart.
+        """
+        self._check_process()
+        self._begin_marking()
+        while self.step < total:
+            yield self.step
+            self.step_end()
+
+    def step_end(self) -> None:
+        """Marks the end of an iteration: the state is final, and may be read until the next optimizer step."""
+        self._check_process()
+        self._begin_marking()
+        self._mark()
+
+    def _begin_marking(self) -> None:
+        """From the first mark on only marks count; what the optimizer's hooks counted before it is dropped."""
+        if not isinstance(self._marks, _Unmarked):
+            return
+        if self._counts_calls:
+            raise RestoreError(
+                f"step {self.step} was counted by calls of the optimizer, but this loop marks its steps.",
+                "train without marks, or start under another job name",
+            )
+        self._close_window()
+        if self.step > self._marks.start + 1 and self._snapshots is not None:
+            self._snapshots.discard(self.step)
+        self.step = self._marks.start
+        self._marks = _Marked()
+
+    def _mark(self) -> None:
+        self._close_window()
+        self._inside = 0
+        self.step += 1
+        if self.step % self.every == 0:
+            self._take()
+
+    def _take(self) -> None:
+        is_marked = isinstance(self._marks, _Marked)
+        if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
+            self._window_open = True
+        self._taken = self.step
+
+    def _close_window(self) -> None:
+        if self._window_open and self._snapshots is not None:
+            self._window_open = False
+            self._snapshots.fence()
+
+    # Hooks: they run inside the user's optimizer step, in whatever grad mode that has
+
+    def _before_optimizer(self, *_: object) -> None:
+        if os.getpid() == self._pid:
+            self._inside += 1
+            self._close_window()
+
+    def _after_other(self, *_: object) -> None:
+        self._inside = max(self._inside - 1, 0)
+
+    def _after_last(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._inside = max(self._inside - 1, 0)
+        if (
+            self._inside
+            or os.getpid() != self._pid
+            or not isinstance(self._marks, _Unmarked)
+            or _was_skipped(optimizer)
+        ):
+            return
+        if self._marks.count():
+            self._mark()
+        else:
+            self.step += 1
+
+    # What users ask
+
+    def seal(self, timeout: float | None = None) -> Sealed:
+        """Waits until the newest marked step is whole: every rank holds it, sealed.
+
+        Takes the snapshot first if that step was not due. Call it on all ranks, between a mark and the next optimizer step.
+
+        Args:
+            timeout: seconds; None means REFT_SEAL_DEADLINE_S.
+        """
+        self._check_process()
+        if self._snapshots is None:
+            return Sealed(False, False, -1)
+        if self._taken != self.step and self.step > 0 and self._inside == 0:
+            self._take()
+        whole = self._snapshots.newest_known_whole() >= self.step
+        if not whole:
+            deadline = self._seal_deadline_s if timeout is None else timeout
+            whole = self._snapshots.reporter.wait(self.step, deadline)
+        return Sealed(whole, whole and self._is_protected, self._snapshots.newest_known_whole())
+
+    def stats(self) -> dict[str, float]:
+        """Counters since attach, all plain numbers; units are in the names, bytes are bytes.
+
+        sealed_step: newest step that this rank sealed; whole_step: newest step known to be whole on all ranks; snapshots,
+        skipped: counts; bytes: written by one snapshot; stall_ms: mean time for which a snapshot held up training;
+        bubble_fraction: share of the snapshots' bytes that was copied inside `idle()`.
+        """
+        if self._snapshots is None:
+            return {"step": self.step, "sealed_step": -1, "whole_step": -1, "snapshots": 0, "skipped": 0, "bytes": 0,
+                    "stall_ms": 0.0, "bubble_fraction": 0.0}  # fmt: skip
+        counts, copier = self._snapshots.counts, self._snapshots.copier
+        return {
+            "step": self.step,
+            "sealed_step": counts.sealed_step,
+            "whole_step": self._snapshots.newest_known_whole(),
+            "snapshots": counts.snapshots,
+            "skipped": counts.skipped,
+            "bytes": self._snapshots.bytes_per_snapshot(),
+            "stall_ms": 1000 * counts.stall_s / max(counts.snapshots, 1),
+            "bubble_fraction": copier.idle_bytes / max(copier.copied_bytes, 1),
+        }
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Marks a time in which this loop neither computes nor communicates, e.g. while it waits for a batch."""
+        if self._snapshots is None:
+            yield
+            return
+        self._snapshots.copier.idle(True)
+        try:
+            yield
+        finally:
+            self._snapshots.copier.idle(False)
+
+    def close(self) -> None:
+        """Ends the session: the newest snapshot is finished, the hooks are taken off, the daemon keeps the slots."""
+        if self._snapshots is None or os.getpid() != self._pid:
+            return
+        self._close_window()
+        snapshots, self._snapshots = self._snapshots, None
+        for hook in self._hooks:
+            hook.remove()
+        if self._taken > 0:
+            snapshots.reporter.wait(self._taken, CLOSE_WAIT_S)
+        snapshots.reporter.release()
+        snapshots.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedSession(
+                f"this session was attached by process {self._pid}; process {os.getpid()} is its child.",
+                "attach in the process that trains",
+            )
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a Session can't be copied or sent to another process")
+
+
+class _Marks:
+    """How steps are counted: by marks, or by calls of the optimizer until the first mark."""
+
+
+class _Marked(_Marks):
+    """The loop marks its steps."""
+
+
+class _Unmarked(_Marks):
+    """Nothing was marked yet."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self._calls = 0
+
+    def count(self) -> bool:
+        """Counts a call of the optimizer; True from the second on, when it is clear that nobody marks."""
+        self._calls += 1
+        return self._calls > 1
+
+
+def _was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused step was skipped for infinite gradients; on a device that can't be asked without waiting for it."""
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
+
+
+def _drain(reference: weakref.ref[Session]) -> None:
+    """At the interpreter's end: lets the copy thread finish, so that it does not read memory that is torn down."""
+    session = reference()
+    if session is not None and session._snapshots is not None and session._pid == os.getpid():
+        session._close_window()

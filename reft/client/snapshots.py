@@ -1,0 +1,236 @@
+"""One rank's snapshots: which slot, when to skip, what to tell the daemon. The trainer's thread calls; nothing here waits.
+
+    take(step):  leaves still where they were? ─► slot by the reuse rule ─► WRITING, capsule, staged leaves ─► engine
+                      │ no: new layout                 │ none: void(step)
+                      └► fits: use it; else lease larger slots beside training, void(step) until they are there
+    fence():     before anything writes the state again
+
+Any failure in here is a snapshot that was not taken: counted, reported, logged when it changes, never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from reft.client.copier import Copier, CopyJob
+from reft.client.host_state import HostState
+from reft.client.mapping import MappedSlot
+from reft.client.reporter import Reporter
+from reft.client.state import Bindings, Subjects
+from reft.core.layout import Layout
+from reft.core.round import Answer
+from reft.core.slots import choose
+from reft.core.version import Epoch, Version
+from reft.errors import ReftError
+from reft.failpoints import Failpoints
+from reft.wire import capsule
+from reft.wire.messages import table_to
+from reft.wire.slot_format import SlotMap
+
+log = logging.getLogger("reft")
+
+
+@dataclass
+class Counts:
+    """What `session.stats()` adds up."""
+
+    snapshots: int = 0
+    skipped: int = 0
+    sealed_step: int = -1
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """The layout in force, as every snapshot needs it."""
+
+    bindings: Bindings
+    layout: Layout
+    digest: bytes
+    table: bytes
+
+    @classmethod
+    def of(cls, bindings: Bindings) -> Held:
+        layout = bindings.layout()
+        return cls(bindings, layout, layout.digest, table_to(layout))
+
+    def fits(self, slots: Sequence[MappedSlot]) -> bool:
+        """Whether every slot has room for the data and the table."""
+        geometries = [slot.map.header.geometry for slot in slots]
+        return bool(geometries) and all(
+            g.data_capacity >= self.layout.data_bytes and g.table_capacity >= len(self.table) for g in geometries
+        )
+
+
+@dataclass
+class Snapshots:
+    """See the module.
+
+    Args:
+        lease: gets slots with room for a layout; blocks, so it is called in a thread of its own.
+        base: the version that this attach started from: known to be whole.
+    """
+
+    subjects: Subjects
+    host: HostState
+    copier: Copier
+    reporter: Reporter
+    failpoints: Failpoints
+    rank: int
+    epoch: Epoch
+    base: Version | None
+    slots: list[MappedSlot]
+    lease: Callable[[Layout, bytes], list[MappedSlot]]
+    counts: Counts = field(default_factory=Counts)
+    _held: Held | None = None
+    _trouble: str = ""
+    _floor: int = -1
+    _leasing: threading.Thread | None = None
+    _leased: list[MappedSlot] | None = None
+    _outgrown: list[MappedSlot] = field(default_factory=list)
+
+    def take(self, step: int, is_marked: bool) -> bool:
+        """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
+
+        Args:
+            is_marked: whether the step was counted by a mark; else by a call of the optimizer.
+        """
+        try:
+            reason = self._begin(step, is_marked)
+        except Exception as error:
+            # A protector must not be the killer: whatever went wrong, training goes on.
+            reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+        if reason:
+            self._void(step, reason)
+        return not reason
+
+    def fence(self) -> None:
+        """Makes sure that nothing reads the state any more."""
+        self.counts.stall_s += self.copier.fence()
+
+    def discard(self, until: int) -> None:
+        """Drops what was taken in this epoch, and takes nothing up to step `until`: it was counted wrongly."""
+        log.warning(
+            "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that.",
+            self.rank,
+            until,
+        )
+        self._floor = until
+        for slot in self.slots:
+            version = slot.map.header.version
+            if version is not None and version.epoch == self.epoch:
+                slot.map.empty()
+
+    def _begin(self, step: int, is_marked: bool) -> str:
+        """Starts the copy; why not, if it can't."""
+        if self.reporter.is_fenced:
+            return str(self.reporter.error)
+        if step <= self._floor:
+            return f"steps up to {self._floor} were counted by calls of the optimizer."
+        self.failpoints.hit("snapshot.begin", **self._facts(step))
+        held = self._current()
+        if not self._room_for(held):
+            return "slots of the new size are being made."
+        whole, voids = self.reporter.knowledge()
+        chosen = choose([slot.view() for slot in self.slots], whole or self.base, voids)
+        if chosen is None:
+            return "no slot may be reused: the round has not said that a newer step is whole."
+        tree = capsule.encode({**self.host.capture(step), "marked": is_marked})
+        slot = self.slots[chosen.index].map
+        slot.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
+        slot.put_capsule(tree)
+        self.copier.begin(self._job(step, slot, held))
+        return ""
+
+    def _job(self, step: int, slot: SlotMap, held: Held) -> CopyJob:
+        tensors = held.bindings.tensors
+        versions = [tensor._version for tensor in tensors.values()]
+
+        def landed() -> None:
+            self.failpoints.hit("snapshot.landing", **self._facts(step))
+            for (name, tensor), before in zip(tensors.items(), versions, strict=True):
+                if tensor._version != before and name not in held.bindings.staged:
+                    raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
+            slot.landed()
+            self.failpoints.hit("snapshot.landed", **self._facts(step))
+
+        def sealed(digests: np.ndarray) -> None:
+            slot.sealed(digests)
+            self.failpoints.hit("snapshot.sealed", **self._facts(step))
+            self.counts.snapshots += 1
+            self.counts.sealed_step = step
+            self._settle("")
+            self.reporter.answer(step, Answer.SEALED)
+
+        return CopyJob(
+            slot, held.layout, tensors,
+            at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **self._facts(step)),
+            landed=landed, sealed=sealed, failed=lambda error: self._void(step, str(error)),
+        )  # fmt: skip
+
+    def _facts(self, step: int) -> dict[str, int]:
+        return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}
+
+    def _void(self, step: int, reason: str) -> None:
+        self.counts.skipped += 1
+        self._settle(reason)
+        self.copier.submit(lambda: self.reporter.answer(step, Answer.VOID, reason))
+
+    def _settle(self, reason: str) -> None:
+        """Logs when snapshots begin to fail, fail for another reason, or work again."""
+        if reason and reason != self._trouble:
+            log.warning("rank %d skips snapshots: %s Training goes on.", self.rank, reason)
+        if not reason and self._trouble:
+            log.warning("rank %d takes snapshots again.", self.rank)
+        self._trouble = reason
+
+    # Layout
+
+    def _current(self) -> Held:
+        if self._held is None or not self._held.bindings.hold():
+            self._held = Held.of(self.subjects.bind())
+        return self._held
+
+    def _room_for(self, held: Held) -> bool:
+        """Whether the slots are large enough; if not, larger ones are leased beside training."""
+        if self._leasing is not None and not self._leasing.is_alive():
+            self._leasing = None
+            if self._leased is not None:
+                # The outgrown slots stay mapped: the engine may hold views of them until the process ends.
+                self._outgrown += self.slots
+                self.slots, self._leased = self._leased, None
+        if held.fits(self.slots):
+            return True
+        if self._leasing is None:
+            self._leasing = threading.Thread(target=self._lease, args=(held,), name="reft-lease", daemon=True)
+            self._leasing.start()
+        return False
+
+    def _lease(self, held: Held) -> None:
+        try:
+            self._leased = self.lease(held.layout, held.table)
+        except Exception as error:
+            log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
+
+    def bytes_per_snapshot(self) -> int:
+        """Bytes that one snapshot writes into its slot."""
+        return self._held.layout.payload_bytes if self._held else 0
+
+    def newest_known_whole(self) -> int:
+        """The newest step known to be whole, in this epoch or as its base; -1 if none."""
+        whole, _ = self.reporter.knowledge()
+        known = whole or self.base
+        return known.step if known else -1
+
+    def close(self) -> None:
+        """Ends the engine's thread and the line to the daemon; the slots stay with the daemon."""
+        self.copier.close()
+        self.reporter.close()
+        for slot in (*self.slots, *self._outgrown):
+            slot.close()

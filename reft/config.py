@@ -1,0 +1,143 @@
+"""The configuration: one frozen class, and the only code that reads the environment.
+
+Precedence: an argument beats the environment (REFT_*), which beats the default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from reft.errors import ConfigError
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from text such as "64MiB", "1.5G" or "4096"; k, M, G, T are powers of 1024.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    match = _SIZE.match(text)
+    if not match:
+        raise ConfigError(f"{text!r} is not a size.", "write it as 512MiB, 64GiB or a number of bytes")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * 1024**power)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of the client. Every field is also an environment variable, REFT_<FIELD>.
+
+    Attributes:
+        mode: "auto" protects; "off" makes attach do nothing, and says so once.
+        job: name of the job; empty means derived from the launcher, see `reft.core.identity`.
+        daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own.
+        runtime_dir: folder of this user's daemon socket, lock and log.
+        slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
+        chunk_bytes: unit of digests, and of copying on the CPU: small enough for a core's cache, so that the digest
+            reads what the copy has just read.
+        attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
+        rpc_deadline_s: the longest that a call beside training may take.
+        seal_deadline_s: how long `Session.seal` waits by default.
+        failpoints: faults to inject in tests, see `reft.failpoints`.
+    """
+
+    mode: str = "auto"
+    job: str = ""
+    daemon: str = ""
+    runtime_dir: str = ""
+    slots: int = 3
+    chunk_bytes: int = 256 << 10
+    attach_deadline_s: float = 120.0
+    rpc_deadline_s: float = 2.0
+    seal_deadline_s: float = 30.0
+    failpoints: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "off"):
+            raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
+        if not 2 <= self.slots <= 16:
+            raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3")
+        if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
+            raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str] | None = None, **arguments: object) -> Config:
+        """The configuration from the environment, with `arguments` (those not None) over it.
+
+        Raises:
+            ConfigError: a value has the wrong type or lies outside its limits.
+        """
+        source = os.environ if environment is None else environment
+        values: dict[str, object] = {}
+        for field in fields(cls):
+            text = source.get(f"REFT_{field.name.upper()}")
+            if text is not None:
+                values[field.name] = _convert(field.name, type(field.default), text)
+        config = replace(cls(), **values)  # type: ignore[arg-type]
+        given = {name: value for name, value in arguments.items() if value is not None}
+        config = replace(config, **given)  # type: ignore[arg-type]
+        return config if config.runtime_dir else replace(config, runtime_dir=str(runtime_dir(source)))
+
+
+def _convert(name: str, kind: type, text: str) -> object:
+    try:
+        if name.endswith("_bytes"):
+            return parse_size(text)
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"REFT_{name.upper()} is {text!r}: {error}.") from error
+
+
+def runtime_dir(environment: Mapping[str, str]) -> Path:
+    """The folder of this user's daemon; never below HOME, which may be read-only or shared by nodes."""
+    base = environment.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return Path(base) / "reft"
+    return Path(tempfile.gettempdir()) / f"reft-{os.getuid()}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher's environment says about this process; facts, no decisions."""
+
+    rank: int
+    world: int
+    local_rank: int
+    run_id: str
+    slurm_job: str
+    restart_count: int
+
+    @property
+    def under_agent(self) -> bool:
+        """Whether a torchrun agent started this process and would restart it."""
+        return bool(self.run_id)
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Reads the variables that torchrun and Slurm set."""
+        source = os.environ if environment is None else environment
+        return cls(
+            rank=int(source.get("RANK", "0")),
+            world=int(source.get("WORLD_SIZE", "1")),
+            local_rank=int(source.get("LOCAL_RANK", "0")),
+            run_id=source.get("TORCHELASTIC_RUN_ID", ""),
+            slurm_job=source.get("SLURM_JOB_ID", ""),
+            restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with `changes`, for a child process."""
+    return {**os.environ, **changes}
+
+
+def environment() -> Mapping[str, str]:
+    """This process's environment, for functions that take one."""
+    return os.environ

@@ -1,0 +1,116 @@
+"""The layout: which leaves a rank's state has, and where each lies in the data of a slot.
+
+Leaves are packed in three runs, each leaf at a multiple of ALIGNMENT:
+
+    | staged: what forward mutates | small leaves, gathered | large leaves                       |
+    0                              └ SMALL_BYTES bounds each ┘                          data_bytes
+
+Staged leaves lie together because they are copied at the mark, before the window; small ones because 2,000 tiny leaves
+must not cost 2,000 copies. A leaf is its storage bytes, in the order of its strides: reft never looks into them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64  # bytes: a cache line, and at least the size of any dtype
+SMALL_BYTES = 64 << 10  # below this the call costs more than the copy
+LEAVES_MAX = 1 << 20
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One local tensor, with what identifies it in any job of the same model.
+
+    Attributes:
+        name: cleaned of wrappers, e.g. "model.0.weight" or "optimizer.0.exp_avg.0.weight".
+        dtype: torch's name without the prefix, e.g. "bfloat16".
+        shape: shape of the local piece.
+        stride: strides of the local piece, in elements.
+        nbytes: size in bytes.
+        staged: whether forward may mutate it, so that it is copied at the mark.
+        global_shape: shape of the whole tensor.
+        global_offset: where the local piece lies in it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+    staged: bool
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The leaf's kind as a person reads it, e.g. "float32 [4, 8]"."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Leaves and, for each, its offset in the data of a slot, in bytes.
+
+    Attributes:
+        leaves: in the order of their offsets.
+        offsets: offset of each leaf.
+        data_bytes: size of the data that holds them all.
+    """
+
+    leaves: tuple[Leaf, ...]
+    offsets: tuple[int, ...]
+    data_bytes: int
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that two layouts share only if they are the same."""
+        lines = (repr((leaf, offset)) for leaf, offset in zip(self.leaves, self.offsets, strict=True))
+        return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the leaves without padding."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def align(offset: int, to: int = ALIGNMENT) -> int:
+    """The next multiple of `to` at or above `offset`."""
+    return -(-offset // to) * to
+
+
+def pack(leaves: Iterable[Leaf]) -> Layout:
+    """Places the leaves; the same leaves in the same order always get the same layout.
+
+    Raises:
+        ValueError: two leaves have one name, or there are more than LEAVES_MAX.
+    """
+    ordered = sorted(leaves, key=lambda leaf: (not leaf.staged, leaf.nbytes >= SMALL_BYTES))
+    names = {leaf.name for leaf in ordered}
+    if len(names) != len(ordered):
+        raise ValueError("two leaves have the same name")
+    if len(ordered) > LEAVES_MAX:
+        raise ValueError(f"{len(ordered)} leaves; the limit is {LEAVES_MAX}")
+    offsets = []
+    end = 0
+    for leaf in ordered:
+        offsets.append(align(end))
+        end = offsets[-1] + leaf.nbytes
+    return Layout(tuple(ordered), tuple(offsets), align(end))
+
+
+def differences(held: Sequence[Leaf], live: Sequence[Leaf], limit: int = 8) -> list[str]:
+    """What differs between two lists of leaves, a line each, at most `limit` lines and a count of the rest."""
+    old = {leaf.name: leaf for leaf in held}
+    new = {leaf.name: leaf for leaf in live}
+    lines = [f"{name}: held {old[name].describe()}, not in the model" for name in old if name not in new]
+    lines += [f"{name}: not held, {new[name].describe()} in the model" for name in new if name not in old]
+    lines += [
+        f"{name}: held {old[name].describe()}, {new[name].describe()} in the model"
+        for name in old
+        if name in new and old[name].describe() != new[name].describe()
+    ]
+    lines.sort()
+    rest = len(lines) - limit
+    return lines if rest <= 0 else [*lines[:limit], f"and {rest} more"]

@@ -1,0 +1,78 @@
+"""The small socket over which a daemon hands out the file descriptors of slots; gRPC can't carry them.
+
+    trainer ──length, HandoutRequest (+ descriptors if it gives memfds back)──► daemon
+    trainer ◄──1 byte: count, descriptors │ 0, text of the error──────────────── daemon
+
+A lost reply is repeated by asking again; descriptors that nobody took are closed by the kernel.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from reft.errors import AttachError
+from reft.wire.v1 import daemon_pb2 as pb
+
+REQUEST_MAX: Final = 4096
+DESCRIPTORS_MAX: Final = 32
+_LENGTH: Final = struct.Struct("<I")
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def ask(path: str, request: pb.HandoutRequest, give: Sequence[int], deadline_s: float) -> list[int]:
+    """The descriptors that the daemon hands out; the caller owns them.
+
+    Args:
+        path: of the socket, from HelloReply.handout.
+        give: descriptors to give back, for the slots named in request.returned.
+
+    Raises:
+        AttachError: the daemon refused, or did not answer within the deadline.
+    """
+    body = request.SerializeToString()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(deadline_s)
+        try:
+            connection.connect(path)
+            socket.send_fds(connection, [_LENGTH.pack(len(body)) + body], list(give))
+            reply, descriptors, _, _ = socket.recv_fds(connection, REQUEST_MAX, DESCRIPTORS_MAX)
+        except OSError as error:
+            raise AttachError(f"the daemon's handout socket {path} failed: {error}.") from error
+    if not reply or reply[0] != len(descriptors) or (not descriptors and not give):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise AttachError(f"the daemon refused the slots: {reply[1:].decode(errors='replace') or 'no reply'}.")
+    return descriptors
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The uid of the process at the other end, as the kernel knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(raw)[1]
+    return uid
+
+
+def parse(data: bytes) -> pb.HandoutRequest | None:
+    """The request, or None while bytes are missing.
+
+    Raises:
+        ValueError: the length is above REQUEST_MAX, or the bytes are no request.
+    """
+    if len(data) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(data)
+    if length > REQUEST_MAX:
+        raise ValueError(f"a request of {length} bytes; the limit is {REQUEST_MAX}")
+    if len(data) < _LENGTH.size + length:
+        return None
+    return pb.HandoutRequest.FromString(data[_LENGTH.size : _LENGTH.size + length])
+
+
+def ancillary(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    """Descriptors as `sendmsg` wants them."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []

@@ -1,0 +1,125 @@
+"""Channels, deadlines, credentials, and the one table that turns errors into statuses and back."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from reft.errors import (
+    AlreadyAttached, AttachError, ConfigError, DaemonUnavailable, FormatError, NoRoom, ReftError, StaleEpoch,
+)  # fmt: skip
+
+MESSAGE_MAX: Final = 17 << 20  # bytes: a manifest of 16 MiB and its envelope
+TOKEN_KEY: Final = "reft-token-bin"
+UNIX_PATH_MAX: Final = 107  # bytes, of the kernel's sockaddr_un
+
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MESSAGE_MAX),
+    ("grpc.max_send_message_length", MESSAGE_MAX),
+    ("grpc.so_reuseport", 0),  # else two daemons share one port without an error
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
+    ("grpc.enable_http_proxy", 0),
+)
+
+# One class per status, in both directions; a test fails when a class that the daemon raises is missing.
+STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
+    ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
+    AlreadyAttached: grpc.StatusCode.ALREADY_EXISTS,
+    NoRoom: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StaleEpoch: grpc.StatusCode.ABORTED,
+    FormatError: grpc.StatusCode.DATA_LOSS,
+    AttachError: grpc.StatusCode.FAILED_PRECONDITION,
+    DaemonUnavailable: grpc.StatusCode.UNAVAILABLE,
+}
+_ERROR_OF: Final = {status: kind for kind, status in STATUS_OF.items()}
+
+
+def status_of(error: ReftError) -> grpc.StatusCode:
+    """The status that an error travels as."""
+    for kind in type(error).__mro__:
+        if kind in STATUS_OF:
+            return STATUS_OF[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def error_of(error: grpc.RpcError, address: str) -> ReftError:
+    """The error that a failed call stands for."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DaemonUnavailable(f"the daemon at {address} did not answer in time.", "look at its log; is it stopped?")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return DaemonUnavailable(f"no daemon answers at {address}: {details}.", "start reft-daemon there")
+    return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of one side of mutual TLS; both sides must be signed by `ca`."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        try:
+            return self.key.read_bytes(), self.cert.read_bytes(), self.ca.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"a TLS file can't be read: {error}.", "check --tls-cert, --tls-key and --tls-ca"
+            ) from error
+
+    def server(self) -> grpc.ServerCredentials:
+        key, cert, ca = self._read()
+        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+
+    def client(self) -> grpc.ChannelCredentials:
+        key, cert, ca = self._read()
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def check_address(address: str) -> str:
+    """The address itself.
+
+    Raises:
+        ConfigError: neither unix:PATH (at most 107 bytes) nor host:port.
+    """
+    if address.startswith("unix:"):
+        length = len(address.removeprefix("unix:").encode())
+        if not 0 < length <= UNIX_PATH_MAX:
+            raise ConfigError(
+                f"the socket's path has {length} bytes; the kernel allows {UNIX_PATH_MAX}.", "a shorter path"
+            )
+        return address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is no address.", "unix:/path/to/daemon.sock, or host:port")
+    return address
+
+
+def channel(address: str) -> grpc.Channel:
+    """A blocking channel to a unix socket; what trainers and the CLI use."""
+    return grpc.insecure_channel(check_address(address), options=OPTIONS)
+
+
+def peer_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    """An asyncio channel to another daemon."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(check_address(address), options=OPTIONS)
+    return grpc.aio.secure_channel(check_address(address), tls.client(), options=OPTIONS)
+
+
+def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:
+    """The metadata by which a caller over TCP proves that it belongs to the job."""
+    return ((TOKEN_KEY, token),)
+
+
+def has_token(metadata: object, token: bytes) -> bool:
+    """Whether `metadata` carries the job's token; compared in constant time."""
+    given = dict(metadata or ()).get(TOKEN_KEY, b"")  # type: ignore[call-overload]
+    return bool(token) and isinstance(given, bytes) and hmac.compare_digest(given, token)

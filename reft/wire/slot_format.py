@@ -1,0 +1,314 @@
+"""The format of a slot: one file of a tmpfs, or one memfd, that a trainer maps and a daemon owns.
+
+    offset            what                size
+    0                 header, copy 0      4096
+    4096              header, copy 1      4096
+    8192              leaf table          table_capacity       protobuf LeafTable, the same for all versions of a layout
+    …                 digests             8 × chunks           xxh3_64 of each chunk of the data, little-endian
+    …                 capsule             CAPSULE_MAX          see reft.wire.capsule
+    …                 data                data_capacity        leaves at the offsets that the table names
+    every part begins at a multiple of 4096
+
+A header is the struct HEADER below, little-endian, and the xxh3_64 of what stands before it. The copies are written in
+turn: the valid one with the greater sequence number holds, so a writer that dies while it writes one leaves the other.
+The sequence number also tells a reader whether anything happened since it looked.
+
+The writer sets state WRITING before the first byte of table, capsule or data; LANDED after the last byte; SEALED once
+the digests are there too. Anyone who holds the slot after its writer died may turn LANDED into SEALED. A reader trusts
+nothing but a SEALED slot, and checks digests of what it reads. Versions of this format: a reader refuses a greater major
+number by name, and reads any minor number of its own major.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from reft.core.layout import align
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+from reft.errors import FormatError
+
+MAGIC: Final = b"REFTSLOT"
+MAJOR: Final = 1
+MINOR: Final = 0
+PAGE: Final = 4096
+TABLE_MAX: Final = 64 << 20
+CAPSULE_MAX: Final = 1 << 20
+DIGEST_KIND_XXH3_64: Final = 1
+# magic, major, minor, seq, state, digest kind, rank, job, epoch counter, epoch id, step, layout digest,
+# chunk bytes, table capacity, data capacity, table bytes, table digest, capsule bytes, capsule digest, data bytes
+HEADER: Final = struct.Struct("<8sHHQBBI64sQ16sQ16sIQQQQQQQ")
+CHECKSUM: Final = struct.Struct("<Q")
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the parts of a slot lie; fixed when the slot is created. All sizes in bytes."""
+
+    table_capacity: int
+    data_capacity: int
+    chunk_bytes: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.data_capacity // self.chunk_bytes)
+
+    @property
+    def table_offset(self) -> int:
+        return 2 * PAGE
+
+    @property
+    def digests_offset(self) -> int:
+        return align(self.table_offset + self.table_capacity, PAGE)
+
+    @property
+    def capsule_offset(self) -> int:
+        return align(self.digests_offset + 8 * self.chunks, PAGE)
+
+    @property
+    def data_offset(self) -> int:
+        return align(self.capsule_offset + CAPSULE_MAX, PAGE)
+
+    @property
+    def file_bytes(self) -> int:
+        return align(self.data_offset + self.data_capacity, PAGE)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What one header copy says; the fields in the order of the struct."""
+
+    geometry: Geometry
+    job: str
+    rank: int
+    state: SlotState = SlotState.EMPTY
+    version: Version | None = None
+    seq: int = 0
+    layout: bytes = bytes(16)
+    table_bytes: int = 0
+    table_digest: int = 0
+    capsule_bytes: int = 0
+    capsule_digest: int = 0
+    data_bytes: int = 0
+
+    def encode(self) -> bytes:
+        """The header's bytes, checksum last."""
+        version = self.version or Version(Epoch(0, bytes(16)), 0)
+        body = HEADER.pack(
+            MAGIC, MAJOR, MINOR, self.seq, self.state, DIGEST_KIND_XXH3_64, self.rank, self.job.encode(),
+            version.epoch.counter, version.epoch.ident, version.step, self.layout,
+            self.geometry.chunk_bytes, self.geometry.table_capacity, self.geometry.data_capacity,
+            self.table_bytes, self.table_digest, self.capsule_bytes, self.capsule_digest, self.data_bytes,
+        )  # fmt: skip
+        return body + CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def decode_header(data: bytes) -> Header:
+    """One header copy.
+
+    Raises:
+        FormatError: wrong magic, checksum, newer major version, or sizes that can't be.
+    """
+    body = data[: HEADER.size]
+    if len(data) < HEADER.size + CHECKSUM.size or body[:8] != MAGIC:
+        raise FormatError("this is not a slot: the magic number is missing.")
+    fields = HEADER.unpack(body)
+    major, minor = fields[1], fields[2]
+    if major > MAJOR:
+        raise FormatError(
+            f"the slot has format {major}.{minor}; this reft reads up to {MAJOR}.", "use the reft that wrote it"
+        )
+    if CHECKSUM.unpack_from(data, HEADER.size)[0] != xxhash.xxh3_64_intdigest(body):
+        raise FormatError("the header's checksum is wrong.")
+    return _header_of(fields)
+
+
+def _header_of(fields: tuple[Any, ...]) -> Header:
+    (_, _, _, seq, state, kind, rank, job, counter, ident, step, layout, chunk, table_capacity, data_capacity,
+     table_bytes, table_digest, capsule_bytes, capsule_digest, data_bytes) = fields  # fmt: skip
+    if kind != DIGEST_KIND_XXH3_64 or state not in SlotState.__members__.values():
+        raise FormatError(f"unknown digest kind {kind!r} or state {state!r}.")
+    if not chunk or table_bytes > table_capacity or capsule_bytes > CAPSULE_MAX or data_bytes > data_capacity:
+        raise FormatError("the header names parts that are larger than the slot.")
+    return Header(
+        geometry=Geometry(table_capacity, data_capacity, chunk),
+        job=job.rstrip(b"\0").decode("ascii", "replace"),
+        rank=rank,
+        state=SlotState(state),
+        version=None if state == SlotState.EMPTY else Version(Epoch(counter, ident), step),
+        seq=seq,
+        layout=layout,
+        table_bytes=table_bytes,
+        table_digest=table_digest,
+        capsule_bytes=capsule_bytes,
+        capsule_digest=capsule_digest,
+        data_bytes=data_bytes,
+    )
+
+
+def newest_header(slot: Bytes) -> Header:
+    """The header that holds: the valid copy with the greater sequence number.
+
+    Raises:
+        FormatError: neither copy is valid, or the mapping is smaller than the slot.
+    """
+    found: list[Header] = []
+    first_error: FormatError | None = None
+    for offset in (0, PAGE):
+        try:
+            found.append(decode_header(slot[offset : offset + PAGE].tobytes()))
+        except FormatError as error:
+            first_error = first_error or error
+    if not found:
+        raise first_error or FormatError("the slot has no header.")
+    header = max(found, key=lambda header: header.seq)
+    if header.geometry.file_bytes > slot.nbytes:
+        raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {slot.nbytes}.")
+    return header
+
+
+class SlotMap:
+    """A mapped slot: reads and writes its parts. Whoever writes must be the slot's only writer.
+
+    Args:
+        slot: all bytes of the slot's file, writable if anything is to be written.
+
+    Raises:
+        FormatError: the bytes are no slot.
+    """
+
+    def __init__(self, slot: Bytes) -> None:
+        self._slot = slot
+        self.header = newest_header(slot)
+
+    @classmethod
+    def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int) -> SlotMap:
+        """Makes an empty slot of `slot`, whose size must be geometry.file_bytes."""
+        for seq in (0, 1):
+            _store(slot, Header(geometry, job, rank, seq=seq))
+        return cls(slot)
+
+    def reread(self) -> Header:
+        """The header as it is now, if another process may have written it."""
+        self.header = newest_header(self._slot)
+        return self.header
+
+    @property
+    def data(self) -> Bytes:
+        """The data part, at its full capacity."""
+        geometry = self.header.geometry
+        return self._slot[geometry.data_offset : geometry.data_offset + geometry.data_capacity]
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """The digest of each chunk, one for each chunk of the capacity."""
+        geometry = self.header.geometry
+        return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
+
+    def chunk(self, index: int) -> Bytes:
+        """The bytes of one chunk of the version that the slot holds."""
+        size = self.header.geometry.chunk_bytes
+        return self.data[: self.header.data_bytes][index * size : (index + 1) * size]
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the version that the slot holds has."""
+        return -(-self.header.data_bytes // self.header.geometry.chunk_bytes)
+
+    def begin(self, version: Version, layout: bytes, table: bytes, data_bytes: int) -> None:
+        """WRITING, then the leaf table unless the slot has it already.
+
+        Raises:
+            FormatError: the table or the data don't fit.
+        """
+        geometry = self.header.geometry
+        if len(table) > geometry.table_capacity or data_bytes > geometry.data_capacity:
+            raise FormatError(f"{len(table)} + {data_bytes} bytes don't fit into a slot of {geometry.file_bytes}.")
+        has_table = self.header.layout == layout and self.header.table_bytes == len(table)
+        self._write(
+            state=SlotState.WRITING, version=version, layout=layout, data_bytes=data_bytes, table_bytes=len(table),
+            table_digest=self.header.table_digest if has_table else xxhash.xxh3_64_intdigest(table),
+            capsule_bytes=0, capsule_digest=0,
+        )  # fmt: skip
+        if not has_table:
+            self._put(geometry.table_offset, table)
+
+    def put_capsule(self, capsule: bytes) -> None:
+        """Writes the capsule; `landed` makes it count.
+
+        Raises:
+            FormatError: it is larger than CAPSULE_MAX.
+        """
+        if len(capsule) > CAPSULE_MAX:
+            raise FormatError(f"the capsule has {len(capsule)} bytes; the limit is {CAPSULE_MAX}.")
+        self._put(self.header.geometry.capsule_offset, capsule)
+        digest = xxhash.xxh3_64_intdigest(capsule)
+        self.header = replace(self.header, capsule_bytes=len(capsule), capsule_digest=digest)
+
+    def landed(self) -> None:
+        """LANDED: every byte of this version is in the slot."""
+        self._write(state=SlotState.LANDED)
+
+    def sealed(self, digests: npt.NDArray[np.uint64]) -> None:
+        """SEALED, with the digest of each chunk of this version."""
+        self.digests[: self.chunks] = digests
+        self._write(state=SlotState.SEALED)
+
+    def empty(self) -> None:
+        """EMPTY: the slot holds nothing any more."""
+        self._write(state=SlotState.EMPTY, version=None, capsule_bytes=0, capsule_digest=0)
+
+    def table(self) -> bytes:
+        """The leaf table's bytes.
+
+        Raises:
+            FormatError: its digest is wrong.
+        """
+        header = self.header
+        return self._take("leaf table", header.geometry.table_offset, header.table_bytes, header.table_digest)
+
+    def capsule(self) -> bytes:
+        """The capsule's bytes.
+
+        Raises:
+            FormatError: its digest is wrong.
+        """
+        header = self.header
+        return self._take("capsule", header.geometry.capsule_offset, header.capsule_bytes, header.capsule_digest)
+
+    def bad_chunks(self) -> list[int]:
+        """The chunks whose digest is wrong."""
+        digests = self.digests
+        return [i for i in range(self.chunks) if chunk_digest(self.chunk(i)) != int(digests[i])]
+
+    def _take(self, what: str, offset: int, size: int, digest: int) -> bytes:
+        data = self._slot[offset : offset + size].tobytes()
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            raise FormatError(f"the {what} of rank {self.header.rank}, {self.header.version} has a wrong digest.")
+        return data
+
+    def _put(self, offset: int, data: bytes) -> None:
+        self._slot[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+
+    def _write(self, **changes: object) -> None:
+        self.header = replace(self.header, seq=self.header.seq + 1, **changes)  # type: ignore[arg-type]
+        _store(self._slot, self.header)
+
+
+def chunk_digest(chunk: Bytes) -> int:
+    """The digest of one chunk, kind DIGEST_KIND_XXH3_64."""
+    return int(xxhash.xxh3_64_intdigest(chunk))
+
+
+def _store(slot: Bytes, header: Header) -> None:
+    encoded = header.encode()
+    offset = (header.seq % 2) * PAGE
+    slot[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)

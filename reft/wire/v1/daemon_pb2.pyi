@@ -1,0 +1,481 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EMPTY: _ClassVar[SlotState]
+    WRITING: _ClassVar[SlotState]
+    LANDED: _ClassVar[SlotState]
+    SEALED: _ClassVar[SlotState]
+
+class Answer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NONE: _ClassVar[Answer]
+    ANSWER_SEALED: _ClassVar[Answer]
+    ANSWER_VOID: _ClassVar[Answer]
+EMPTY: SlotState
+WRITING: SlotState
+LANDED: SlotState
+SEALED: SlotState
+NONE: Answer
+ANSWER_SEALED: Answer
+ANSWER_VOID: Answer
+
+class Epoch(_message.Message):
+    __slots__ = ("counter", "ident")
+    COUNTER_FIELD_NUMBER: _ClassVar[int]
+    IDENT_FIELD_NUMBER: _ClassVar[int]
+    counter: int
+    ident: bytes
+    def __init__(self, counter: _Optional[int] = ..., ident: _Optional[bytes] = ...) -> None: ...
+
+class Version(_message.Message):
+    __slots__ = ("epoch", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: Epoch
+    step: int
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "id", "addresses", "ranks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SCRIPT_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    named: bool
+    token: bytes
+    world: int
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    script: str
+    every: int
+    launch: str
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("epoch", "base")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    epoch: Epoch
+    base: Version
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol",)
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    HANDOUT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    node: str
+    node_id: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    handout: str
+    version: str
+    pid: int
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class InventoryRequest(_message.Message):
+    __slots__ = ("job", "launch", "pids", "fence")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    launch: str
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    fence: bool
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ...) -> None: ...
+
+class SlotHeader(_message.Message):
+    __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    slot: str
+    state: SlotState
+    version: Version
+    layout: bytes
+    age_s: float
+    data_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ...) -> None: ...
+
+class HeldJob(_message.Message):
+    __slots__ = ("job", "named", "script", "newest", "age_s")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    SCRIPT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    named: bool
+    script: str
+    newest: Version
+    age_s: float
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class InventoryReply(_message.Message):
+    __slots__ = ("manifest", "decision", "slots", "others")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    decision: Decision
+    slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
+    others: _containers.RepeatedCompositeFieldContainer[HeldJob]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ...) -> None: ...
+
+class DecideRequest(_message.Message):
+    __slots__ = ("manifest", "decision", "node_index", "dropped")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    decision: Decision
+    node_index: int
+    dropped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class DecideReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("job", "epoch", "rank", "pid", "pid_start", "parent", "slots", "data_bytes", "table_bytes", "chunk_bytes", "cpus")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PID_START_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CPUS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    rank: int
+    pid: int
+    pid_start: int
+    parent: int
+    slots: int
+    data_bytes: int
+    table_bytes: int
+    chunk_bytes: int
+    cpus: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., slots: _Optional[int] = ..., data_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., cpus: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeasedSlot(_message.Message):
+    __slots__ = ("name", "file_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    file_bytes: int
+    def __init__(self, name: _Optional[str] = ..., file_bytes: _Optional[int] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("slots", "backing", "note")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BACKING_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedCompositeFieldContainer[LeasedSlot]
+    backing: str
+    note: str
+    def __init__(self, slots: _Optional[_Iterable[_Union[LeasedSlot, _Mapping]]] = ..., backing: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
+
+class StepAnswer(_message.Message):
+    __slots__ = ("step", "answer")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    answer: Answer
+    def __init__(self, step: _Optional[int] = ..., answer: _Optional[_Union[Answer, str]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("job", "epoch", "rank", "answers", "wait_ms", "trouble")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    rank: int
+    answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
+    wait_ms: int
+    trouble: str
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("whole", "voids", "slots_missing")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    VOIDS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    whole: int
+    voids: _containers.RepeatedScalarFieldContainer[int]
+    slots_missing: bool
+    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("job", "epoch", "rank")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    rank: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("job", "slot", "version", "offset", "size")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    slot: str
+    version: Version
+    offset: int
+    size: int
+    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("job", "deep")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    DEEP_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    deep: bool
+    def __init__(self, job: _Optional[str] = ..., deep: bool = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "node", "alive", "closed", "step", "sealed", "sealed_age_s", "bytes", "trouble", "pid")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    SEALED_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node: str
+    alive: bool
+    closed: bool
+    step: int
+    sealed: Version
+    sealed_age_s: float
+    bytes: int
+    trouble: str
+    pid: int
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAMED_FIELD_NUMBER: _ClassVar[int]
+    WORLD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_NODES_FIELD_NUMBER: _ClassVar[int]
+    BACKING_FIELD_NUMBER: _ClassVar[int]
+    UP_S_FIELD_NUMBER: _ClassVar[int]
+    SCRIPT_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    named: bool
+    world: int
+    epoch: Epoch
+    whole: int
+    base: Version
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    silent_nodes: _containers.RepeatedScalarFieldContainer[str]
+    backing: str
+    up_s: float
+    script: str
+    every: int
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    node_id: str
+    version: str
+    pid: int
+    held_bytes: int
+    limit_bytes: int
+    directory: str
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+
+class PurgeRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class PurgeReply(_message.Message):
+    __slots__ = ("freed_bytes",)
+    FREED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    freed_bytes: int
+    def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
+
+class GatherRequest(_message.Message):
+    __slots__ = ("job", "epoch", "node_index", "answers")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    node_index: int
+    answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("job", "epoch", "whole", "voids")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    VOIDS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    whole: int
+    voids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class OutcomeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HandoutRequest(_message.Message):
+    __slots__ = ("job", "epoch", "rank", "returned", "slots")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    rank: int
+    returned: _containers.RepeatedScalarFieldContainer[str]
+    slots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., returned: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LeaseRecord(_message.Message):
+    __slots__ = ("rank", "pid", "pid_start", "parent", "closed")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PID_START_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    pid: int
+    pid_start: int
+    parent: int
+    closed: bool
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
+
+class JobRecord(_message.Message):
+    __slots__ = ("manifest", "decision", "node_index", "leases")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    decision: Decision
+    node_index: int
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseRecord]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ...) -> None: ...
+
+class LeafEntry(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    stride: _containers.RepeatedScalarFieldContainer[int]
+    nbytes: int
+    staged: bool
+    global_shape: _containers.RepeatedScalarFieldContainer[int]
+    global_offset: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., nbytes: _Optional[int] = ..., staged: bool = ..., global_shape: _Optional[_Iterable[int]] = ..., global_offset: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class LeafTable(_message.Message):
+    __slots__ = ("leaves", "data_bytes")
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    DATA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    leaves: _containers.RepeatedCompositeFieldContainer[LeafEntry]
+    data_bytes: int
+    def __init__(self, leaves: _Optional[_Iterable[_Union[LeafEntry, _Mapping]]] = ..., data_bytes: _Optional[int] = ...) -> None: ...

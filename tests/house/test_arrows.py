@@ -1,0 +1,191 @@
+"""Who may import whom: programs -> reft.wire -> reft.core, and programs never import one another."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LEAVES = {"reft.errors", "reft.config", "reft.failpoints", "reft.schedules"}
+# The one-line integrations run in the trainer: they belong to the client's program.
+PROGRAMS = {
+    "reft.client": "client",
+    "reft.integrations": "client",
+    "reft.elastic": "elastic",
+    "reft.cli": "cli",
+    "reft.demo": "demo",
+    "reft_daemon": "daemon",
+    "reft_replayer": "replayer",
+}
+AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
+
+# Time, chance and the outside world are handed in: that is what lets a simulator drive the decisions.
+IMPURE = {
+    *("asyncio", "concurrent", "mmap", "multiprocessing", "os", "random", "secrets", "selectors"),
+    *("socket", "subprocess", "threading", "time", "_thread"),
+}
+NO_TORCH = ("reft.core", "reft.wire", "reft.cli", "reft_daemon")
+LATE_TORCH = "reft.cli.export"  # exporters write torch's own formats, and import it when they run
+
+
+class Import(NamedTuple):
+    name: str
+    line: int
+    late: bool  # inside a function, or only for a type checker: not run when the module is imported
+
+
+def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
+    """Every import, with absolute names; `from a import b` counts as a.b."""
+    found: list[Import] = []
+    package = module if is_package else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, late: bool) -> None:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+        found.extend(Import(name, node.lineno, late) for name in names)
+        late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        late = late or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for child in ast.iter_child_nodes(node):
+            visit(child, late)
+
+    visit(ast.parse(source), late=False)
+    return found
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def area(name: str) -> str:
+    """The area that a name lies in; "face" is reft itself, which leads to the client; "" is not ours."""
+    for prefix, found in AREAS.items():
+        if within(name, prefix):
+            return found
+    return "face" if within(name, "reft") else ""
+
+
+def forbidden(module: str, imported: Import) -> str:
+    """Why `module` may not import this, or nothing."""
+    here, there, top = area(module), area(imported.name), imported.name.partition(".")[0]
+    if here == "core" and not there and (top in IMPURE or top not in {*sys.stdlib_module_names, "numpy"}):
+        return "core decides: stdlib without time, chance and the outside world, and numpy"
+    if top == "torch" and any(within(module, prefix) for prefix in NO_TORCH):
+        return "" if module.startswith(LATE_TORCH) and imported.late else "no torch here"
+    if top == "torch" and (here == "face" or here in LEAVES) and not imported.late:
+        return "import reft loads no torch"
+    if module == "reft.elastic" and top not in sys.stdlib_module_names and not imported.late:
+        return "torchrun loads this package at every start: only stdlib at module level"
+    if not there or here == there or imported.name == "reft.__version__":
+        return ""
+    return "" if there in reachable(module, here, imported.late) else f"{here} may not import {there}"
+
+
+def reachable(module: str, here: str, late: bool) -> set[str]:
+    if here == "core":
+        return {"reft.errors"}
+    if here == "reft.schedules":
+        return LEAVES | {"core"}
+    if here in LEAVES:
+        return LEAVES - {"reft.schedules"}
+    if here == "wire":
+        return LEAVES | {"core"}
+    if here == "face":
+        return LEAVES | ({"client"} if late else set())
+    # The demo's trainer is a user's script: it uses the public face.
+    return LEAVES | {"wire", "core"} | ({"face"} if here in {"client", "demo"} else set())
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    found = [(each, forbidden(module, each)) for each in imports(source, module, is_package)]
+    return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in found if why]
+
+
+def modules(root: Path) -> list[tuple[Path, str]]:
+    """Every module of ours with its import name."""
+    found = []
+    for base, package in (
+        (root, "reft"),
+        (root / "daemon", "reft_daemon"),
+        (root / "daemon", "reft_replayer"),
+    ):
+        for path in sorted((base / package).rglob("*.py")):
+            parts = path.relative_to(base).with_suffix("").parts
+            found.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
+    return found
+
+
+def test_our_imports_follow_the_arrows():
+    found = []
+    for path, module in modules(ROOT):
+        # protoc writes google.protobuf and grpc into its output, and nothing of ours but itself
+        found += violations(path.read_text(), module, path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+def test_every_package_has_an_init():
+    bare = {path.parent for path, _ in modules(ROOT) if not (path.parent / "__init__.py").exists()}
+    assert not bare, "setuptools leaves these out of the wheel"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("reft.core.slots", "import time"),
+        ("reft.core.slots", "import grpc"),
+        ("reft.core.slots", "from reft import config"),
+        ("reft.core.slots", "from ..wire import slot"),
+        ("reft.core.slots", "from reft import attach"),
+        ("reft.wire.slot", "from reft.client import session"),
+        ("reft.wire.slot", "def f():\n    import torch"),
+        ("reft.client.session", "import reft_daemon.main"),
+        ("reft.cli.main", "def f():\n    from reft.demo import run"),
+        ("reft.cli.main", "import reft"),
+        ("reft.cli.export", "import torch"),
+        ("reft_daemon.main", "import importlib\nimportlib.import_module('reft.client')"),
+        ("reft_daemon.main", "import torch"),
+        ("reft.demo.main", "from reft import cli"),
+        ("reft.config", "from reft.core import slots"),
+        ("reft.schedules", "import torch"),
+        ("reft.elastic.handler", "from reft.client import session"),
+    ],
+)
+def test_a_wrong_import_is_found(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("reft.core.slots", "import dataclasses\nimport numpy as np\nfrom reft.errors import ReftError"),
+        ("reft.core.slots", "from .version import Version"),
+        ("reft.wire.slot", "import grpc\nfrom reft.core import slots\nfrom reft import config"),
+        ("reft.client.session", "import torch\nfrom ..wire import slot\nfrom ..core import slots"),
+        ("reft.cli.export", "def f():\n    import torch"),
+        ("reft.cli.main", "from reft import __version__"),
+        ("reft.integrations.transformers", "from reft.client import session\nimport reft"),
+        ("reft_daemon.main", "from reft.wire import slot\nfrom reft_daemon import arena"),
+        ("reft.elastic.handler", "import torch"),
+    ],
+)
+def test_a_right_import_is_let_through(module, source):
+    assert violations(source, module) == []
+
+
+def test_packages_are_cheap_to_import():
+    late = "def f():\n    from . import client\n    from .elastic import handler\n"
+    assert violations("from . import client", "reft", is_package=True)
+    assert len(violations(late, "reft", is_package=True)) == 1
+    assert violations("from .handler import Handler", "reft.elastic", is_package=True)
+    assert not violations("def f():\n    from .handler import Handler", "reft.elastic", is_package=True)

@@ -1,0 +1,187 @@
+"""House rules. Each checker is a function of text; this file also shows that it finds what it looks for."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("reft", "daemon", "proto", "examples", "tests", "bench", ".ci")
+TOP = ("pyproject.toml", "README.md", "Makefile", ".gitignore")
+TEXT = {
+    ".py",
+    ".pyi",
+    ".proto",
+    ".md",
+    ".toml",
+    ".txt",
+    ".sh",
+    ".yaml",
+    ".yml",
+    ".json",
+    ".html",
+    ".css",
+    ".js",
+    "",
+}
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+
+MOST_LINES_A_FILE = 500
+MOST_LINES_A_FUNCTION = 60
+
+# path prefix -> the rules (names of checkers) that do not hold there, each with its reason
+EXCEPTIONS: dict[str, set[str]] = {
+    "reft/config.py": {"environment"},  # the one reader
+    "reft/elastic/": {"environment"},  # sets what its workers will read
+}
+
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def dotted(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that is imported, and every a.b that is used, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((f"{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            yield ast.unparse(node), node.lineno
+
+
+def length(text: str) -> list[str]:
+    lines = len(text.splitlines())
+    return [f"{lines} lines, at most {MOST_LINES_A_FILE}"] if lines > MOST_LINES_A_FILE else []
+
+
+def functions(text: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_LINES_A_FUNCTION:
+                found.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
+    return found
+
+
+def dangerous(text: str) -> list[str]:
+    """What runs code that somebody else wrote, and the shared memory whose tracker unlinks other people's."""
+    tree = ast.parse(text)
+    found = []
+    for name, line in dotted(tree):
+        if name.partition(".")[0] in UNPICKLERS or name == "torch.load":
+            found.append(f"{line}: {name} runs what it reads")
+        if name.startswith("multiprocessing.shared_memory"):
+            found.append(f"{line}: {name}: its tracker unlinks segments that others still use")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+            found.append(f"{node.lineno}: {node.func.id}")
+        if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
+            found.append(f"{node.value.lineno}: a shell reads its arguments as code")
+    return found
+
+
+def environment(text: str) -> list[str]:
+    names = {f"os.{name}" for name in ENVIRONMENT}
+    return [f"{line}: {name}: ask reft.config" for name, line in dotted(ast.parse(text)) if name in names]
+
+
+def sleeps(text: str) -> list[str]:
+    found = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
+    return [f"{line}: a test waits for what it expects, not for a time" for line in found]
+
+
+def asserts(text: str) -> list[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.raises"):
+            return []
+    return ["asserts nothing"]
+
+
+def leftovers(text: str) -> list[str]:
+    words = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # in two parts, or this line would be one
+    return [f"{n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if words.search(line)]
+
+
+def machine_paths(text: str) -> list[str]:
+    paths = re.compile(r"(?<![\w.~})-])/" + r"(home|work|root|Users)(?![\w-])")
+    return [f"{n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if paths.search(line)]
+
+
+def checkers(path: str) -> list[Callable[[str], list[str]]]:
+    """The rules that hold for the file at this path (relative, with slashes)."""
+    rules = [leftovers, machine_paths]
+    if path.endswith(".py"):
+        rules += [length, functions, dangerous]
+        if path.startswith(("reft/", "daemon/")):
+            rules.append(environment)
+        if path.startswith("tests/"):
+            rules.append(sleeps)
+            if path.rpartition("/")[2].startswith("test_"):
+                rules.append(asserts)
+    spared = set().union(*(names for prefix, names in EXCEPTIONS.items() if path.startswith(prefix)))
+    return [rule for rule in rules if rule.__name__ not in spared]
+
+
+def files(root: Path) -> list[str]:
+    found = [name for name in TOP if (root / name).is_file()]
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts:
+                found.append(path.relative_to(root).as_posix())
+    return [path for path in found if not GENERATED.search(path)]
+
+
+def test_the_house_rules_hold():
+    found = []
+    for path in files(ROOT):
+        text = (ROOT / path).read_text()
+        found += [f"{path}: {rule.__name__}: {each}" for rule in checkers(path) for each in rule(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bad", "good"),
+    [
+        (length, "x = 1\n" * 501, "x = 1\n" * 500),
+        (functions, "def f():\n" + "    x = 1\n" * 60, "def f():\n" + "    x = 1\n" * 59),
+        (
+            functions,
+            "class A:\n    async def f():\n" + "        x = 1\n" * 60,
+            "class A:\n" + "    x = 1\n" * 99,
+        ),
+        (dangerous, "import pickle", "import json"),
+        (dangerous, "from dill import loads", "from json import loads"),
+        (dangerous, "eval('1')", "model.eval()"),
+        (dangerous, "torch.load(f)", "safetensors.torch.load_file(f)"),
+        (dangerous, "from torch import load", "from json import load"),
+        (dangerous, "from multiprocessing import shared_memory", "import multiprocessing"),
+        (dangerous, "f = multiprocessing.shared_memory", "mmap.mmap(-1, 1)"),
+        (dangerous, "subprocess.run('ls', shell=True)", "subprocess.run(['ls'])"),
+        (environment, "os.environ['A']", "os.path.join('a')"),
+        (environment, "from os import getenv", "from os import path"),
+        (sleeps, "time.sleep(1)", "time.monotonic()"),
+        (sleeps, "from time import sleep", "asyncio.sleep(0)"),
+        (asserts, "def test():\n    f()", "def test():\n    assert f()"),
+        (
+            asserts,
+            "def test():\n    g.raises(1)",
+            "def test():\n    with pytest.raises(OSError):\n        f()",
+        ),
+        (leftovers, "# TO" + "DO: later", "# to do it later"),
+        (machine_paths, "cd /ho" + "me/me/x", "cd ~/x; cat reft/home; echo $DIR/work"),
+        (machine_paths, "'/wo" + "rk'", "https://example.org/work /work-around"),
+    ],
+)
+def test_each_rule_finds_its_violation_and_nothing_else(rule, bad, good):
+    assert len(rule(bad)) == 1
+    assert rule(good) == []
+
+
+def test_exceptions_spare_only_what_they_name():
+    assert environment not in checkers("reft/config.py")
+    assert environment in checkers("reft/client/config.py")
+    assert dangerous in checkers("reft/elastic/handler.py")
