@@ -13,6 +13,7 @@ Each step ends in an exchange: an error of one rank is raised on all, within a d
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -43,7 +44,7 @@ from reft.core import recovery
 from reft.core.identity import Job, identify
 from reft.core.layout import pack
 
-from reft.errors import AttachError, ConfigError, RestoreError
+from reft.errors import AttachError, ConfigError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import capsule, messages, rpc
 from reft.wire.slot_format import SlotMap
@@ -151,22 +152,29 @@ class Attachment:
     exchange: Exchange
     request: Request
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
+    leaser: Leaser | None = None
 
     def run(self) -> Session:
-        """All steps, in order."""
+        """All steps, in order; what this rank took is given back if they fail."""
+        try:
+            return self._run()
+        except Exception:
+            if self.leaser is not None:
+                with contextlib.suppress(ReftError):
+                    self.leaser.release()
+            raise
+
+    def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
         self.facts = self.exchange.together(self._introduce)
         self.job, self.nodes = self._agree()
-        tree: dict[str, Any] | None = None
-        for _ in range(self.settings.slots + 1):
-            inventories = self.exchange.together(self._inventory)
-            self._plan(inventories)
+        for attempt in range(self.settings.slots + 1):
+            self._plan(self.exchange.together(self._inventory), attempt)
             self.exchange.together(self._decide)
-            results = self.exchange.together(lambda: self._load())
-            tree, damaged = self._tree, [result["damaged"] for result in results if result["damaged"]]
-            if not damaged:
+            results = self.exchange.together(self._load)
+            if not any(result["damaged"] for result in results):
                 break
-            say(f"{'; '.join(damaged)} Going back to an older version.")
+            self._erase(results)
         else:
             raise RestoreError(
                 f"every held version of job {self.job.id} is damaged.", f"reft-cli purge {self.job.id}, to start fresh"
@@ -174,7 +182,7 @@ class Attachment:
         layout_bytes = pack(predicted_leaves(self.subjects, self.subjects.bind()) or []).data_bytes
         room = layout_bytes * self.settings.slots * self.exchange.world
         self.exchange.together(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
-        return self._begin(tree)
+        return self._begin(self._tree)
 
     # introduce
 
@@ -247,7 +255,7 @@ class Attachment:
         request = pb.InventoryRequest(job=self.job.id, launch=self.facts[0]["launch"], pids=pids, fence=True)
         return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
 
-    def _plan(self, inventories: Sequence[Mapping[str, Any]]) -> None:
+    def _plan(self, inventories: Sequence[Mapping[str, Any]], attempt: int) -> None:
         """Pure, from what all ranks were told: the manifest, the plan and the decision."""
         replies = {
             self.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
@@ -269,7 +277,7 @@ class Attachment:
                 f"start {world} ranks, or another job name",
             )
         # A fresh random id for each try: two decisions of one attach must not look the same.
-        ident = bytes.fromhex(self.facts[0]["ident"])[16 * len(self.erased) :][:16]
+        ident = bytes.fromhex(self.facts[0]["ident"])[16 * attempt :][:16]
         epoch = recovery.next_epoch(decisions, held, ident)
         self.decision = recovery.Decision(epoch, self.plan.base)
         self.manifest = pb.Manifest(
@@ -294,7 +302,13 @@ class Attachment:
         """Registers as the rank's trainer, and loads; says what was damaged instead of raising, so that all go on together."""
         self._tree = None
         self.leaser = Leaser(
-            self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings
+            self.address,
+            self.hello.handout,
+            self.job.id,
+            self.decision.epoch,
+            self.exchange.rank,
+            self.settings,
+            self.launch.under_agent,
         )
         self.leaser.register()
         source = self.plan.sources.get(self.exchange.rank)
@@ -304,14 +318,23 @@ class Attachment:
             slot = self._local(source) if source.node == self._node.id else self._remote(source)
             facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
             self._tree = restore.load(
-                slot, self.subjects, lambda chunk: bool(self.failpoints.hit("restore.chunk", **facts))
+                slot, self.subjects, lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)
             )
             self.host.restore(self._tree)
         except restore.BadSlot as error:
-            self.erased.add((source.node, source.slot, source.version))
-            self.leaser.release()
             return {"damaged": str(error)}
         return {"damaged": ""}
+
+    def _erase(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Notes the slots that were damaged, on every rank alike, and withdraws for another try."""
+        for rank, result in enumerate(results):
+            if result["damaged"]:
+                source = self.plan.sources[rank]
+                self.erased.add((source.node, source.slot, source.version))
+                if self.exchange.rank == 0:
+                    say(f"{result['damaged']} Going back to an older version.")
+        if self.leaser is not None:
+            self.leaser.release()
 
     def _local(self, source: recovery.Held) -> SlotMap:
         return self.leaser.take([source.slot])[0].map
@@ -357,7 +380,7 @@ class Attachment:
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
-            self.slots, self.leaser.lease,
+            self.slots, self.leaser,
         )  # fmt: skip
         moved = any(source.node != self._node_of(rank).id for rank, source in self.plan.sources.items())
         restored_from = None if base is None else "peers" if moved else "memory"

@@ -36,13 +36,15 @@ class CopyJob:
         layout: where the leaves go.
         tensors: the live leaves, by name.
         at_chunk: called with each chunk's index before it is copied; may raise.
+        intact: called after the last byte was read and before anything writes the state again; raises if it was written.
         landed, sealed, failed: what to do when the bytes are there, when the digests are, or instead of both.
     """
 
     slot: SlotMap
     layout: Layout
     tensors: Mapping[str, torch.Tensor]
-    at_chunk: Callable[[int], None]
+    at_chunk: Callable[[int], object]
+    intact: Callable[[], None]
     landed: Callable[[], None]
     sealed: Callable[[np.ndarray], None]
     failed: Callable[[Exception], None]
@@ -155,7 +157,7 @@ class CpuCopier:
         self._reading.set()  # set: nothing is being read
         self._is_idle = False
         self._plan: Plan | None = None
-        self._threads = [_Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
+        self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
 
     def begin(self, job: CopyJob) -> None:
         plan = self._planned(job)
@@ -205,6 +207,7 @@ class CpuCopier:
                 failures = [share.exception() for share in shares]
             for failure in filter(None, failures):
                 raise failure
+            job.intact()
             job.landed()
         except Exception as error:
             job.failed(error)
@@ -227,8 +230,12 @@ class CpuCopier:
             self.idle_bytes += chunk.nbytes if self._is_idle else 0
 
 
-class _Worker:
-    """A thread that runs tasks one after the other."""
+class Worker:
+    """A thread that runs tasks one after the other.
+
+    Args:
+        cpu: the only CPU that it runs on; None leaves it to the scheduler.
+    """
 
     def __init__(self, name: str, cpu: int | None) -> None:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()

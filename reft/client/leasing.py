@@ -30,6 +30,7 @@ class Leaser:
         address: of the daemon's unix socket.
         handout_path: of the socket that hands out descriptors.
         job, epoch, rank: who leases.
+        under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
     """
 
     address: str
@@ -38,6 +39,7 @@ class Leaser:
     epoch: Epoch
     rank: int
     settings: Config
+    under_agent: bool
 
     def register(self) -> None:
         """Makes this process known as the rank's trainer, so that the daemon notices its death."""
@@ -87,7 +89,7 @@ class Leaser:
         is_bound = len(mine) < (os.cpu_count() or 0)
         return pb.LeaseRequest(
             job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, pid=pid, pid_start=facts.start,
-            parent=facts.parent, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
+            parent=facts.parent if self.under_agent else 0, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
             chunk_bytes=self.settings.chunk_bytes, cpus=sorted(mine) if is_bound else [],
         )  # fmt: skip
 

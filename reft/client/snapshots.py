@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from reft.client.copier import Copier, CopyJob
 from reft.client.host_state import HostState
+from reft.client.leasing import Leaser
 from reft.client.mapping import MappedSlot
 from reft.client.reporter import Reporter
 from reft.client.state import Bindings, Subjects
@@ -73,7 +74,7 @@ class Snapshots:
     """See the module.
 
     Args:
-        lease: gets slots with room for a layout; blocks, so it is called in a thread of its own.
+        leaser: gets slots with room for a layout; blocks, so it is called in a thread of its own.
         base: the version that this attach started from: known to be whole.
     """
 
@@ -86,7 +87,7 @@ class Snapshots:
     epoch: Epoch
     base: Version | None
     slots: list[MappedSlot]
-    lease: Callable[[Layout, bytes], list[MappedSlot]]
+    leaser: Leaser
     counts: Counts = field(default_factory=Counts)
     _held: Held | None = None
     _trouble: str = ""
@@ -131,6 +132,8 @@ class Snapshots:
         """Starts the copy; why not, if it can't."""
         if self.reporter.is_fenced:
             return str(self.reporter.error)
+        if self.reporter.slots_missing:
+            self._give_back()
         if step <= self._floor:
             return f"steps up to {self._floor} were counted by calls of the optimizer."
         self.failpoints.hit("snapshot.begin", **self._facts(step))
@@ -148,15 +151,24 @@ class Snapshots:
         self.copier.begin(self._job(step, slot, held))
         return ""
 
+    def _give_back(self) -> None:
+        """A daemon that was restarted knows nothing of memfds: it gets them back from us, beside training."""
+        self.reporter.slots_missing = False
+        kept = [slot for slot in self.slots if slot.descriptor >= 0]
+        if kept:
+            self.copier.submit(lambda: self.leaser.give_back(kept))
+
     def _job(self, step: int, slot: SlotMap, held: Held) -> CopyJob:
         tensors = held.bindings.tensors
         versions = [tensor._version for tensor in tensors.values()]
 
-        def landed() -> None:
+        def intact() -> None:
             self.failpoints.hit("snapshot.landing", **self._facts(step))
             for (name, tensor), before in zip(tensors.items(), versions, strict=True):
                 if tensor._version != before and name not in held.bindings.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
+
+        def landed() -> None:
             slot.landed()
             self.failpoints.hit("snapshot.landed", **self._facts(step))
 
@@ -171,7 +183,7 @@ class Snapshots:
         return CopyJob(
             slot, held.layout, tensors,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **self._facts(step)),
-            landed=landed, sealed=sealed, failed=lambda error: self._void(step, str(error)),
+            intact=intact, landed=landed, sealed=sealed, failed=lambda error: self._void(step, str(error)),
         )  # fmt: skip
 
     def _facts(self, step: int) -> dict[str, int]:
@@ -214,7 +226,7 @@ class Snapshots:
 
     def _lease(self, held: Held) -> None:
         try:
-            self._leased = self.lease(held.layout, held.table)
+            self._leased = self.leaser.lease(held.layout, held.table)
         except Exception as error:
             log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
 

@@ -19,7 +19,9 @@ class Process:
         return facts is not None and facts.start == self.start and facts.state not in "ZX"
 
     def is_orphan(self, parent: int) -> bool:
-        """Whether it lives on although its parent of then is gone."""
+        """Whether it lives on although the agent that started it, `parent`, is gone; 0 means that there was none."""
+        if not parent:
+            return False
         facts = stat_of(self.pid)
         return facts is not None and facts.start == self.start and facts.parent != parent
 

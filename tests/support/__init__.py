@@ -1,0 +1,1 @@
+"""What tests share: real daemons, real trainers, and waiting without sleeping."""

@@ -1,0 +1,97 @@
+"""A real daemon process for tests, with folders of its own, gone without a trace at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 20.0, what: str = "the condition") -> Any:
+    """The first true value of `condition`, asked again and again; fails after the deadline."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come true within {deadline_s} s")
+        pause.wait(0.02)
+
+
+class DaemonProcess:
+    """`python -m reft_daemon` with its own socket and arena.
+
+    Args:
+        flags: further command-line flags.
+        environment: changes to the environment.
+        folder: where slots lie; None makes one in /dev/shm.
+    """
+
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="reft-test-"))
+        shm = Path("/dev/shm")
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="reft-test-", dir=shm if os.access(shm, os.W_OK) else None))
+        self.socket = self.home / "d.sock"
+        self.log = self.home / "log"
+        self.flags = flags
+        self.environment = environment or {}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.socket}"
+
+    def start(self) -> None:
+        """Starts it, and waits until it answers."""
+        command = [sys.executable, "-m", "reft_daemon", "--node", "test", "--socket", str(self.socket), "--dir", str(self.folder)]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        environment = {**os.environ, "PYTHONPATH": path, **self.environment}
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log, env=environment, start_new_session=True)
+        until(lambda: self.process.poll() is not None or self.answers(), what="the daemon's start")
+        if self.process.poll() is not None:
+            raise RuntimeError(self.log.read_text())
+
+    def answers(self) -> bool:
+        try:
+            self.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL), timeout=1)
+            return True
+        except Exception:
+            return False
+
+    def call(self, method: str, request: Any, timeout: float = 10.0) -> Any:
+        with rpc.channel(self.address) as channel:
+            return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=timeout)
+
+    def status(self, job: str) -> pb.JobStatus:
+        return self.call("Status", pb.StatusRequest(job=job)).jobs[0]
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Signals it; waits for its end unless it is only stopped or continued."""
+        self.process.send_signal(number)
+        if number not in (signal.SIGSTOP, signal.SIGCONT):
+            self.process.wait(20)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for folder in (self.home, self.folder):
+            shutil.rmtree(folder, ignore_errors=True)

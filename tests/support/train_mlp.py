@@ -1,0 +1,88 @@
+"""A small training that uses all that a restore must bring back: dropout, BatchNorm, AdamW, a schedule, data from numpy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import reft
+
+
+def build(options: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    """Model, optimizer and schedule, from a seed."""
+    torch.manual_seed(options.get("seed", 0))
+    width = options.get("width", 64)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, width),
+        torch.nn.BatchNorm1d(width),
+        torch.nn.ReLU(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(width, width),
+        torch.nn.Linear(width, 4),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+
+
+def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """A digest of the bytes of every tensor of the state."""
+    tensors = dict(model.state_dict())
+    for i, state in enumerate(optimizer.state.values()):
+        tensors |= {f"{i}.{key}": value for key, value in state.items()}
+    return {n: hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()}
+
+
+def train(spec: dict[str, Any]) -> None:
+    """One rank, from attach to close; writes its losses and digests to spec["out"]."""
+    os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
+    log = open(Path(spec["out"]).with_suffix(".err"), "w")
+    os.dup2(log.fileno(), 2)
+    try:
+        _train(spec)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _train(spec: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, world, options = spec["rank"], spec["world"], spec["options"]
+    if world > 1:
+        store = f"tcp://127.0.0.1:{spec['port']}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    model, optimizer, schedule = build(options)
+    torch.manual_seed(100 + rank)
+    np.random.seed(rank)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    arguments = {key: options[key] for key in ("slots", "every") if key in options}
+    session = reft.attach(wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments)
+    began, losses = session.step, []
+    for step in session.steps(spec["steps"]):
+        batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
+        loss = wrapped(batch).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item().hex())
+        if step == options.get("die_at", -1) and session.restored_from is None:
+            os.kill(os.getpid(), 9)
+    sealed = session.seal(timeout=options.get("seal_s", 20))
+    result = {
+        "began": began, "from": session.restored_from, "losses": losses, "digests": digests(model, optimizer),
+        "sealed": [sealed.whole, sealed.step], "stats": session.stats(), "random": torch.rand(1).item().hex(),
+    }  # fmt: skip
+    session.close()
+    Path(spec["out"]).write_text(json.dumps(result))
+    if world > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""Real trainer processes that start in a tenth of a second: forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "reft.client.attach", "tests.support.train_mlp"])
+
+
+@dataclass
+class Spec:
+    """One trainer: what `tests.support.train_mlp.train` is called with."""
+
+    daemon: str
+    job: str = "job"
+    steps: int = 12
+    rank: int = 0
+    world: int = 1
+    port: int = 0
+    failpoints: str = ""
+    out: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Trainers:
+    """All ranks of one run of one job.
+
+    Args:
+        spec: of every rank; rank, port and out are filled in.
+        world: how many ranks.
+        daemons: a rank's daemon address, if they differ.
+    """
+
+    def __init__(self, spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> None:
+        from tests.support import train_mlp
+
+        self.folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
+        port = free_port() if world > 1 else 0
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(world):
+            own = {**asdict(spec), "rank": rank, "world": world, "port": port, "out": str(self.folder / f"{rank}.json")}
+            if daemons:
+                own["daemon"] = daemons[rank]
+            process = _CONTEXT.Process(target=train_mlp.train, args=(own,), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def wait(self, deadline_s: float = 60.0) -> list[int]:
+        """The exit codes, once one rank has died the others are killed, as an agent would."""
+        for process in self._until_one_ends(deadline_s):
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+        return [process.exitcode for process in self.processes]
+
+    def _until_one_ends(self, deadline_s: float) -> list[ForkServerProcess]:
+        from multiprocessing.connection import wait
+
+        left = list(self.processes)
+        while left:
+            done = wait([process.sentinel for process in left], deadline_s)
+            if not done:
+                for process in left:
+                    process.kill()
+                raise AssertionError(f"trainers {[p.pid for p in left]} did not end within {deadline_s} s")
+            ended = [process for process in left if process.sentinel in done]
+            left = [process for process in left if process not in ended]
+            if any(process.exitcode != 0 for process in ended):
+                return left
+        return []
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, 9)
+            process.join(10)
+
+    def results(self) -> list[dict[str, Any]]:
+        """What every rank wrote at its end."""
+        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
+
+
+def run(spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Trains to the end; the results of all ranks."""
+    trainers = Trainers(spec, world, daemons)
+    codes = trainers.wait()
+    assert codes == [0] * world, (codes, list(trainers.folder.glob("*.err")) and [p.read_text()[-3000:] for p in trainers.folder.glob("*.err")])
+    return trainers.results()
