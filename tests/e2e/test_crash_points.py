@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.daemons import DaemonProcess
+from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
 CHUNK = {"REFT_CHUNK_BYTES": "4096"}  # so that the small model has several chunks
@@ -31,14 +32,6 @@ def undisturbed() -> dict[int, list[dict]]:
     process = DaemonProcess()
     yield {world: run(spec(process, job=f"plain-{world}"), world) for world in (1, 2)}
     process.close()
-
-
-def assert_equal(after: list[dict], plain: list[dict]) -> None:
-    for mine, reference in zip(after, plain, strict=True):
-        assert mine["losses"] == reference["losses"][mine["began"] :]
-        assert mine["digests"] == reference["digests"]
-        assert mine["random"] == reference["random"]
-        assert mine["sealed"] == [True, len(reference["losses"])]
 
 
 @pytest.mark.parametrize("point", SNAPSHOT_POINTS)

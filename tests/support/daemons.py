@@ -46,7 +46,9 @@ class DaemonProcess:
     def __init__(self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="reft-test-"))
         shm = Path("/dev/shm")
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="reft-test-", dir=shm if os.access(shm, os.W_OK) else None))
+        self.folder = folder or Path(
+            tempfile.mkdtemp(prefix="reft-test-", dir=shm if os.access(shm, os.W_OK) else None)
+        )
         self.socket = self.home / "d.sock"
         self.log = self.home / "log"
         self.flags = flags
@@ -60,11 +62,23 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        command = [sys.executable, "-m", "reft_daemon", "--node", "test", "--socket", str(self.socket), "--dir", str(self.folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "reft_daemon",
+            "--node",
+            "test",
+            "--socket",
+            str(self.socket),
+            "--dir",
+            str(self.folder),
+        ]
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
         environment = {**os.environ, "PYTHONPATH": path, **self.environment}
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen([*command, *self.flags], stdout=log, stderr=log, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                [*command, *self.flags], stdout=log, stderr=log, env=environment, start_new_session=True
+            )
         until(lambda: self.process.poll() is not None or self.answers(), what="the daemon's start")
         if self.process.poll() is not None:
             raise RuntimeError(self.log.read_text())

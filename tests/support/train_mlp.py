@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     tensors = dict(model.state_dict())
     for i, state in enumerate(optimizer.state.values()):
         tensors |= {f"{i}.{key}": value for key, value in state.items()}
-    return {n: hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()}
+    return {
+        n: hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()
+    }
 
 
 def train(spec: dict[str, Any]) -> None:
@@ -54,6 +57,14 @@ def train(spec: dict[str, Any]) -> None:
         os._exit(1)
 
 
+def _pause(spec: dict[str, Any], step: int) -> None:
+    """Stops before the mark of a step that the test named, until the test lets it go on."""
+    if step in spec["options"].get("pause_at", ()):
+        gate = Path(spec["out"]).with_suffix(f".gate{step}")
+        os.mkfifo(gate)
+        gate.read_text()
+
+
 def _train(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, world, options = spec["rank"], spec["world"], spec["options"]
@@ -65,9 +76,12 @@ def _train(spec: dict[str, Any]) -> None:
     np.random.seed(rank)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     arguments = {key: options[key] for key in ("slots", "every") if key in options}
-    session = reft.attach(wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments)
-    began, losses = session.step, []
+    session = reft.attach(
+        wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
+    )
+    began, losses, longest = session.step, [], 0.0
     for step in session.steps(spec["steps"]):
+        started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
@@ -75,12 +89,16 @@ def _train(spec: dict[str, Any]) -> None:
         optimizer.step()
         schedule.step()
         losses.append(loss.item().hex())
+        longest = max(longest, time.monotonic() - started)
+        if step in options.get("seal_at", ()):
+            session.seal(timeout=20)
+        _pause(spec, step)
         if step == options.get("die_at", -1) and session.restored_from is None:
             os.kill(os.getpid(), 9)
     sealed = session.seal(timeout=options.get("seal_s", 20))
     result = {
         "began": began, "from": session.restored_from, "losses": losses, "digests": digests(model, optimizer),
-        "sealed": [sealed.whole, sealed.step], "stats": session.stats(), "random": torch.rand(1).item().hex(),
+        "longest_step_s": longest, "sealed": [sealed.whole, sealed.step], "stats": session.stats(), "random": torch.rand(1).item().hex(),
     }  # fmt: skip
     session.close()
     Path(spec["out"]).write_text(json.dumps(result))

@@ -13,8 +13,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.daemons import until
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "reft.client.attach", "tests.support.train_mlp"])
+# torch._dynamo is what the first optimizer of a process imports, for three seconds.
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "torch", "torch.distributed", "reft.client.attach", "tests.support.train_mlp"]
+)
 
 
 @dataclass
@@ -87,6 +92,22 @@ class Trainers:
                 return left
         return []
 
+    def wait_for(self, step: int) -> None:
+        """Waits until every rank has reached `step`, at which options["pause_at"] makes it pause."""
+        for rank, process in enumerate(self.processes):
+            gate = self.folder / f"{rank}.gate{step}"
+            until(lambda gate=gate, process=process: gate.exists() or not process.is_alive(), 30, f"{gate.name}")
+            assert process.is_alive(), (self.folder / f"{rank}.err").read_text()
+
+    def let_go(self, step: int) -> None:
+        """Lets every rank go on from `step`."""
+        for rank in range(len(self.processes)):
+            (self.folder / f"{rank}.gate{step}").write_text("")
+
+    def errors(self) -> str:
+        """What all ranks wrote to stderr."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
+
     def kill(self) -> None:
         for process in self.processes:
             if process.is_alive():
@@ -102,5 +123,5 @@ def run(spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> list[dict[st
     """Trains to the end; the results of all ranks."""
     trainers = Trainers(spec, world, daemons)
     codes = trainers.wait()
-    assert codes == [0] * world, (codes, list(trainers.folder.glob("*.err")) and [p.read_text()[-3000:] for p in trainers.folder.glob("*.err")])
+    assert codes == [0] * world, (codes, trainers.errors()[-3000:])
     return trainers.results()

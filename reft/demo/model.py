@@ -1,0 +1,104 @@
+"""A small Llama-style language model in plain torch: RMSNorm, RoPE, SwiGLU, causal attention, tied embedding, dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model; tokens are bytes."""
+
+    vocabulary: int = 256
+    context: int = 64
+    width: int = 96
+    heads: int = 4
+    layers: int = 3
+    dropout: float = 0.1
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads, self.dropout = shape.heads, shape.dropout
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, rotation), rotate(k, rotation), v, dropout_p=dropout, is_causal=True
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.width * 8 // 3
+        self.gate = nn.Linear(shape.width, hidden, bias=False)
+        self.up = nn.Linear(shape.width, hidden, bias=False)
+        self.down = nn.Linear(hidden, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each after a norm and added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm_1(x), rotation))
+        return x + self.dropout(self.feed_forward(self.norm_2(x)))
+
+
+class Llama(nn.Module):
+    """Bytes in, the loss of predicting each next byte out."""
+
+    rotation: torch.Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.register_buffer("rotation", rotations(shape.context, shape.width // shape.heads), persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        logits = self.norm(x) @ self.embedding.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def rotations(length: int, width: int) -> torch.Tensor:
+    """Cosine and sine of every position's angles: shape (2, length, width / 2)."""
+    angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turns each pair of features by its position's angle."""
+    cos, sin = rotation[:, : x.shape[-2]]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,128 @@
+"""The demo's training script: `torchrun … -m reft.demo.train --out DIR`. Only `attach` and `steps` know of reft.
+
+Every rank appends to DIR/rank-R.jsonl, one JSON object a line, times in seconds of the machine's monotonic clock:
+    {"event": "started",  "pid": …, "time_s": …}                                  the first line of this file has run
+    {"event": "attached", "restored_from": …, "step": …, "time_s": …}             what reft.attach brought back
+    {"event": "step",     "step": n, "loss": float.hex, "time_s": …}              n steps are completed with this one
+and at the end writes DIR/rank-R.digests.json: name → SHA-256 of the bytes of every tensor and random generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+STARTED_S = time.monotonic()
+
+import torch  # noqa: E402  (torch takes a second to import: the demo shows that apart)
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+import reft  # noqa: E402
+from reft.demo.data import Loader, manual  # noqa: E402
+from reft.demo.model import Llama, Shape  # noqa: E402
+
+WARM_UP = 10  # steps
+
+
+class Record:
+    """Lines that survive the SIGKILL of their writer: each is one write to the kernel."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def add(self, event: str, **values: Any) -> None:
+        """Appends one line; `time_s` is now unless given."""
+        line = {"event": event, "time_s": time.monotonic(), **values}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+def main() -> None:
+    """One rank, from start to end."""
+    options = parse()
+    torch.set_num_threads(1)
+    # A hung peer is an error after a minute, not after torch's half hour.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    record = Record(options.out / f"rank-{rank}.jsonl")
+    record.add("started", pid=os.getpid(), time_s=STARTED_S)
+    torch.manual_seed(options.seed)
+    model = Llama(Shape())
+    torch.manual_seed(options.seed + 1 + rank)  # dropout differs between ranks
+    # DDP normally regroups gradients after the first backward pass of a process, and gloo adds four ranks' gradients in an
+    # order that depends on the grouping. A restarted process would then round differently; looking for unused parameters
+    # keeps the first grouping for good.
+    ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
+    loader = Loader(manual(), options.batch, Shape.context, rank, world, options.seed)
+
+    session = reft.attach(ddp, optimizer, state={"lr": schedule, "data": loader})
+    record.add("attached", restored_from=session.restored_from, step=session.step)
+    for step in session.steps(options.steps):
+        inputs, targets = next(loader)
+        loss = ddp(inputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        record.add("step", step=step + 1, loss=loss.item().hex())
+    session.seal()
+    session.close()
+    digests = digest(model, optimizer)
+    (options.out / f"rank-{rank}.digests.json").write_text(json.dumps(digests))
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of one rank in a step")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, norms do not."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def warm_up_then_cosine(step: int, total: int) -> float:
+    """The factor of the learning rate."""
+    if step < WARM_UP:
+        return (step + 1) / WARM_UP
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / max(total - WARM_UP, 1)))
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of every parameter, every optimizer tensor and the random generator, by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"parameter {name}"] = parameter
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"optimizer {name}.{key}"] = value
+    tensors["random generator"] = torch.get_rng_state()
+    return {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in tensors.items()}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Daemons that die, stop or lose messages, and ranks whose snapshots fail: training never waits, the last whole version stays."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.support.daemons import DaemonProcess, until
+from tests.support.equality import assert_equal
+from tests.support.trainers import Spec, Trainers, run
+
+STEPS = 80
+WAIT_S = 1.0  # longer than any step takes by itself, shorter than the deadline of a call that is waited for
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    process = DaemonProcess()
+    yield {world: run(Spec(process.address, job=f"plain-{world}", steps=STEPS), world) for world in (1, 2)}
+    process.close()
+
+
+@pytest.fixture
+def pair():
+    """Two daemons: two nodes."""
+    processes = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.close()
+
+
+def test_a_killed_daemon_stops_no_training_and_adopts_when_it_is_back(daemon, undisturbed):
+    # Steps of 2 ms are over before a channel has connected again; a seal waits for that.
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 30, 60], "seal_at": [45]}))
+    trainers.wait_for(5)
+    daemon.kill()
+    trainers.let_go(5)
+    trainers.wait_for(30)  # 25 steps without a daemon
+    daemon.start()
+    held = daemon.status("job").ranks[0].sealed.step
+    assert 5 <= held < 30
+    trainers.let_go(30)
+    trainers.wait_for(60)
+    until(lambda: daemon.status("job").whole >= 55, what="snapshots under the restarted daemon")
+    trainers.kill()
+    after = run(Spec(daemon.address, steps=STEPS))
+    assert after[0]["from"] == "memory" and after[0]["began"] >= 55
+    assert_equal(after, undisturbed[1])
+
+
+def test_a_daemon_and_its_trainer_killed_together(daemon, undisturbed):
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [20]}))
+    trainers.wait_for(20)
+    daemon.kill()
+    trainers.kill()
+    daemon.start()
+    after = run(Spec(daemon.address, steps=STEPS))
+    assert after[0]["began"] in (19, 20)
+    assert_equal(after, undisturbed[1])
+
+
+def test_a_stopped_daemon_makes_no_step_wait(daemon, undisturbed):
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 60]}))
+    trainers.wait_for(5)
+    daemon.kill(signal.SIGSTOP)
+    trainers.let_go(5)
+    trainers.wait_for(60)
+    daemon.kill(signal.SIGCONT)
+    trainers.let_go(60)
+    assert trainers.wait() == [0], trainers.errors()
+    result = trainers.results()
+    assert result[0]["longest_step_s"] < WAIT_S
+    assert_equal(result, undisturbed[1])
+
+
+def test_attaching_to_a_stopped_daemon_ends_at_the_deadline(daemon):
+    run(Spec(daemon.address, steps=3))
+    daemon.kill(signal.SIGSTOP)
+    trainers = Trainers(Spec(daemon.address, steps=3, environment={"REFT_ATTACH_DEADLINE_S": "3"}))
+    assert trainers.wait(30) == [1]
+    assert "DaemonUnavailable" in trainers.errors()
+
+
+def test_a_rank_whose_snapshots_fail_for_50_steps(daemon, undisturbed):
+    failing = "snapshot.begin:raise:rank=1:from=10:until=60:epoch=1"
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, failpoints=failing, options={"pause_at": [40]}), world=2)
+    trainers.wait_for(40)
+    assert daemon.status("job").whole == 9
+    trainers.kill()
+    after = run(Spec(daemon.address, steps=STEPS), world=2)
+    assert [result["began"] for result in after] == [9, 9]
+    assert_equal(after, undisturbed[2])
+
+
+def test_snapshots_go_on_when_a_rank_works_again(daemon, undisturbed):
+    failing = "snapshot.begin:raise:rank=1:from=10:until=60:epoch=1"
+    after = run(Spec(daemon.address, steps=STEPS, failpoints=failing), world=2)
+    assert after[1]["stats"]["skipped"] >= 51
+    assert max(result["longest_step_s"] for result in after) < WAIT_S
+    assert_equal(after, undisturbed[2])
+
+
+def test_lost_rounds_keep_the_last_whole_version(pair, undisturbed):
+    """The second node's answers never arrive: nothing is known to be whole, so nothing is overwritten."""
+    pair[1].kill()
+    pair[1].environment = {"REFT_FAILPOINTS": "round.send:drop"}
+    pair[1].start()
+    addresses = [process.address for process in pair]
+    trainers = Trainers(Spec("", steps=STEPS, options={"pause_at": [40]}), 2, addresses)
+    trainers.wait_for(40)
+    assert pair[0].status("job").whole == -1
+    trainers.kill()
+    after = run(Spec("", steps=STEPS, options={"seal_s": 0.1}), 2, addresses)
+    assert [result["began"] for result in after] == [3, 3]  # three slots, three steps
+    assert [result["sealed"] for result in after] == [[False, 3], [False, 3]]
+    for mine, reference in zip(after, undisturbed[2], strict=True):
+        assert mine["digests"] == reference["digests"]
+        assert mine["longest_step_s"] < WAIT_S
+
+
+def test_two_nodes_agree_and_restore(pair, undisturbed):
+    addresses = [process.address for process in pair]
+    trainers = Trainers(Spec("", steps=STEPS, options={"pause_at": [40]}), 2, addresses)
+    trainers.wait_for(40)
+    for process in pair:
+        until(lambda process=process: process.status("job").whole == 40, what="the outcome on both nodes")
+    trainers.kill()
+    after = run(Spec("", steps=STEPS), 2, addresses)
+    assert [(r["from"], r["began"]) for r in after] == [("memory", 40)] * 2
+    assert_equal(after, undisturbed[2])
+
+
+def test_ranks_that_change_nodes_find_their_state(pair, undisturbed):
+    addresses = [process.address for process in pair]
+    trainers = Trainers(Spec("", steps=STEPS, options={"pause_at": [40]}), 2, addresses)
+    trainers.wait_for(40)
+    trainers.kill()
+    after = run(Spec("", steps=STEPS), 2, addresses[::-1])
+    assert [result["from"] for result in after] == ["peers", "peers"]
+    assert_equal(after, undisturbed[2])
