@@ -33,7 +33,7 @@ from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import die_with_parent, launch_mark
 from reft.client.host_state import HostState
-from reft.client.leasing import Leaser
+from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.predict import predicted_leaves
 from reft.client.reporter import Reporter
 from reft.client.session import Session
@@ -42,7 +42,7 @@ from reft.client.state import Subjects
 from reft.config import Config, Launch
 from reft.core import recovery
 from reft.core.identity import Job, identify
-from reft.core.layout import pack
+from reft.core.layout import Layout, pack
 
 from reft.errors import AttachError, ConfigError, ReftError, RestoreError
 from reft.failpoints import Failpoints
@@ -52,7 +52,6 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
-ALLOCATION_BYTES_PER_S = 100 << 20  # slower than any machine faults pages in; stretches the deadline of a lease
 
 
 def attach(
@@ -179,9 +178,9 @@ class Attachment:
             raise RestoreError(
                 f"every held version of job {self.job.id} is damaged.", f"reft-cli purge {self.job.id}, to start fresh"
             )
-        layout_bytes = pack(predicted_leaves(self.subjects, self.subjects.bind()) or []).data_bytes
-        room = layout_bytes * self.settings.slots * self.exchange.world
-        self.exchange.together(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
+        layout = pack(predicted_leaves(self.subjects, self.subjects.bind()))
+        room = layout.data_bytes * self.settings.slots * self.exchange.world
+        self.exchange.together(lambda: self._lease(layout), extra_s=room / ALLOCATION_BYTES_PER_S)
         return self._begin(self._tree)
 
     # introduce
@@ -363,12 +362,8 @@ class Attachment:
             f"rank {self.exchange.rank} ran on node {node.name} before, and can't read its state there: {failures}."
         )
 
-    def _lease(self) -> dict[str, Any]:
-        leaves = predicted_leaves(self.subjects, self.subjects.bind())
-        self.slots = []
-        if leaves is not None:
-            layout = pack(leaves)
-            self.slots = self.leaser.lease(layout, messages.table_to(layout))
+    def _lease(self, layout: Layout) -> dict[str, Any]:
+        self.slots = self.leaser.lease(layout, messages.table_to(layout))
         return {}
 
     # begin

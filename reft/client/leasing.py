@@ -19,7 +19,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 SPARE_TABLE = 4096  # bytes, so that a step counter that moves to another device does not outgrow the table
-ALLOCATION_BYTES_PER_S = 100 << 20
+ALLOCATION_BYTES_PER_S = 100 << 20  # slower than any machine makes pages; stretches the deadline of a lease
 
 
 @dataclass

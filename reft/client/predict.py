@@ -1,11 +1,13 @@
 """Predicts what an optimizer's state will be before its first step, so that slots are ready when that step ends.
 
 A copy of the optimizer takes one step on `meta` copies of its parameters: shapes and dtypes, no memory, no arithmetic.
-An optimizer that can't do that (it reads a value) is not predicted; its slots are made after the first step instead.
+An optimizer that reads a value fails there, mostly after it has made its state, which is all that is wanted. If it made
+none, or made another than it will, nothing is lost but time: slots of the right size are made after the first step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
@@ -19,8 +21,8 @@ from reft.core.layout import Leaf
 KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
 
 
-def predicted_leaves(subjects: Subjects, bindings: Bindings) -> list[Leaf] | None:
-    """All leaves as they will be after the first step; None if that can't be told.
+def predicted_leaves(subjects: Subjects, bindings: Bindings) -> list[Leaf]:
+    """All leaves as they will be after the first step, as far as that can be told.
 
     Args:
         subjects: models and optimizers.
@@ -29,11 +31,7 @@ def predicted_leaves(subjects: Subjects, bindings: Bindings) -> list[Leaf] | Non
     leaves = [leaf_of(name, tensor, name in bindings.staged) for name, tensor in bindings.tensors.items()]
     names = {id(parameter): name for name, parameter in subjects.parameter_names()}
     for i, optimizer in enumerate(subjects.optimizers):
-        try:
-            leaves += _predict(f"optimizer.{i}", optimizer, names)
-        except Exception:
-            # Whatever a foreign optimizer raises here, its first real step will tell.
-            return None
+        leaves += _predict(f"optimizer.{i}", optimizer, names)
     return leaves
 
 
@@ -62,7 +60,8 @@ def _predict(prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, 
         vars(double)[key] = OrderedDict()
     double.state, double.param_groups = defaultdict(dict), groups
     generator = torch.get_rng_state()
-    with torch.no_grad():
+    # Whatever a foreign optimizer raises here, its first real step will tell.
+    with torch.no_grad(), contextlib.suppress(Exception):
         inspect.unwrap(type(optimizer).step)(double)
     torch.set_rng_state(generator)
     return [

@@ -118,7 +118,9 @@ def _advise_huge(tensor: torch.Tensor) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
-def _copy(slot: SlotMap, layout: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: Callable[[int], object]) -> None:
+def _copy(
+    slot: SlotMap, layout: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: Callable[[int], object]
+) -> None:
     """Checks each chunk and copies its bytes, in THREADS threads."""
     chunk_bytes = slot.header.geometry.chunk_bytes
     hosts = {name: tensor if _is_plain(tensor) else _staging(tensor) for name, tensor in tensors.items()}

@@ -1,0 +1,337 @@
+"""What the benchmarks share: a model to train, references to compare with, statistics, tables, processes that end.
+
+Every cost is given in *memcpys*: one copy of all the state's bytes into mapped memory, measured beside it in the same
+process. On a machine that is shared, seconds mean little from one minute to the next; such ratios do.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import xxhash
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+SHM = Path("/dev/shm")
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+
+# The training job
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of a model and of its batch."""
+
+    width: int
+    inner: int
+    layers: int
+    heads: int
+    words: int
+    batch: int
+    length: int
+
+
+FULL = Shape(width=768, inner=2096, layers=12, heads=12, words=50304, batch=1, length=128)  # 125 M parameters
+QUICK = Shape(width=512, inner=1408, layers=4, heads=8, words=16384, batch=1, length=128)  # 21 M parameters
+
+
+class Block(nn.Module):
+    """Attention and a gated MLP, each with its norm and residual."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(shape.width, shape.width, bias=False) for _ in range(4)
+        )
+        self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.inner, shape.width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        h = self.norm_1(x)
+        q, k, v = (
+            f(h).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for f in (self.query, self.key, self.value)
+        )
+        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        h = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class Llama(nn.Module):
+    """A small model in Llama's manner; the embedding is tied to the output."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.words, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        size = shape.width // shape.heads
+        angles = torch.arange(shape.length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)[None]
+        angles = torch.cat((angles, angles), -1)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.norm(x) @ self.embedding.weight.t()
+
+
+class Training:
+    """Model, optimizer and one batch; fp32, AdamW with torch's defaults."""
+
+    def __init__(self, shape: Shape) -> None:
+        torch.manual_seed(0)
+        self.shape = shape
+        self.model = Llama(shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.words = torch.randint(0, shape.words, (shape.batch, shape.length))
+
+    def step(self) -> None:
+        """Forward, backward, optimizer."""
+        logits = self.model(self.words)
+        F.cross_entropy(logits.view(-1, self.shape.words), self.words.view(-1)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of the state but the step counters and buffers; there must have been a step."""
+        found = []
+        for parameter in self.model.parameters():
+            state = self.optimizer.state[parameter]
+            found += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        return found
+
+    def tree(self) -> dict[str, Any]:
+        """The state as torch.distributed.checkpoint takes it."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        states = {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
+        return {"model": self.model.state_dict(), "optimizer": states}
+
+
+# References
+
+
+class Mapped:
+    """Room for the state in a file of /dev/shm that has no name any more; every page is there."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        with tempfile.TemporaryFile(dir=SHM) as file:
+            os.ftruncate(file.fileno(), self.nbytes)
+            pages = mmap.mmap(file.fileno(), self.nbytes)
+        pages.madvise(_POPULATE_WRITE)
+        room = np.frombuffer(pages, np.uint8)
+        self.pairs, at = [], 0
+        for tensor in tensors:
+            source = tensor.reshape(-1).numpy().view(np.uint8)
+            self.pairs.append((source, room[at : at + source.nbytes]))
+            at += source.nbytes
+
+    def copy(self) -> float:
+        """Copies all state into it; the seconds. This is the memcpy in which costs are given."""
+        began = time.perf_counter()
+        for source, target in self.pairs:
+            np.copyto(target, source)
+        return time.perf_counter() - began
+
+    def digest(self) -> float:
+        """Digests all state; the seconds."""
+        began = time.perf_counter()
+        for source, _ in self.pairs:
+            xxhash.xxh3_64_intdigest(source)
+        return time.perf_counter() - began
+
+    def copy_back(self, threads: int) -> float:
+        """Copies everything into the live tensors, in so many threads; the seconds."""
+        step = 1 << 20
+        parts = [(s[i : i + step], t[i : i + step]) for s, t in self.pairs for i in range(0, s.nbytes, step)]
+        shares = [parts[len(parts) * i // threads : len(parts) * (i + 1) // threads] for i in range(threads)]
+
+        def one(share: list[tuple[np.ndarray, np.ndarray]]) -> None:
+            for source, target in share:
+                np.copyto(source, target)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(one, [[]] * threads))
+            began = time.perf_counter()
+            list(pool.map(one, shares))
+            return time.perf_counter() - began
+
+
+# Facts about processes and the machine
+
+
+def own_bytes(pid: int | str = "self") -> int:
+    """Memory of a process beside shared pages: anonymous, files, page tables."""
+    found = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        found[key] = value.split()
+    return sum(int(found[key][0]) for key in ("RssAnon", "RssFile", "VmPTE")) << 10
+
+
+class Others:
+    """CPU time that other processes use: how noisy the machine is."""
+
+    def __init__(self) -> None:
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        user, nice, system, _, _, irq, softirq, steal = fields
+        mine = os.times()
+        busy = (user + nice + system + irq + softirq + steal) / self._ticks
+        return time.perf_counter(), busy - mine.user - mine.system
+
+    def cores(self) -> float:
+        """Cores that others used since the last call, on average."""
+        before, self._before = self._before, self._now()
+        return max(0.0, (self._before[1] - before[1]) / (self._before[0] - before[0]))
+
+
+# Statistics
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """What is said of a list of measurements."""
+    return {
+        "median": median(values),
+        "min": min(values, default=float("nan")),
+        "p99": quantile(values, 0.99),
+        "count": len(values),
+    }
+
+
+# Goals and tables
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure with its limit."""
+
+    name: str
+    value: float
+    limit: float
+    unit: str
+    formula: str
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+    def row(self) -> list[str]:
+        verdict = "pass" if self.passed else "MISS"
+        return [verdict, self.name, f"{self.value:.3g}", f"<= {self.limit:g}", self.unit, self.formula]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+# Processes
+
+
+def end_on_signals() -> None:
+    """Turns SIGTERM and SIGHUP into SystemExit, so that what was started is ended and what was made is removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+@contextmanager
+def folder(where: Path | None = None) -> Iterator[Path]:
+    """A temporary folder, gone at the end."""
+    path = Path(tempfile.mkdtemp(prefix="reft-bench-", dir=where))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not outlive the block."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    settings = {**os.environ, "PYTHONPATH": paths, **environment}
+    with open(log, "ab") as output:
+        started = subprocess.Popen(list(command), stdout=output, stderr=output, env=settings)
+    try:
+        yield started
+    finally:
+        started.terminate()
+        try:
+            started.wait(10)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+@contextmanager
+def daemon() -> Iterator[tuple[str, int]]:
+    """A daemon of its own, with its slots in /dev/shm; its address and pid. Everything is gone at the end."""
+    with folder() as home, folder(SHM) as slots:
+        flags = ["--node", "bench", "--socket", str(home / "d.sock"), "--dir", str(slots), "--purge", "--idle-exit", "120"]
+        with process([sys.executable, "-m", "reft_daemon", *flags], home / "log", {}) as started:
+            end = time.monotonic() + 30
+            while not (home / "d.sock.fd").exists():
+                if started.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"the daemon did not start:\n{(home / 'log').read_text()}")
+                time.sleep(0.05)
+            yield f"unix:{home / 'd.sock'}", started.pid
+
+
+def run_role(script: str, arguments: Sequence[str], environment: dict[str, str], home: Path) -> dict[str, Any]:
+    """Runs a script of this folder in a fresh process; the JSON that it writes."""
+    log, result = home / "role.log", home / "result.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "bench" / script), *arguments, "--result", str(result)]
+    with process(command, log, environment) as started:
+        code = started.wait()
+    if code or not result.exists():
+        raise RuntimeError(f"{' '.join(arguments)} ended with {code}:\n{log.read_text()[-3000:]}")
+    return dict(json.loads(result.read_text()))

@@ -1,0 +1,387 @@
+"""What snapshots cost: training alone, reft at every step, torch.distributed.checkpoint.async_save at every step, and a
+plain blocking copy into mapped memory, with a core free and with every core busy.
+
+    python bench/save.py [--quick] [--rounds N] [--json FILE]
+
+One run, one daemon a mode, real `reft.attach`. In each round, the four ways take turns in blocks of a few steps, in random
+order; what counts is the difference to the plain blocks of the same round, in memcpys of the state:
+
+    extra = median over rounds of (median step with - median step without) / median memcpy
+
+Then fresh processes restore what is held, and one measures the memory that reft takes. Ends with 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import reft
+from bench import common
+from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
+
+NEVER = 1 << 40  # as `every`: no snapshot
+STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
+QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
+JOB = "bench-save"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a model of 21 M parameters, 3 rounds, 2 restores")
+    parser.add_argument("--rounds", type=int, help="rounds of each mode (12)")
+    parser.add_argument("--restores", type=int, help="fresh processes that restore (5)")
+    parser.add_argument("--modes", default="free,busy", help="free: one core is left alone; busy: all compute")
+    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns")
+    parser.add_argument("--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--role", choices=["train", "restore", "memory"], help=argparse.SUPPRESS)
+    parser.add_argument("--mode", default="busy", help=argparse.SUPPRESS)
+    parser.add_argument("--daemon", help=argparse.SUPPRESS)
+    parser.add_argument("--daemon-pid", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.rounds = options.rounds or (3 if options.quick else 12)
+    options.restores = options.restores if options.restores is not None else (2 if options.quick else 5)
+    return options
+
+
+def set_threads(mode: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores - 1) if mode == "free" else cores)
+
+
+# Role: train
+
+
+class Bench:
+    """One training process: the ways of saving take turns in it."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.ways = options.ways.split(",")
+        self.scratch = scratch
+        self.training = Training(common.QUICK if options.quick else common.FULL)
+        self._watch_fence()
+        self.session = reft.attach(self.training.model, self.training.optimizer, job=JOB, daemon=options.daemon)
+        self._watch_fence()
+        self.first_s, self.first_blocked_s = self.time_to_sealed()
+        self.mapped = Mapped(self.training.tensors())
+        self.mapped.copy()
+        self.upload: Any = None
+        self.group = self._group() if "dcp" in self.ways else None
+        self.steps: dict[str, list[list[float]]] = {way: [] for way in self.ways}
+        self.quiet: dict[str, list[list[bool]]] = {way: [] for way in self.ways}
+        self.times: dict[str, list[float]] = {key: [] for key in ("memcpy", "digest", "sealed", "mark", "fence", "blocked", "dcp_call")}
+
+    def _watch_fence(self) -> None:
+        """Called before and after attach: reft's own hook then runs between these two, and is all that does."""
+        self.hooked_s: list[float] = []
+        self.training.optimizer.register_step_pre_hook(lambda *_: self.hooked_s.append(time.perf_counter()))
+
+    def _group(self) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{self.scratch / 'store'}", rank=0, world_size=1)
+        return dist.new_group([0], backend="gloo")
+
+    # What follows an optimizer step
+
+    def after_plain(self) -> None:
+        self.session.step_end()
+
+    def after_reft(self) -> None:
+        began = time.perf_counter()
+        self.session.step_end()
+        self.times["mark"].append(time.perf_counter() - began)
+
+    def after_copy(self) -> None:
+        self.mapped.copy()
+        self.session.step_end()
+
+    def after_dcp(self) -> None:
+        began = time.perf_counter()
+        if self.upload is not None:
+            self.upload.result()
+        writer = dcp.FileSystemWriter(self.scratch / "checkpoint", overwrite=True)
+        self.upload = dcp.async_save(self.training.tree(), storage_writer=writer, process_group=self.group)
+        self.times["dcp_call"].append(time.perf_counter() - began)
+        self.session.step_end()
+
+    # Blocks
+
+    def time_to_sealed(self) -> tuple[float, float]:
+        """A step, then nothing until its snapshot is sealed; seconds from the mark, and those of the mark itself."""
+        self.session.every = 1
+        self.training.step()
+        began = time.perf_counter()
+        self.session.step_end()
+        marked = time.perf_counter()
+        self._until("sealed_step")
+        taken = time.perf_counter() - began
+        self._until("whole_step")
+        self.session.every = NEVER
+        return taken, marked - began
+
+    def _until(self, counter: str) -> None:
+        end = time.perf_counter() + 20
+        while self.session.stats()[counter] < self.session.step:
+            if time.perf_counter() > end:
+                raise RuntimeError(f"step {self.session.step} is not sealed and whole: {self.session.stats()}")
+            time.sleep(0.0005)
+
+    def block(self, way: str) -> None:
+        """A few steps of one way; only the later ones count, in which the way's earlier copy is under way."""
+        before, first = self.session.stats(), self.session.step
+        after: Callable[[], None] = getattr(self, f"after_{way}")
+        self.session.every = 1 if way == "reft" else NEVER
+        steps, quiet, others = [], [], Others()
+        for i in range(STEPS):
+            self.hooked_s.clear()
+            began = time.perf_counter()
+            self.training.step()
+            after()
+            if i:
+                steps.append(time.perf_counter() - began)
+                quiet.append(others.cores() < QUIET_CORES)
+                if way == "reft":
+                    self._note_blocked()
+            else:
+                others.cores()
+        self.steps[way].append(steps)
+        self.quiet[way].append(quiet)
+        self.session.every = NEVER
+        if way == "reft":
+            self._until("whole_step")
+            taken = self.session.stats()["snapshots"] - before["snapshots"]
+            if taken != self.session.step - first:
+                raise RuntimeError(f"{taken} of {self.session.step - first} snapshots were taken: {self.session.stats()}")
+        if self.upload is not None:
+            self.upload.result()
+            self.upload = None
+
+    def _note_blocked(self) -> None:
+        fence = self.hooked_s[1] - self.hooked_s[0]
+        self.times["fence"].append(fence)
+        # The mark of the step before and the fence of this one belong to one snapshot.
+        self.times["blocked"].append(fence + self.times["mark"][-2])
+
+    def round(self) -> None:
+        order = [*self.ways, "plain", "reft"] if "reft" in self.ways else list(self.ways)
+        random.shuffle(order)
+        for way in order:
+            self.times["memcpy"].append(self.mapped.copy())
+            self.block(way)
+        for _ in range(2):
+            self.times["digest"].append(self.mapped.digest())
+            self.times["sealed"].append(self.time_to_sealed()[0])
+            self.times["memcpy"].append(self.mapped.copy())
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds of one mode."""
+    set_threads(options.mode)
+    with common.folder(common.SHM) as scratch:
+        bench = Bench(options, scratch)
+        for way in bench.ways:
+            bench.block(way)  # warm: allocators, caches, files
+        for values in (*bench.times.values(), *bench.steps.values(), *bench.quiet.values()):
+            values.clear()
+        for i in range(options.rounds):
+            bench.round()
+            print(f"round {i + 1}", bench.session.stats(), flush=True)
+        stats = bench.session.stats()
+        found = {
+            "mode": options.mode, "state_bytes": bench.mapped.nbytes, "steps": bench.steps, "quiet": bench.quiet,
+            "times": bench.times, "first_s": bench.first_s, "first_blocked_s": bench.first_blocked_s,
+            "stats": stats, "daemon_bytes": common.own_bytes(options.daemon_pid),
+        }  # fmt: skip
+        bench.session.close()
+        if bench.group is not None:
+            dist.destroy_process_group()
+    return found
+
+
+# Roles: restore, memory
+
+
+def restore(options: argparse.Namespace) -> dict[str, Any]:
+    """Attaches to what is held, and times the way from the mapped slot into live tensors; then the memcpy."""
+    import reft.client.restore as module
+
+    set_threads("busy")
+    training = Training(common.QUICK if options.quick else common.FULL)
+    took: list[float] = []
+    load = module.load
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        tree = load(*arguments)
+        took.append(time.perf_counter() - began)
+        return tree
+
+    module.load = timed
+    began = time.perf_counter()
+    session = reft.attach(training.model, training.optimizer, job=JOB, daemon=options.daemon)
+    attach_s = time.perf_counter() - began
+    if session.restored_from != "memory" or session.step < 1:
+        raise RuntimeError("nothing was restored")
+    mapped = Mapped(training.tensors())
+    mapped.copy()
+    memcpy = {threads: [mapped.copy_back(threads) for _ in range(7)] for threads in (1, 2)}
+    session.close()
+    return {"load_s": took[-1], "attach_s": attach_s, "memcpy_1_s": median(memcpy[1]), "memcpy_2_s": median(memcpy[2])}
+
+
+def memory(options: argparse.Namespace) -> dict[str, Any]:
+    """What a trainer takes more once it is attached and has taken snapshots; slots and state not counted."""
+    set_threads("busy")
+    training = Training(common.QUICK if options.quick else common.FULL)
+    for _ in range(4):
+        training.step()
+    before = common.own_bytes()
+    session = reft.attach(training.model, training.optimizer, job=f"{JOB}-memory", daemon=options.daemon)
+    found = []
+    for _ in range(6):
+        training.step()
+        session.step_end()
+        found.append(common.own_bytes() - before)
+    if not session.seal():
+        raise RuntimeError(f"not sealed: {session.stats()}")
+    daemon_bytes = common.own_bytes(options.daemon_pid)
+    session.close()
+    return {"trainer_bytes": max(found[1:]), "daemon_bytes": daemon_bytes}
+
+
+# Figures
+
+
+def extra(found: dict[str, Any], way: str) -> dict[str, float]:
+    """Extra time per step of a way, in memcpys: paired by round, and by medians, quiet steps and minima overall."""
+    memcpy = median(found["times"]["memcpy"])
+    flat = {name: [step for block in found["steps"][name] for step in block] for name in ("plain", way)}
+    quiet = {name: [s for b, q in zip(found["steps"][name], found["quiet"][name], strict=True)
+                    for s, is_quiet in zip(b, q, strict=True) if is_quiet] for name in ("plain", way)}  # fmt: skip
+    rounds = len(found["steps"]["copy" if "copy" in found["steps"] else "plain"])
+    pairs = [
+        median(_of_round(found, way, i, rounds)) - median(_of_round(found, "plain", i, rounds)) for i in range(rounds)
+    ]
+    return {
+        "paired": median(pairs) / memcpy,
+        "medians": (median(flat[way]) - median(flat["plain"])) / memcpy,
+        "quiet": (median(quiet[way]) - median(quiet["plain"])) / memcpy,
+        "minima": (min(flat[way]) - min(flat["plain"])) / min(found["times"]["memcpy"]),
+        "p99_s": quantile(flat[way], 0.99),
+        "step_s": median(flat[way]),
+    }
+
+
+def _of_round(found: dict[str, Any], way: str, index: int, rounds: int) -> list[float]:
+    """The steps of one way in one round; a way may have several blocks in it."""
+    blocks = found["steps"][way]
+    share = len(blocks) // rounds
+    return [step for block in blocks[index * share : (index + 1) * share] for step in block]
+
+
+def goals(found: dict[str, Any]) -> list[Goal]:
+    """Every goal of this benchmark, with what was measured."""
+    made = []
+    for mode, data in found["modes"].items():
+        times = data["times"]
+        memcpy, digest, sealed = (median(times[key]) for key in ("memcpy", "digest", "sealed"))
+        limit = 0.15 if mode == "free" else 1.25
+        made += [
+            Goal(f"{mode}: extra time per step", extra(data, "reft")["paired"], limit, "memcpy",
+                 "median over rounds of (step with reft - plain step) / memcpy"),
+            Goal(f"{mode}: training thread blocked", 100 * median(times["blocked"]) / memcpy, 1.0, "% of memcpy",
+                 "median of (mark + fence) / memcpy"),
+            Goal(f"{mode}: first snapshot", data["first_s"] / sealed, 1.5, "of later", "first / later time to sealed"),
+            Goal(f"{mode}: time to sealed", sealed / (memcpy + digest), 1.25, "of copy+digest",
+                 "median mark to SEALED, trainer idle / (memcpy + xxh3 of the same bytes)"),
+        ]  # fmt: skip
+    if found["restores"]:
+        ratio = median([each["load_s"] / each["memcpy_2_s"] for each in found["restores"]])
+        made.append(Goal("restore in a fresh process", ratio, 1.6, "memcpy", "slot to live tensors, digests checked / "
+                         "memcpy with two threads"))  # fmt: skip
+    if found["memory"]:
+        made.append(Goal("daemon's memory beside slots", found["memory"]["daemon_bytes"] / 1e6, 100, "MB", "RssAnon + RssFile + VmPTE"))
+        made.append(Goal("trainer's memory beside slots", found["memory"]["trainer_bytes"] / 1e6, 50, "MB", "the same, after - before attach"))
+    return made
+
+
+def report(found: dict[str, Any]) -> str:
+    """The tables that a person reads."""
+    rows = [goal.row() for goal in goals(found)]
+    parts = [common.table(["", "goal", "measured", "limit", "unit", "formula"], rows)]
+    lines = []
+    for mode, data in found["modes"].items():
+        for way in data["steps"]:
+            e = extra(data, way)
+            lines.append([mode, way, f"{e['step_s']:.3f}", f"{e['p99_s']:.3f}", *(f"{e[key]:.2f}" for key in
+                          ("paired", "medians", "quiet", "minima"))])  # fmt: skip
+    head = ["mode", "way", "step s", "p99 s", "extra/memcpy: paired", "medians", "quiet steps", "minima"]
+    parts.append(common.table(head, lines))
+    times = []
+    for mode, data in found["modes"].items():
+        for name, values in data["times"].items():
+            if values:
+                s = summary(values)
+                cells = (f"{1000 * s[key]:.3f}" for key in ("min", "median", "p99"))
+                times.append([mode, name, *cells, str(s["count"])])
+        times.append([mode, "first snapshot", "", f"{1000 * data['first_s']:.3f}", "", "1"])
+    parts.append(common.table(["mode", "time, ms", "min", "median", "p99", "count"], times))
+    for each in found["restores"]:
+        parts.append("restore: " + ", ".join(f"{key} {value:.3f}" for key, value in each.items()))
+    for mode, data in found["modes"].items():
+        quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
+        stats = data["stats"]
+        parts.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} % of the steps were disturbed by other processes; "
+                     f"{stats['snapshots']} snapshots sealed and whole, {stats['skipped']} skipped")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    options = parse()
+    common.end_on_signals()
+    if options.role:
+        role = {"train": train, "restore": restore, "memory": memory}[options.role]
+        options.result.write_text(json.dumps(role(options)))
+        return 0
+    found: dict[str, Any] = {"modes": {}, "restores": [], "memory": {}}
+    shared = ["--quick"] * options.quick + ["--rounds", str(options.rounds), "--ways", options.ways]
+    keep = {"MALLOC_MMAP_THRESHOLD_": str(4 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
+    environment = keep if options.keep_heap else {}
+
+    def run(role: str, address: str, pid: int, mode: str = "busy") -> dict[str, Any]:
+        arguments = ["--role", role, "--mode", mode, "--daemon", address, "--daemon-pid", str(pid), *shared]
+        with common.folder() as home:
+            return common.run_role("save.py", arguments, environment if role == "train" else {}, home)
+
+    modes = options.modes.split(",")
+    for mode in modes:
+        with common.daemon() as (address, pid):
+            found["modes"][mode] = run("train", address, pid, mode)
+            if mode == modes[-1]:
+                found["restores"] = [run("restore", address, pid) for _ in range(options.restores)]
+    if options.restores:
+        with common.daemon() as (address, pid):
+            found["memory"] = run("memory", address, pid)
+    found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    print(report(found))
+    return 0 if all(goal["passed"] for goal in found["goals"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

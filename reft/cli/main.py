@@ -1,0 +1,191 @@
+"""`reft-cli`: status, purge, demo. Exit codes are the same for all verbs.
+
+0 as asked   1 failed   2 wrong usage   3 WARN   4 ERR (both with --check)   10 no daemon   11 no such job
+130 interrupted by Ctrl-C   143 ended by SIGTERM
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from reft import __version__
+from reft.cli import tables, views
+from reft.cli.ask import NoSuchJob, ask, local_address
+from reft.core.budget import size
+from reft.core.health import Health
+from reft.errors import ConfigError, DaemonUnavailable, ReftError
+from reft.wire.v1 import daemon_pb2 as pb
+
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_NO_JOB, EXIT_INTERRUPTED = 1, 2, 10, 11, 130
+EXIT_OF_HEALTH = {Health.OK: 0, Health.WARN: 3, Health.ERR: 4}
+WATCH_S = 1.0
+COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, and nothing else.")
+daemon_option = click.option(
+    "--daemon", metavar="ADDR", help="unix:PATH or host:port; default: REFT_DAEMON, else this user's own daemon."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Looks at the training state that reft holds in memory.
+
+    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 10 no daemon, 11 no such job,
+    130 interrupted, 143 terminated.
+    """
+
+
+@main.command()
+@json_option
+@click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
+@click.option("--check", is_flag=True, help="Exit with 3 if any job's health is WARN, with 4 if it is ERR.")
+@click.option("--job", metavar="NAME", default="", help="This job only.")
+@daemon_option
+def status(as_json: bool, watch: bool, check: bool, job: str, daemon: str | None) -> None:
+    """Shows what is held for each job, and which loss it survives."""
+    if watch and (as_json or check):
+        raise click.UsageError("--watch goes with neither --json nor --check: they ask once.")
+    with failing(as_json):
+        address = local_address(daemon)
+        request = pb.StatusRequest(job=job, deep=True)
+        if watch:
+            _watch(address, request)
+        reply = ask(address, "Status", request)
+    jobs = [views.job_view(each) for each in reply.jobs]
+    if as_json:
+        click.echo(json.dumps(views.document(reply, address), indent=2))
+    else:
+        for line in tables.status_lines(reply, jobs):
+            click.echo(coloured(line))
+    if check:
+        sys.exit(EXIT_OF_HEALTH[views.worst(jobs)])
+
+
+@main.command()
+@click.argument("job")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+@daemon_option
+def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
+    """Frees what this node's daemon holds of JOB. Its snapshots are gone then; it must not be training."""
+    with failing(as_json):
+        address = local_address(daemon)
+        reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
+        held = views.job_view(reply.jobs[0])
+        others = [node.node for node in held.nodes if node.node != reply.node]
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise click.UsageError("there is nobody to ask: give --yes.")
+        step = "nothing whole" if held.whole is None else f"step {held.whole}"
+        click.confirm(f"Free {step} of job {job} on {reply.node}?", abort=True)
+    with failing(as_json):
+        freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
+    if as_json:
+        result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
+        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **result}, indent=2))
+        return
+    click.echo(f"job {job}: freed {size(freed)} on {reply.node}.")
+    if others:
+        click.echo(f"It may still be held on {', '.join(others)}: run this there too.")
+
+
+@main.command()
+@json_option
+@click.option("--steps", default=60, show_default=True, type=click.IntRange(min=24), help="Steps to train, twice.")
+@click.option("--keep-logs", is_flag=True, help="Keep the folder with the logs and records, and say where it is.")
+def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
+    """Trains on two pretend nodes, kills trainers, and proves that nothing was lost. About a minute; needs no GPU."""
+    from reft.cli.demo.run import demonstrate  # asks for nothing that the other verbs need
+
+    with failing(as_json):
+        result = demonstrate(steps, keep_logs, as_json)
+    if as_json:
+        click.echo(json.dumps(result.document(), indent=2))
+    sys.exit(0 if result.passed else EXIT_FAILED)
+
+
+def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
+    """Shows the status every second until Ctrl-C. A daemon that does not answer is shown too: it may come back."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        while True:
+            click.echo("\n".join([*_lines_now(address, request), ""]))
+            sys.stdout.flush()
+            time.sleep(WATCH_S)
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update("\n".join(marked(line) for line in _lines_now(address, request)), refresh=True)
+            time.sleep(WATCH_S)
+
+
+def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
+    try:
+        reply = ask(address, "Status", request)
+    except (DaemonUnavailable, NoSuchJob) as error:
+        return tables.wrapped("", str(error))
+    return tables.status_lines(reply, [views.job_view(each) for each in reply.jobs])
+
+
+def health_in(line: str) -> str:
+    """The word of health that a line gives, or nothing."""
+    label, _, rest = line.partition("  ")
+    word = rest.split(maxsplit=1)[0] if rest.split() else ""
+    return word if label == "health" and word in COLOURS else ""
+
+
+def coloured(line: str) -> str:
+    """The line with its word of health in colour; click takes the colour away where stdout is no terminal."""
+    word = health_in(line)
+    return line.replace(word, click.style(word, fg=COLOURS[word], bold=True), 1) if word else line
+
+
+def marked(line: str) -> str:
+    """The same for rich's markup."""
+    from rich.markup import escape
+
+    word = health_in(line)
+    text = escape(line)
+    return text.replace(word, f"[bold {COLOURS[word]}]{word}[/]", 1) if word else text
+
+
+@contextmanager
+def failing(as_json: bool) -> Iterator[None]:
+    """Turns errors into exit codes and one message on stderr."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except ReftError as error:
+        code = exit_code(error)
+        if as_json:
+            fields: dict[str, Any] = {"message": error.message, "hint": error.hint, "exit_code": code}
+            click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, "error": fields}), err=True)
+        else:
+            click.echo(f"reft-cli: {error}", err=True)
+        sys.exit(code)
+
+
+def exit_code(error: ReftError) -> int:
+    """The exit code that an error ends with."""
+    if isinstance(error, NoSuchJob):
+        return EXIT_NO_JOB
+    if isinstance(error, DaemonUnavailable):
+        return EXIT_NO_DAEMON
+    # A value that the daemon refuses is a failure; a value that can't even be sent is wrong usage.
+    return EXIT_USAGE if isinstance(error, ConfigError) and error.__cause__ is None else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    main()

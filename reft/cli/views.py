@@ -1,0 +1,191 @@
+"""A daemon's answer as `status` shows it: StatusReply ─► views ─► a document for machines (lines for people: `tables`).
+
+Pure: no clock, no socket, no terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reft.core.health import Health, JobFacts, RankFacts, judge, survival
+from reft.core.version import Version
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+
+SCHEMA_VERSION = 1
+_SEVERITY = (Health.OK, Health.WARN, Health.ERR)
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank's line. `state` is training, ended (it closed its session) or gone; steps are None if there are none."""
+
+    rank: int
+    node: str
+    state: str
+    step: int | None
+    sealed_step: int | None
+    age_s: float | None
+    nbytes: int
+    pid: int
+    trouble: str
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """All ranks of one node: the oldest sealed step and the greatest age of any. `state` may also be silent."""
+
+    node: str
+    state: str
+    ranks: tuple[int, ...]
+    sealed_step: int | None
+    age_s: float | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class JobView:
+    """One job, judged."""
+
+    job: str
+    named: bool
+    script: str
+    world: int
+    every: int
+    epoch: int
+    up_s: float
+    backing: str
+    health: Health
+    reason: str
+    whole: int | None
+    base: int | None
+    nodes: Sequence[NodeView]
+    ranks: Sequence[RankView]
+    survives: Sequence[tuple[str, bool, str]]
+
+
+def worst(jobs: Sequence[JobView]) -> Health:
+    """The worst health of any job; OK if there is none."""
+    return max((job.health for job in jobs), key=_SEVERITY.index, default=Health.OK)
+
+
+def job_view(status: pb.JobStatus) -> JobView:
+    """What one job's status says."""
+    epoch = messages.epoch_from(status.epoch)
+    base = messages.version_from(status.base) if status.HasField("base") else None
+    # Until the first step of an attach is whole, the version that it started from is what is held.
+    whole = Version(epoch, status.whole) if status.whole >= 0 else base
+    entries = sorted(status.ranks, key=lambda rank: rank.rank)
+    facts = JobFacts(
+        status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
+        max(status.every, 1),
+    )  # fmt: skip
+    health, reason = judge(facts)
+    ranks = [_rank_view(entry) for entry in entries]
+    return JobView(
+        status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
+        health, reason, whole.step if whole else None, base.step if base else None,
+        _node_views(ranks, status.silent_nodes), ranks, survival(facts),
+    )  # fmt: skip
+
+
+def _facts(entry: pb.RankStatus) -> RankFacts:
+    sealed = messages.version_from(entry.sealed) if entry.HasField("sealed") else None
+    return RankFacts(entry.rank, entry.node, entry.alive, entry.closed, entry.step, sealed, entry.trouble)
+
+
+def _rank_view(entry: pb.RankStatus) -> RankView:
+    state = "ended" if entry.closed else "training" if entry.alive else "gone"
+    is_sealed = entry.HasField("sealed")
+    return RankView(
+        entry.rank, entry.node, state, entry.step if entry.step >= 0 else None,
+        entry.sealed.step if is_sealed else None, entry.sealed_age_s if is_sealed else None, entry.bytes, entry.pid,
+        entry.trouble,
+    )  # fmt: skip
+
+
+def _node_views(ranks: Sequence[RankView], silent: Sequence[str]) -> list[NodeView]:
+    found = []
+    for name in sorted({rank.node for rank in ranks}):
+        mine = [rank for rank in ranks if rank.node == name]
+        states = {rank.state for rank in mine}
+        sealed = [rank.sealed_step for rank in mine]
+        found.append(
+            NodeView(
+                name, next(state for state in ("gone", "training", "ended") if state in states),
+                tuple(rank.rank for rank in mine),
+                None if None in sealed else min(step for step in sealed if step is not None),
+                max((rank.age_s for rank in mine if rank.age_s is not None), default=None),
+                sum(rank.nbytes for rank in mine),
+            )
+        )  # fmt: skip
+    return found + [NodeView(name, "silent", (), None, None, 0) for name in sorted(silent)]
+
+
+def document(reply: pb.StatusReply, address: str) -> dict[str, Any]:
+    """The document that `status --json` prints; its fields are a contract, documented in the README."""
+    jobs = [job_view(status) for status in reply.jobs]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "health": worst(jobs).value,
+        "daemon": {
+            "address": address,
+            "node": reply.node,
+            "node_id": reply.node_id,
+            "version": reply.version,
+            "pid": reply.pid,
+            "held_bytes": reply.held_bytes,
+            "limit_bytes": reply.limit_bytes or None,
+            "directory": reply.directory,
+        },
+        "jobs": [_job_document(job) for job in jobs],
+    }
+
+
+def _job_document(job: JobView) -> dict[str, Any]:
+    return {
+        "job": job.job,
+        "named": job.named,
+        "script": job.script,
+        "world": job.world,
+        "every_steps": job.every,
+        "epoch": job.epoch,
+        "up_s": _rounded(job.up_s),
+        "backing": job.backing,
+        "health": job.health.value,
+        "reason": job.reason,
+        "whole_step": job.whole,
+        "base_step": job.base,
+        "nodes": [
+            {
+                "node": node.node,
+                "state": node.state,
+                "ranks": list(node.ranks),
+                "sealed_step": node.sealed_step,
+                "age_s": _rounded(node.age_s),
+                "bytes": node.nbytes,
+            }
+            for node in job.nodes
+        ],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "state": rank.state,
+                "step": rank.step,
+                "sealed_step": rank.sealed_step,
+                "age_s": _rounded(rank.age_s),
+                "bytes": rank.nbytes,
+                "pid": rank.pid or None,
+                "trouble": rank.trouble or None,
+            }
+            for rank in job.ranks
+        ],
+        "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

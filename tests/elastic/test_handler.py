@@ -1,0 +1,42 @@
+"""`torchrun --rdzv-backend=reft` for real: found by its entry point, and its restarts do not hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.trainers import free_port
+
+SCRIPT = """
+import os, signal, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("world", int(total), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] in "01" and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+def torchrun(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *flags, str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def test_workers_restart_twice_under_the_reft_backend(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    flags = ["--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", "--max-restarts=3"]
+    done = torchrun(script, *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # The first store round belongs to restart 0; each later one must not see what it left.
+    assert [done.stdout.count(f"world 2 restart {count}") for count in (0, 1, 2)] == [2, 2, 2]
+
+
+def test_the_plug_in_loads_with_the_standard_library_alone():
+    code = "import sys; import reft.elastic; sys.exit(any(name in sys.modules for name in ('torch', 'grpc', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
