@@ -15,6 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -24,8 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from reft.core.budget import refusal
+from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
-from reft.wire.slot_format import Geometry, SlotMap
+from reft.wire.slot_format import PAGE, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
 
@@ -44,7 +46,17 @@ class SlotFile:
     descriptor: int
     path: Path | None  # None: a memfd
     file_bytes: int
-    map: SlotMap
+    _map: SlotMap
+
+    @property
+    def map(self) -> SlotMap:
+        """Its parts.
+
+        Raises:
+            FormatError: see `check_size`.
+        """
+        self.check_size()
+        return self._map
 
     @property
     def backing(self) -> str:
@@ -108,13 +120,18 @@ class Arena:
         return path.read_text()
 
     def records(self) -> list[pb.JobRecord]:
-        """What earlier daemons of this folder left."""
+        """What earlier daemons of this folder left; a record that can't be right is reported and left where it is."""
         found = []
         for path in sorted(self.folder.glob("*/record")):
             try:
                 if path.stat().st_size > RECORD_MAX:
                     raise ValueError(f"{path.stat().st_size} bytes; the limit is {RECORD_MAX}")
-                found.append(pb.JobRecord.FromString(path.read_bytes()))
+                record = pb.JobRecord.FromString(path.read_bytes())
+                if check_name(record.manifest.job) != path.parent.name:
+                    raise ValueError(f"it says job {record.manifest.job!r}")
+                if record.node_index >= max(len(record.manifest.nodes), 1):
+                    raise ValueError(f"its manifest has no node {record.node_index}")
+                found.append(record)
             except Exception as error:
                 log.error("record %s can't be read, its job is not offered: %s", path, error)
         return found
@@ -149,20 +166,30 @@ class Arena:
             raise
 
     def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+        if size < 2 * PAGE:
+            raise FormatError(f"{size} bytes are no slot.")
         pages = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         header_map = SlotMap(pages)
         return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
     def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
-        """A memfd that its trainer kept while the daemon was down.
+        """A memfd that its trainer kept while the daemon was down; the descriptor is ours only if nothing is raised.
 
         Raises:
             FormatError: it is not a sealed memfd with a slot of that rank.
         """
         facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise FormatError("the descriptor is no memfd of fixed size.")
-        slot = self._mapped(name, None, descriptor, facts.st_size)
+        try:
+            is_fixed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if (
+                not stat.S_ISREG(facts.st_mode)
+                or not is_fixed
+                or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name)
+            ):
+                raise FormatError(f"the descriptor for {name!r} is no memfd of fixed size of rank {rank}.")
+            slot = self._mapped(name, None, descriptor, facts.st_size)
+        except OSError as error:
+            raise FormatError(f"the descriptor for {name!r} is no memfd that can be written: {error}.") from error
         if slot.map.header.job != job or slot.rank != rank:
             raise FormatError(f"the memfd says job {slot.map.header.job!r}, rank {slot.rank}.")
         self.held_bytes += slot.file_bytes
@@ -231,6 +258,9 @@ class Arena:
         shutil.rmtree(self.folder / job, ignore_errors=True)
 
     def close(self) -> None:
+        """Lets go of the folder; removes it if it holds no job any more."""
+        if not any(path.is_dir() for path in self.folder.iterdir()):
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
 

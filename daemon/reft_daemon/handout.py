@@ -16,6 +16,7 @@ from reft_daemon.registry import Registry
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 5.0  # a caller that sends nothing is dropped
 CONNECTIONS_MAX = 64
+RETRY_S = 0.1
 
 
 class Handout:
@@ -40,8 +41,15 @@ class Handout:
         """Answers until it is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
             await self._room.acquire()
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # Out of descriptors, mostly: the daemon must live on, and be asked again.
+                log.error("the handout socket can't accept: %s", error)
+                self._room.release()
+                await asyncio.sleep(RETRY_S)
+                continue
             asyncio.ensure_future(self._answer(connection)).add_done_callback(lambda _: self._room.release())
 
     def close(self) -> None:
@@ -55,10 +63,12 @@ class Handout:
                 connection.setblocking(False)
                 if handout.peer_uid(connection) != os.getuid():
                     return
-                request = await asyncio.wait_for(self._receive(connection, given), DEADLINE_S)
-                connection.sendmsg(*self._reply(request, given))
-            except (ReftError, ValueError) as error:
-                connection.send(b"\0" + str(error).encode()[: handout.REQUEST_MAX - 1])
+                try:
+                    request = await asyncio.wait_for(self._receive(connection, given), DEADLINE_S)
+                    reply = self._reply(request, given)
+                except (ReftError, ValueError) as error:
+                    reply = [b"\0" + str(error).encode()[: handout.REQUEST_MAX - 1]], []
+                connection.sendmsg(*reply)
             except (OSError, asyncio.TimeoutError) as error:
                 log.warning("a caller of the handout socket was dropped: %s", error)
             finally:
@@ -77,6 +87,8 @@ class Handout:
                 loop.remove_reader(connection)
             part, descriptors, _, _ = socket.recv_fds(connection, handout.REQUEST_MAX, handout.DESCRIPTORS_MAX)
             given += descriptors
+            if len(given) > handout.DESCRIPTORS_MAX:
+                raise ValueError(f"more than {handout.DESCRIPTORS_MAX} descriptors came")
             data += part
             request = handout.parse(data)
             if request is not None:
@@ -91,7 +103,9 @@ class Handout:
             if len(given) != len(request.returned):
                 raise AttachError(f"{len(given)} descriptors came for {len(request.returned)} slots.")
             for name in request.returned:
-                job.take_back(self._registry.arena.take_back(job.id, request.rank, name, given.pop(0)))
+                slot = self._registry.arena.take_back(job.id, request.rank, name, given[0])
+                given.pop(0)
+                job.take_back(slot)
             return [b"\0"], []
         held = {**job.retired, **job.slots}
         unknown = [name for name in request.slots if name not in held or held[name].rank != request.rank]

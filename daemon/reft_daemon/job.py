@@ -159,7 +159,12 @@ class HeldJob:
             if name in self.slots:
                 self.slots[name].map.reread()
                 self.slots[name].map.empty()
-        self.record = pb.JobRecord(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
+        self.record = pb.JobRecord(
+            manifest=request.manifest,
+            decision=request.decision,
+            node_index=request.node_index,
+            had_whole=self.record.had_whole or new.base is not None,
+        )
         self.leases.clear()
         self._start_round()
         self.save()
@@ -271,6 +276,9 @@ class HeldJob:
         self.news.set()
         self.news = asyncio.Event()
         self._free_retired()
+        if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
+            self.record.had_whole = True
+            self.save()
         self.on_change(self)
 
     def _free_retired(self) -> None:

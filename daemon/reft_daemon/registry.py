@@ -48,6 +48,7 @@ class Registry:
             job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self._changed)
             job.adopt()
             self._start_couriers(job)
+            self._changed(job)  # what the slots say may be news to the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
     def get(self, name: str) -> HeldJob:
@@ -70,10 +71,13 @@ class Registry:
         manifest = request.manifest
         name = check_name(manifest.job)
         ranks = [rank for node in manifest.nodes for rank in node.ranks]
-        if manifest.ByteSize() > MANIFEST_MAX or sorted(ranks) != list(range(manifest.world)):
+        is_complete = len(ranks) == manifest.world and sorted(ranks) == list(range(manifest.world))
+        if manifest.ByteSize() > MANIFEST_MAX or not is_complete:
             raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
         if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
             raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
+        if len(request.decision.epoch.ident) != 16:
+            raise ConfigError(f"the epoch of job {name} has no id of 16 bytes.")
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
@@ -82,9 +86,9 @@ class Registry:
         before = job.record.manifest.token
         if before and before != manifest.token:
             raise ConfigError(f"job {name} is held with another token.", "choose another name, or reft-cli purge it")
+        job.decide(request)
         if name in self._couriers:
             self._couriers.pop(name).close()
-        job.decide(request)
         self._start_couriers(job)
 
     def _start_couriers(self, job: HeldJob) -> None:

@@ -14,7 +14,8 @@ import grpc
 
 from reft.core.slots import SlotState
 from reft.errors import AttachError, ConfigError, ReftError
-from reft.wire import messages, rpc
+from reft.wire import handout, messages, rpc
+from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
@@ -52,9 +53,13 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
     return call
 
 
+def _is_local(context: Context) -> bool:
+    return context.peer().startswith("unix:")
+
+
 async def authorise(registry: Registry, name: str, context: Context) -> None:
     """Lets in whoever can open the unix socket, and over TCP whoever has the job's token."""
-    if context.peer().startswith("unix:"):
+    if _is_local(context):
         return
     job = registry.jobs.get(name)
     if job is None or not rpc.has_token(context.invocation_metadata(), job.record.manifest.token):
@@ -84,13 +89,16 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Inventory(self, request: pb.InventoryRequest, context: Context) -> pb.InventoryReply:
         await authorise(self._registry, request.job, context)
-        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job]
+        # A token opens one job; names and scripts of the others are for who could open the socket.
+        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)]
         job = self._registry.jobs.get(request.job)
         if job is None:
             return pb.InventoryReply(others=others)
         if request.fence:
             await job.fence(request.launch, request.pids)
-        reply = pb.InventoryReply(manifest=job.record.manifest, slots=job.headers(), others=others)
+        reply = pb.InventoryReply(
+            manifest=job.record.manifest, slots=job.headers(), had_whole=job.record.had_whole, others=others
+        )
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
         return reply
@@ -104,6 +112,7 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:
         await authorise(self._registry, request.job, context)
+        _check_sizes(request)
         slots = await self._registry.lease(request)
         leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
         return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).backing)
@@ -140,7 +149,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         """Bytes of a sealed slot, for a rank that now runs on another node."""
         await authorise(self._registry, request.job, context)
         job = self._registry.jobs.get(request.job)
-        slot = job.slots.get(request.slot) if job else None
+        slot = {**job.retired, **job.slots}.get(request.slot) if job else None
         if slot is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
         slot.check_size()
@@ -216,6 +225,17 @@ class PeerService(pb_grpc.PeerServicer):
         job.check_epoch(request.epoch)
         job.hear_outcome(messages.outcome_from(request))
         return pb.OutcomeReply()
+
+
+def _check_sizes(request: pb.LeaseRequest) -> None:
+    """Raises ConfigError for what no trainer asks; whether the rest fits is decided before memory is touched."""
+    if request.slots > handout.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
+        raise ConfigError(
+            f"{request.slots} slots with a table of {request.table_bytes} bytes; "
+            f"{handout.DESCRIPTORS_MAX} and {TABLE_MAX} are allowed."
+        )
+    if request.slots and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
+        raise ConfigError(f"chunks of {request.chunk_bytes} bytes; it must be a multiple of {PAGE}.")
 
 
 def _held(job: HeldJob) -> pb.HeldJob:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
+import grpc
 
 from reft import __version__
 from reft.cli import tables, views
@@ -184,7 +185,8 @@ def exit_code(error: ReftError) -> int:
     if isinstance(error, DaemonUnavailable):
         return EXIT_NO_DAEMON
     # A value that the daemon refuses is a failure; a value that can't even be sent is wrong usage.
-    return EXIT_USAGE if isinstance(error, ConfigError) and error.__cause__ is None else EXIT_FAILED
+    refused = isinstance(error.__cause__, grpc.RpcError)
+    return EXIT_USAGE if isinstance(error, ConfigError) and not refused else EXIT_FAILED
 
 
 if __name__ == "__main__":

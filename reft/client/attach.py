@@ -43,7 +43,6 @@ from reft.config import Config, Launch
 from reft.core import recovery
 from reft.core.identity import Job, identify
 from reft.core.layout import Layout, pack
-
 from reft.errors import AttachError, ConfigError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import capsule, messages, rpc
@@ -176,7 +175,7 @@ class Attachment:
             self._erase(results)
         else:
             raise RestoreError(
-                f"every held version of job {self.job.id} is damaged.", f"reft-cli purge {self.job.id}, to start fresh"
+                f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
             )
         layout = pack(predicted_leaves(self.subjects, self.subjects.bind()))
         room = layout.data_bytes * self.settings.slots * self.exchange.world
@@ -275,6 +274,10 @@ class Attachment:
                 f"{self.plan.base} of job {self.job.id} is held for {world} ranks, this run has {self.exchange.world}.",
                 f"start {world} ranks, or another job name",
             )
+        if self.plan.base is None and (self.erased or any(reply.had_whole for reply in replies.values())):
+            raise RestoreError(
+                self._what_is_lost(before), f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh"
+            )
         # A fresh random id for each try: two decisions of one attach must not look the same.
         ident = bytes.fromhex(self.facts[0]["ident"])[16 * attempt :][:16]
         epoch = recovery.next_epoch(decisions, held, ident)
@@ -284,6 +287,15 @@ class Attachment:
             world=self.exchange.world, nodes=self.nodes, script=self.facts[0]["script"], every=self.request.every,
             launch=self.facts[0]["launch"],
         )  # fmt: skip
+
+    def _what_is_lost(self, before: pb.Manifest | None) -> str:
+        """Why a job that had a whole version has none now."""
+        here = {node.id for node in self.nodes}
+        gone = [node.name for node in before.nodes if node.id not in here] if before else []
+        parts = [f"{version}: ranks {list(ranks)[:8]} are missing" for version, ranks in self.plan.partial[:3]]
+        parts += [f"{version} on node {node}: damaged" for node, _, version in sorted(self.erased, key=str)]
+        parts += [f"node {name} does not take part, or came back empty" for name in gone]
+        return f"job {self.job.id} was held whole, but no version is whole now ({'; '.join(parts) or 'no slots are left'})."
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:

@@ -182,7 +182,7 @@ def plan_transfers(job: CopyJob) -> Transfers:
         tensor = job.tensors[leaf.name].detach()
         if not leaf.nbytes:
             continue
-        if tensor.device != device or device.type == "cpu" and leaf.staged:
+        if tensor.device != device or (device.type == "cpu" and leaf.staged):
             host.append((tensor, offset))
         elif leaf.staged or leaf.nbytes < SMALL_BYTES:
             small.append((leaf, tensor, offset))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from reft.client.copier import Copier, CopyJob
 from reft.client.host_state import HostState

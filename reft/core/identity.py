@@ -68,5 +68,5 @@ def _as_name(text: str) -> str:
     """A launcher's id as a name: kept if allowed, else its allowed part and a digest, so that two never meet."""
     if JOB_NAME.fullmatch(text):
         return text
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:40] or "job"
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
     return f"{kept}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

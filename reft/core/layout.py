@@ -46,7 +46,17 @@ class Leaf:
 
     def describe(self) -> str:
         """The leaf's kind as a person reads it, e.g. "float32 [4, 8]"."""
-        return f"{self.dtype} {list(self.shape)}"
+        text = f"{self.dtype} {list(self.shape)}"
+        if self.global_shape != self.shape:
+            text += f" at {list(self.global_offset)} of {list(self.global_shape)}"
+        if self._order != tuple(sorted(self._order, reverse=True)):
+            text += f" strides {list(self.stride)}"
+        return text
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """The strides that say in which order the elements lie; the stride of a dimension of size 1 says nothing."""
+        return tuple(stride for stride, size in zip(self.stride, self.shape, strict=True) if size > 1)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def plan(
             break
         partial.append((version, missing))
     sources = {rank: slot for rank, slot in found[base].items() if rank < world} if base else {}
-    return Plan(base, sources, tuple(slot for slot in held if _is_dead(slot, base, erased)), tuple(partial))
+    dropped = sorted((slot for slot in held if _is_dead(slot, base, erased)), key=lambda slot: (slot.node, slot.slot))
+    return Plan(base, sources, tuple(dropped), tuple(partial))
 
 
 def _counts(slot: Held, decision: Decision | None) -> bool:

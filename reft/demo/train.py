@@ -78,7 +78,9 @@ def main() -> None:
     session.seal()
     session.close()
     digests = digest(model, optimizer)
-    (options.out / f"rank-{rank}.digests.json").write_text(json.dumps(digests))
+    draft = options.out / f"rank-{rank}.digests.new"
+    draft.write_text(json.dumps(digests))
+    draft.rename(options.out / f"rank-{rank}.digests.json")
     dist.destroy_process_group()
 
 
@@ -87,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of one rank in a step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of one rank in a step")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

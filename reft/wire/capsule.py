@@ -1,7 +1,8 @@
 """The bytes of a capsule: small host state as a tree of plain values. Nothing in it is ever executed.
 
     4 bytes    length of the JSON text, little-endian
-    JSON       the tree; what JSON lacks is an object with one key, the tag: tuple, dict, counter, ordered, bytes, array, tensor
+    JSON       the tree; what JSON lacks is an object with one key, the tag: tuple, dict, counter, ordered, bytes, array, scalar,
+               tensor, nan
     blob       bytes of all byte strings, arrays and tensors, end to end; the tree names offset and size
 
 Every dict is written as a list of pairs, so that keys keep their type and order. Floats are written so that they read back
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import collections
 import json
+import math
+import re
 import struct
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +26,10 @@ from reft.errors import FormatError, UnsupportedState
 DEPTH_MAX: Final = 64
 INT_BITS_MAX: Final = 4096  # PCG64 has 128-bit integers; a limit keeps the text parser linear
 _LENGTH: Final = struct.Struct("<I")
+_FLOAT: Final = struct.Struct("<d")
+_DTYPE: Final = re.compile(
+    r"[<>|=]?[?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?"
+)  # the parser behind np.dtype takes more
 _DICTS: Final = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
 _TAG_OF: Final = {kind: tag for tag, kind in _DICTS.items()}
 
@@ -55,16 +62,20 @@ def decode(data: bytes) -> Any:
     """
     try:
         (length,) = _LENGTH.unpack_from(data)
+        if length > len(data) - _LENGTH.size:
+            raise ValueError(f"it says {length} bytes of text, and has {len(data)} in all")
         tree = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         return _unpack(tree, memoryview(data)[_LENGTH.size + length :], 0)
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, RecursionError, AttributeError, OverflowError) as error:
         raise FormatError(f"the capsule can't be read: {error}.") from error
 
 
 def _pack(value: object, blob: bytearray, path: tuple[object, ...], depth: int) -> object:
     if depth > DEPTH_MAX:
         raise UnsupportedState(f"{_path(path)} is nested deeper than {DEPTH_MAX} levels.")
-    if value is None or isinstance(value, (bool, str, float)) and type(value) in (bool, str, float):
+    if type(value) is float and math.isnan(value):
+        return {"nan": _FLOAT.pack(value).hex()}  # JSON has one NaN, floats have many
+    if value is None or (isinstance(value, (bool, str, float)) and type(value) in (bool, str, float)):
         return value
     if type(value) is int:
         if value.bit_length() > INT_BITS_MAX:
@@ -92,11 +103,12 @@ def _pairs(value: dict[object, object], blob: bytearray, path: tuple[object, ...
 
 def _pack_bytes(value: object, blob: bytearray, path: tuple[object, ...]) -> object:
     at = len(blob)
-    if isinstance(value, (bytes, bytearray)):
-        blob += value
-        return {"bytes": [at, len(value)]}
-    if isinstance(value, (np.ndarray, np.generic)):
-        if value.dtype.hasobject or value.dtype.names:
+    if type(value) in (bytes, bytearray):
+        blob += value  # type: ignore[operator]
+        return {"bytes": [at, len(value)]}  # type: ignore[arg-type]
+    # A subclass (a masked array) has more to it than its numbers; so has a dtype that numpy only knows by its size.
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        if not _DTYPE.fullmatch(value.dtype.str):
             raise UnsupportedState(f"{_path(path)} is an array of {value.dtype}; plain numbers are stored.")
         data = np.asarray(value).tobytes()
         blob += data
@@ -126,9 +138,13 @@ def _unpack(node: Any, blob: memoryview, depth: int) -> Any:
         return _DICTS[tag]({_unpack(key, blob, depth + 1): _unpack(item, blob, depth + 1) for key, item in body})
     if tag == "bytes":
         return _cut(blob, *body)
+    if tag == "nan":
+        return _FLOAT.unpack(bytes.fromhex(body))[0]
     dtype, shape, at, size = body
     if tag == "tensor":
         return TensorBytes(str(dtype), tuple(int(n) for n in shape), _cut(blob, at, size))
+    if not _DTYPE.fullmatch(dtype):
+        raise ValueError(f"{dtype!r} is no dtype of plain numbers")
     array = np.frombuffer(_cut(blob, at, size), np.dtype(dtype)).reshape(shape).copy()
     if tag == "scalar":
         return array[()]

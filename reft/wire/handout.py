@@ -15,6 +15,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from reft.errors import AttachError
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -43,7 +45,8 @@ def ask(path: str, request: pb.HandoutRequest, give: Sequence[int], deadline_s: 
             reply, descriptors, _, _ = socket.recv_fds(connection, REQUEST_MAX, DESCRIPTORS_MAX)
         except OSError as error:
             raise AttachError(f"the daemon's handout socket {path} failed: {error}.") from error
-    if not reply or reply[0] != len(descriptors) or (not descriptors and not give):
+    is_error = reply[:1] == b"\0" and (len(reply) > 1 or not give)
+    if not reply or reply[0] != len(descriptors) or is_error:
         for descriptor in descriptors:
             os.close(descriptor)
         raise AttachError(f"the daemon refused the slots: {reply[1:].decode(errors='replace') or 'no reply'}.")
@@ -70,7 +73,10 @@ def parse(data: bytes) -> pb.HandoutRequest | None:
         raise ValueError(f"a request of {length} bytes; the limit is {REQUEST_MAX}")
     if len(data) < _LENGTH.size + length:
         return None
-    return pb.HandoutRequest.FromString(data[_LENGTH.size : _LENGTH.size + length])
+    try:
+        return pb.HandoutRequest.FromString(data[_LENGTH.size : _LENGTH.size + length])
+    except DecodeError as error:
+        raise ValueError(f"no request: {error}") from error
 
 
 def ancillary(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:

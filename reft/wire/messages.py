@@ -11,11 +11,12 @@ from reft.core.recovery import Decision, Held
 from reft.core.round import Answer, Outcome
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.errors import FormatError
+from reft.errors import ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
 PROTOCOL = 1  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
+STEP_MAX = 1 << 62  # an outcome travels as a signed number
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:
@@ -55,7 +56,18 @@ def answers_to(answers: Mapping[int, Answer]) -> list[pb.StepAnswer]:
 
 
 def answers_from(messages: Iterable[pb.StepAnswer]) -> dict[int, Answer]:
-    return {message.step: Answer(message.answer) for message in messages if message.answer != pb.NONE}
+    """A rank's or a subtree's answers.
+
+    Raises:
+        ConfigError: a step is above STEP_MAX, or an answer is none that we know.
+    """
+    answers = {}
+    for message in messages:
+        if message.step > STEP_MAX or message.answer not in (pb.NONE, pb.ANSWER_SEALED, pb.ANSWER_VOID):
+            raise ConfigError(f"step {message.step} can't have the answer {message.answer}; steps end at {STEP_MAX}.")
+        if message.answer != pb.NONE:
+            answers[message.step] = Answer(message.answer)
+    return answers
 
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:

@@ -10,7 +10,14 @@ from typing import Final
 import grpc
 
 from reft.errors import (
-    AlreadyAttached, AttachError, ConfigError, DaemonUnavailable, FormatError, NoRoom, ReftError, StaleEpoch,
+    AlreadyAttached,
+    AttachError,
+    ConfigError,
+    DaemonUnavailable,
+    FormatError,
+    NoRoom,
+    ReftError,
+    StaleEpoch,
 )  # fmt: skip
 
 MESSAGE_MAX: Final = 17 << 20  # bytes: a manifest of 16 MiB and its envelope

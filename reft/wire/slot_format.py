@@ -224,7 +224,7 @@ class SlotMap:
         return -(-self.header.data_bytes // self.header.geometry.chunk_bytes)
 
     def begin(self, version: Version, layout: bytes, table: bytes, data_bytes: int) -> None:
-        """WRITING, then the leaf table unless the slot has it already.
+        """WRITING, then the leaf table unless the slot has it already; `landed` makes a new table count.
 
         Raises:
             FormatError: the table or the data don't fit.
@@ -233,13 +233,15 @@ class SlotMap:
         if len(table) > geometry.table_capacity or data_bytes > geometry.data_capacity:
             raise FormatError(f"{len(table)} + {data_bytes} bytes don't fit into a slot of {geometry.file_bytes}.")
         has_table = self.header.layout == layout and self.header.table_bytes == len(table)
+        # A writer that dies before it has written its table must leave no header that promises one.
+        kept = {} if has_table else {"layout": bytes(16), "table_bytes": 0, "table_digest": 0}
         self._write(
-            state=SlotState.WRITING, version=version, layout=layout, data_bytes=data_bytes, table_bytes=len(table),
-            table_digest=self.header.table_digest if has_table else xxhash.xxh3_64_intdigest(table),
-            capsule_bytes=0, capsule_digest=0,
-        )  # fmt: skip
+            state=SlotState.WRITING, version=version, data_bytes=data_bytes, capsule_bytes=0, capsule_digest=0, **kept
+        )
         if not has_table:
             self._put(geometry.table_offset, table)
+            digest = xxhash.xxh3_64_intdigest(table)
+            self.header = replace(self.header, layout=layout, table_bytes=len(table), table_digest=digest)
 
     def put_capsule(self, capsule: bytes) -> None:
         """Writes the capsule; `landed` makes it count.

@@ -34,6 +34,18 @@ def until(condition: Callable[[], Any], deadline_s: float = 20.0, what: str = "t
         pause.wait(0.02)
 
 
+def purge_and_stop(socket: Path) -> None:
+    """Ends a daemon that a trainer started by itself, with all that it holds."""
+    with rpc.channel(f"unix:{socket}") as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        status = stub.Status(pb.StatusRequest(), timeout=10)
+        for job in status.jobs:
+            stub.Purge(pb.PurgeRequest(job=job.job), timeout=10)
+    os.kill(status.pid, signal.SIGTERM)
+    until(lambda: not Path(f"/proc/{status.pid}").exists(), what="the daemon's end")
+    assert not Path(status.directory).exists(), "an empty arena must not stay behind"
+
+
 class DaemonProcess:
     """`python -m reft_daemon` with its own socket and arena.
 

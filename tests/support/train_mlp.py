@@ -75,6 +75,8 @@ def _train(spec: dict[str, Any]) -> None:
     torch.manual_seed(100 + rank)
     np.random.seed(rank)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    if options.get("bad_rank") == rank:
+        model.register_buffer("bad", torch.empty(3, device="meta"))
     arguments = {key: options[key] for key in ("slots", "every") if key in options}
     session = reft.attach(
         wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments

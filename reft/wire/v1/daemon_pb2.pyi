@@ -151,16 +151,18 @@ class HeldJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "others")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
+    had_whole: bool
     others: _containers.RepeatedCompositeFieldContainer[HeldJob]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
     __slots__ = ("manifest", "decision", "node_index", "dropped")
@@ -439,16 +441,18 @@ class LeaseRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
+    HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRecord]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ...) -> None: ...
+    had_whole: bool
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ...) -> None: ...
 
 class LeafEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset")

@@ -1,0 +1,173 @@
+"""What trainers wrote, read back and compared. Pure but for `read_result`.
+
+rank-R.jsonl          ─► attempts of rank R: each start of its process, with the steps it trained
+rank-R.digests.json   ─► name → SHA-256 of every tensor at the end
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trained step: steps completed with it, its loss as float.hex, and when (monotonic seconds)."""
+
+    step: int
+    loss: str
+    time_s: float
+
+
+@dataclass
+class Attempt:
+    """One process of one rank. `attached_s` is None if it ended before; `base` is the step it began from."""
+
+    pid: int
+    started_s: float
+    attached_s: float | None = None
+    restored_from: str | None = None
+    base: int = 0
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole training: attempts and final digests of every rank."""
+
+    attempts: Mapping[int, Sequence[Attempt]]
+    digests: Mapping[int, Mapping[str, str]]
+
+    @property
+    def completed(self) -> int:
+        """Steps that every rank has completed in its newest attempt."""
+        return min((_last(attempts) for attempts in self.attempts.values()), default=0)
+
+    def losses(self, last: int) -> list[float]:
+        """The mean loss over ranks of the newest `last` steps that all ranks have completed."""
+        end = self.completed
+        by_step: dict[int, dict[int, float]] = {}
+        for rank, attempts in self.attempts.items():
+            for step in (s for a in attempts for s in a.steps if end - last < s.step <= end):
+                by_step.setdefault(step.step, {})[rank] = float.fromhex(step.loss)
+        return [sum(values.values()) / len(values) for _, values in sorted(by_step.items())]
+
+
+def _last(attempts: Sequence[Attempt]) -> int:
+    for attempt in reversed(attempts):
+        if attempt.attached_s is not None:
+            return attempt.steps[-1].step if attempt.steps else attempt.base
+    return 0
+
+
+def read_result(folder: Path, world: int) -> Result:
+    """What the ranks of a training have written up to now."""
+    attempts, digests = {}, {}
+    for rank in range(world):
+        records, ends = folder / f"rank-{rank}.jsonl", folder / f"rank-{rank}.digests.json"
+        text = records.read_text() if records.exists() else ""
+        attempts[rank] = parse(text.rpartition("\n")[0].splitlines())  # a line that is being written has no end yet
+        # The digests are there only once they are whole: the writer renames them into place.
+        digests[rank] = json.loads(ends.read_text()) if ends.exists() else {}
+    return Result(attempts, digests)
+
+
+def parse(lines: Iterable[str]) -> list[Attempt]:
+    """The attempts of one rank, oldest first.
+
+    Raises:
+        ValueError: a line is not what `reft.demo.train` writes.
+    """
+    attempts: list[Attempt] = []
+    for line in lines:
+        entry = json.loads(line)
+        if entry["event"] == "started":
+            attempts.append(Attempt(entry["pid"], entry["time_s"]))
+        elif entry["event"] == "attached":
+            attempts[-1].attached_s = entry["time_s"]
+            attempts[-1].restored_from, attempts[-1].base = entry["restored_from"], entry["step"]
+        elif entry["event"] == "step":
+            attempts[-1].steps.append(Step(entry["step"], entry["loss"], entry["time_s"]))
+        else:
+            raise ValueError(f"unknown event {entry['event']!r}")
+    return attempts
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What followed a kill: seconds from the kill until all ranks ran the script again, and until all had trained a step.
+
+    `base` is the step that was restored, `source` where from; None if nothing was.
+    """
+
+    up_s: float
+    first_step_s: float
+    base: int
+    source: str | None
+
+
+def recovery(result: Result, killed_s: float) -> Recovery | None:
+    """How the training came back after a kill at `killed_s`; None if it has not (yet)."""
+    following = []
+    for attempts in result.attempts.values():
+        later = [attempt for attempt in attempts if attempt.started_s > killed_s and attempt.steps]
+        if not later:
+            return None
+        following.append(later[0])
+    first = following[0]
+    if any((attempt.base, attempt.restored_from) != (first.base, first.restored_from) for attempt in following):
+        return None
+    return Recovery(
+        max(attempt.started_s for attempt in following) - killed_s,
+        max(attempt.steps[0].time_s for attempt in following) - killed_s,
+        first.base,
+        first.restored_from,
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two trainings, compared in bits; `differences` is empty if they are equal."""
+
+    ranks: int
+    losses: int
+    trained_twice: int  # steps that a rank of the disturbed training did more than once; the most of any rank
+    parameters: int
+    optimizer_tensors: int
+    differences: Sequence[str]
+
+
+def compare(disturbed: Result, plain: Result, steps: int) -> Comparison:
+    """Every loss of every rank and every final tensor of `disturbed` against those of `plain`.
+
+    A step that was trained twice must have given the same loss both times. A rank that lacks a step is a difference.
+    """
+    differences = []
+    losses = twice = 0
+    for rank in sorted(plain.attempts):
+        wanted = {step.step: step.loss for attempt in plain.attempts[rank] for step in attempt.steps}
+        trained = [step for attempt in disturbed.attempts.get(rank, ()) for step in attempt.steps]
+        for step in trained:
+            if step.loss != wanted.get(step.step):
+                other = float.fromhex(wanted[step.step]) if step.step in wanted else None
+                differences.append(f"rank {rank} step {step.step}: loss {float.fromhex(step.loss)!r}, not {other!r}")
+        for name, numbers in (("disturbed", {step.step for step in trained}), ("undisturbed", set(wanted))):
+            if numbers != set(range(1, steps + 1)):
+                missing = sorted(set(range(1, steps + 1)) ^ numbers)
+                differences.append(f"rank {rank}: the {name} run lacks, or has too many of, steps {missing[:8]}")
+        losses += len(wanted)
+        twice = max(twice, len(trained) - len({step.step for step in trained}))
+        differences += _differing(rank, disturbed.digests.get(rank, {}), plain.digests.get(rank, {}))
+    names = plain.digests.get(0, {})
+    return Comparison(
+        len(plain.attempts), losses, twice, sum(name.startswith("parameter ") for name in names),
+        sum(name.startswith("optimizer ") for name in names), differences,
+    )  # fmt: skip
+
+
+def _differing(rank: int, one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    if not one or not other:
+        return [f"rank {rank}: the digests of a run are missing"]
+    return [f"rank {rank}: {name} differs" for name in sorted({*one, *other}) if one.get(name) != other.get(name)]

@@ -1,0 +1,222 @@
+"""`reft-cli demo`: the same training twice, once with two kinds of SIGKILL; then every bit is compared."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.cli.demo.cluster import Cluster
+from reft.cli.demo.records import Comparison, Result, compare
+from reft.cli.demo.scenario import Happened, KillFromOutside, KillInCopy, Outcome, Scenario, run
+from reft.cli.demo.screen import Progress, Screen
+
+SCHEMA_VERSION = 1
+TERMINATED = 143
+STATUS_S = 0.5  # between questions to the daemons while a training runs
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the demo ended. `passed` is true only if both kills happened, both were overcome, and all bits are equal."""
+
+    scenario: Scenario
+    disturbed: Outcome
+    plain: Outcome
+    comparison: Comparison
+    seconds: float
+    logs: Path | None
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the demo did not pass; empty if it did."""
+        found = list(self.comparison.differences)
+        for fault in self.scenario.faults:
+            seen = next((each for each in self.disturbed.happened if each.fault == fault), None)
+            if seen is None:
+                found.append(f"{fault}: did not happen")
+            elif not seen.is_overcome:
+                found.append(f"{fault}: not followed by the restore from memory that was expected ({seen.recovery})")
+        return found
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def document(self) -> dict[str, Any]:
+        """The document that `demo --json` prints."""
+        equal = self.comparison
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "passed": self.passed,
+            "failures": self.failures,
+            "steps": self.scenario.steps,
+            "nodes": 2,
+            "ranks": equal.ranks,
+            "losses_compared": equal.losses,
+            "parameters_compared": equal.parameters,
+            "optimizer_tensors_compared": equal.optimizer_tensors,
+            "steps_trained_twice": equal.trained_twice,
+            "faults": [_fault_document(each) for each in self.disturbed.happened],
+            "disturbed_s": round(self.disturbed.seconds, 1),
+            "undisturbed_s": round(self.plain.seconds, 1),
+            "total_s": round(self.seconds, 1),
+            "logs": str(self.logs) if self.logs else None,
+        }
+
+
+def _fault_document(seen: Happened) -> dict[str, Any]:
+    back = seen.recovery
+    return {
+        "fault": str(seen.fault),
+        "pids": {str(rank): pid for rank, pid in sorted(seen.pids.items())},
+        "restored_from": back.source if back else None,
+        "restored_step": back.base if back else None,
+        "ranks_up_s": round(back.up_s, 2) if back else None,
+        "first_step_s": round(back.first_step_s, 2) if back else None,
+    }
+
+
+def scenario_of(steps: int, world: int = 4) -> Scenario:
+    """The demo's training: one rank dies in mid-copy after a third of the steps, all of them after two thirds."""
+    return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), KillFromOutside(tuple(range(world)), 2 * steps // 3)))  # fmt: skip
+
+
+def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
+    """Runs the whole demo, and shows it.
+
+    Args:
+        steps: of each of the two trainings.
+        keep_logs: leaves logs and records in a folder, which is named at the end.
+        quiet: stdout is for a document; what a person reads goes to stderr.
+
+    Raises:
+        DemoError: a training did not end.
+    """
+    began = time.monotonic()
+    logs = Path(tempfile.mkdtemp(prefix="reft-demo-logs-")) if keep_logs else None
+    with _terminated_as_exit(), Screen(sys.stderr if quiet else sys.stdout) as screen:
+        screen.say(
+            "reft demo: 2 pretend nodes x 2 ranks on this computer (CPU, gloo). Ctrl-C stops everything.", "bold"
+        )
+        screen.say("  model   Llama-style, 0.36 M parameters, bytes of Python's own manual; nothing is downloaded")
+        if logs:
+            screen.say(f"  logs    {logs}")
+        with Cluster(nodes=2, ranks_per_node=2, keep=logs) as cluster:
+            screen.say(
+                f"  daemons {', '.join(f'{node.name} pid {node.daemon.pid}' for node in cluster.nodes if node.daemon)}"
+            )
+            report = _both(cluster, screen, steps, logs, began)
+        summarise(report, screen)
+    return report
+
+
+def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began: float) -> Report:
+    """The disturbed training, then the undisturbed one."""
+    scenario = scenario_of(steps, cluster.world)
+    plain_scenario = Scenario("demo-plain", steps)
+    screen.say()
+    screen.say(f"1. {steps} steps with two faults; a snapshot of every step")
+    disturbed = run(cluster, scenario, Watcher(cluster, screen, scenario))
+    cluster.purge(scenario.job)
+    screen.say()
+    screen.say(f"2. the same {steps} steps without faults, to compare")
+    plain = run(cluster, plain_scenario, Watcher(cluster, screen, plain_scenario))
+    comparison = compare(disturbed.result, plain.result, steps)
+    return Report(scenario, disturbed, plain, comparison, time.monotonic() - began, logs)
+
+
+class Watcher:
+    """Turns what the ranks write and the daemons say into rows and events; called again and again."""
+
+    def __init__(self, cluster: Cluster, screen: Screen, scenario: Scenario) -> None:
+        self._cluster, self._screen, self._scenario = cluster, screen, scenario
+        self._asked_s = 0.0
+        self._held: tuple[int | None, float | None] = (None, None)
+        self._killed = self._recovered = 0
+        screen.begin()
+
+    def __call__(self, result: Result, happened: Sequence[Happened]) -> None:
+        """Shows what is new."""
+        if len(happened) > self._killed:
+            self._killed = len(happened)
+            self._screen.say(f"  ──── {happened[-1].fault}", "bold red")
+        recovered = [each for each in happened if each.recovery]
+        if len(recovered) > self._recovered:
+            self._recovered = len(recovered)
+            self._screen.say(f"  ──── {sentence(recovered[-1])}", "bold green")
+        if time.monotonic() - self._asked_s >= STATUS_S:
+            self._held, self._asked_s = self._ask(), time.monotonic()
+        losses = result.losses(10)
+        loss = sum(losses) / len(losses) if losses else None
+        self._screen.progress(Progress(result.completed, loss, *self._held))
+
+    def _ask(self) -> tuple[int | None, float | None]:
+        """The newest whole step that any daemon knows, and the age of the oldest rank's newest snapshot."""
+        statuses = self._cluster.statuses(self._scenario.job)
+        whole = max(
+            (max(status.whole, status.base.step if status.HasField("base") else -1) for status in statuses), default=-1
+        )
+        ages = [rank.sealed_age_s for status in statuses for rank in status.ranks if rank.HasField("sealed")]
+        return (whole if whole >= 0 else None), max(ages, default=None)
+
+
+def sentence(seen: Happened) -> str:
+    """How a fault was overcome, in one line."""
+    back = seen.recovery
+    if back is None:
+        return "training did not come back"
+    return (
+        f"step {back.base} restored from {back.source}; all ranks run again after {back.up_s:.1f} s, "
+        f"first new step after {back.first_step_s:.1f} s"
+    )
+
+
+def summarise(report: Report, screen: Screen) -> None:
+    """The end of the demo, for a person."""
+    equal, good = report.comparison, "bold green"
+    screen.say()
+    if report.passed:
+        screen.say(
+            f"  {equal.losses} of {equal.losses} losses equal in every bit ({equal.ranks} ranks x {report.scenario.steps} steps)   ✓",
+            good,
+        )
+        screen.say(
+            f"  all {equal.parameters} parameters and {equal.optimizer_tensors} optimizer tensors of every rank equal in every bit   ✓",
+            good,
+        )
+    for seen in report.disturbed.happened:
+        back = seen.recovery
+        if back:
+            screen.say(f"  {seen.fault}:")
+            screen.say(
+                f"      step {back.base} from {back.source}; ranks up after {back.up_s:.1f} s, first new step after {back.first_step_s:.1f} s"
+            )
+    screen.say(f"  steps trained twice: {equal.trained_twice}, with equal losses both times" if report.passed else "")
+    for failure in report.failures[:20]:
+        screen.say(f"  FAILED  {failure}", "bold red")
+    screen.say(
+        f"  {report.seconds:.0f} s in all: {report.disturbed.seconds:.0f} s with faults, {report.plain.seconds:.0f} s without"
+    )
+    if report.failures and not report.logs:
+        screen.say("  --keep-logs keeps what the trainers wrote")
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """SIGTERM unwinds the stack, so that everything is cleaned up, and ends with 143."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

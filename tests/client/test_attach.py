@@ -1,0 +1,261 @@
+"""Attach: what it refuses, what it says, whom it fences, and how it goes back to an older version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import reft
+from reft import errors
+from reft.client import attach as attach_module
+from reft.config import Config, Launch
+from tests.client.test_state_kinds import Keeper, step_once, train
+from tests.support.daemons import until
+from tests.support.trainers import Spec, Trainers, run
+
+
+def make(width=8):
+    model = nn.Linear(width, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def script(tmp_path: Path, body: str) -> list[str]:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, signal, sys, torch, reft\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n" + body
+    )
+    return [sys.executable, str(path)]
+
+
+LOOP = """
+session = reft.attach(model, optimizer)
+print("began", session.step, session.restored_from, flush=True)
+for step in session.steps(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("sealed", session.seal().whole)
+"""
+
+
+def execute(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("REFT_", "SLURM_", "TORCHELASTIC"))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**kept, **environment})
+
+
+# What is refused, and how
+
+
+def test_a_model_that_changed_shape_is_refused_with_the_differences(attach):
+    model, optimizer = make()
+    train(attach(model, optimizer), model, optimizer)
+    with pytest.raises(
+        errors.LayoutChanged, match=r"model\.0\.weight: held float32 \[4, 8\], float32 \[4, 16\] in the model"
+    ):
+        attach(*make(16))
+    other, another = make()
+    assert attach(other, another).step == 3, "a refused attach must not lose what is held"
+
+
+def test_another_optimizer_is_refused(attach):
+    model, optimizer = make()
+    train(attach(model, optimizer), model, optimizer)
+    with pytest.raises(errors.LayoutChanged):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, Path("x")])
+def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach, value):
+    with pytest.raises(errors.UnsupportedState, match=r"state\['loader'\]\['value'\]\['sampler'\]"):
+        attach(*make(), state={"loader": Keeper({"sampler": value})})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "at least 1"), ({"protect": "aec"}, "not in this version"),
+        ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no address"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(attach, arguments, text):
+    with pytest.raises(errors.ConfigError, match=text):
+        attach(*make(), **arguments)
+
+
+def test_meta_and_sparse_tensors_are_refused_by_name(attach):
+    with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight has no memory"):
+        attach(nn.Linear(2, 2, device="meta"), make()[1])
+
+
+def test_a_named_daemon_that_does_not_answer(tmp_path):
+    with pytest.raises(errors.DaemonUnavailable, match="no daemon answers"):
+        reft.attach(*make(), daemon=f"unix:{tmp_path}/none.sock")
+
+
+def test_world_size_without_a_process_group(attach, monkeypatch):
+    monkeypatch.setattr(attach_module.Launch, "load", classmethod(lambda cls: Launch(0, 4, 0, "", "", 0)))
+    with pytest.raises(errors.AttachError, match="init_process_group"):
+        attach(*make())
+
+
+def test_switched_off_means_nothing_happens(capfd):
+    model, optimizer = make()
+    session = reft.attach(model, optimizer, config=Config(mode="off"))
+    for _ in session.steps(3):
+        step_once(model, optimizer)
+    assert session.step == 3 and not session.seal() and session.stats()["snapshots"] == 0
+    assert "switched off" in capfd.readouterr().err
+
+
+# Who may attach
+
+
+def test_a_second_attach_of_this_process(attach, shared_daemon):
+    model, optimizer = make()
+    session = reft.attach(model, optimizer, daemon=shared_daemon.address, job="twice")
+    with pytest.raises(errors.AlreadyAttached, match="close the earlier session"):
+        reft.attach(model, optimizer, daemon=shared_daemon.address, job="twice")
+    train(session, model, optimizer)  # the first is not disturbed
+    session.close()
+
+
+def test_a_second_trainer_of_a_living_rank_is_refused(daemon):
+    first = Trainers(Spec(daemon.address, options={"pause_at": [5]}))
+    first.wait_for(5)
+    second = Trainers(Spec(daemon.address))
+    assert second.wait() == [1]
+    assert "AlreadyAttached" in second.errors() and "which lives" in second.errors()
+    first.let_go(5)
+    assert first.wait() == [0]
+
+
+def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
+    """What torchrun leaves when its agent is killed: a worker that trains on. Both runs say they are one launch."""
+    same = {"TORCHELASTIC_RUN_ID": "none"}  # the parent of both, the fork server, passes for their agent
+    orphan = Trainers(Spec(daemon.address, steps=10_000, options={"pause_at": [5]}, environment=same))
+    orphan.wait_for(5)
+    after = run(Spec(daemon.address, environment=same))
+    assert orphan.wait() == [-signal.SIGKILL]
+    assert after[0]["from"] == "memory" and after[0]["began"] == 5
+
+
+def test_a_fork_after_attach_may_not_use_the_session(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    train(session, model, optimizer)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            step_once(model, optimizer)  # hooks do nothing in the child
+            session.step_end()
+        except errors.ForkedSession:
+            os._exit(42)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+    train(session, model, optimizer)
+    assert session.step == 6
+
+
+def test_workers_of_a_data_loader_do_not_disturb(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8, num_workers=2)
+    batches = iter(loader)
+    for _ in session.steps(8):
+        model(next(batches)).sum().backward()
+        optimizer.step()
+    assert session.seal(timeout=10) and session.stats()["snapshots"] == 8
+
+
+# Named or not
+
+
+def test_a_named_job_goes_on_and_an_unnamed_one_starts_fresh_and_says_what_is_held(tmp_path, daemon):
+    command = script(tmp_path, LOOP)
+    first = execute(command, REFT_DAEMON=daemon.address)
+    assert "began 0 None" in first.stdout and "sealed True" in first.stdout, first.stderr
+    again = execute(command, REFT_DAEMON=daemon.address)
+    assert "began 0 None" in again.stdout
+    job = next(word for word in again.stderr.split() if word.startswith("REFT_JOB=")).removeprefix("REFT_JOB=")
+    assert "step 5 of an earlier run" in again.stderr
+    resumed = execute(command, REFT_DAEMON=daemon.address, REFT_JOB=job)
+    assert "began 5 memory" in resumed.stdout
+
+
+def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
+    home = tmp_path / "run"
+    environment = {"REFT_RUNTIME_DIR": str(home), "REFT_JOB": "auto", "HOME": "/nonexistent"}
+    dying = script(
+        tmp_path,
+        LOOP.replace("    optimizer.step()\n", "    optimizer.step()\n    step == 3 and os.kill(os.getpid(), 9)\n"),
+    )
+    try:
+        killed = execute(dying, **environment)
+        assert killed.returncode == -9, killed.stderr
+        resumed = execute(script(tmp_path, LOOP), **environment)
+        assert "began 3 memory" in resumed.stdout, resumed.stderr
+    finally:
+        purge_and_stop(home / "daemon.sock")
+
+
+# Damage
+
+
+def flip(folder: Path, name: str, offset_from_end: int) -> None:
+    path = folder / name
+    with open(path, "r+b") as file:
+        file.seek(-offset_from_end, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-offset_from_end, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_before(daemon):
+    plain = run(Spec(daemon.address, job="plain"), 2)
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8]}), 2)
+    trainers.wait_for(8)
+    until(lambda: daemon.status("job").whole == 8, what="step 8")
+    trainers.kill()
+    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    newest = next(header for header in headers if header.rank == 1 and header.version.step == 8)
+    flip(daemon.folder / "job", newest.slot, 8192)
+    after = run(Spec(daemon.address), 2)
+    assert after[0]["began"] == after[1]["began"] < 8
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["digests"] == reference["digests"]
+
+
+def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
+    run(Spec(daemon.address))
+    for path in (daemon.folder / "job").glob("rank-0.slot-*"):
+        flip(daemon.folder / "job", path.name, 8192)
+    trainers = Trainers(Spec(daemon.address))
+    assert trainers.wait() == [1]
+    assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
+
+
+def test_another_world_size_is_refused(daemon):
+    run(Spec(daemon.address), 2)
+    trainers = Trainers(Spec(daemon.address))
+    assert trainers.wait() == [1]
+    assert "held for 2 ranks, this run has 1" in trainers.errors()
+
+
+def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):
+    codes = pair_of_models.wait()
+    assert codes.count(0) == 0
+    assert "rank 1 could not attach" in pair_of_models.errors()
+
+
+@pytest.fixture
+def pair_of_models(daemon):
+    """Two ranks, of which the second can't be held."""
+    return Trainers(Spec(daemon.address, options={"bad_rank": 1}), 2)

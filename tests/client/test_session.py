@@ -1,0 +1,188 @@
+"""Steps, marks, window and fence, as a user's loop meets them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from reft import errors
+from reft.client.copier import CpuCopier
+from tests.client.test_attach import make
+from tests.client.test_state_kinds import state_bytes, step_once, train
+
+
+def test_steps_are_marked_iterations(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    seen = []
+    for step in session.steps(4):
+        seen.append((step, session.step))
+        step_once(model, optimizer)
+        step_once(model, optimizer)  # two optimizer calls, one step
+    assert seen == [(0, 0), (1, 1), (2, 2), (3, 3)] and session.step == 4
+    assert session.seal(timeout=10).step == 4
+
+
+def test_a_loop_of_a_framework_marks_with_step_end(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(5):
+        step_once(model, optimizer)
+        session.step_end()
+    assert session.step == 5 and session.seal(timeout=10).step == 5
+
+
+def test_without_marks_each_call_of_the_optimizer_is_a_step(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(5):
+        step_once(model, optimizer)
+    assert session.step == 5 and session.seal(timeout=10)
+    expected = state_bytes(model, optimizer)
+    other, another = make()
+    session = attach(other, another)
+    assert session.step == 5 and state_bytes(other, another) == expected
+    with pytest.raises(errors.RestoreError, match="counted by calls"):
+        next(session.steps(9))
+
+
+def test_calls_before_the_first_mark_leave_nothing_behind(attach):
+    """Several calls in one marked step: what was counted by calls must never be restored as marked steps."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(3):
+        step_once(model, optimizer)
+    session.step_end()
+    assert session.step == 1
+    for _ in range(9):
+        step_once(model, optimizer)
+        session.step_end()
+    assert session.seal(timeout=10).step == 10
+    assert attach(*make()).step == 10
+
+
+def test_a_subclass_that_calls_its_parent_steps_once(attach):
+    class Twice(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(-1, 1)
+
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    model = nn.Linear(4, 4)
+    optimizer = Twice(model.parameters(), lr=0.1)
+    session = attach(model, optimizer)
+    for _ in range(4):
+        step_once(model, optimizer)
+    assert session.step == 4
+
+
+def test_every_nth_step_and_seal_of_one_between(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer, every=3)
+    for _ in session.steps(8):
+        step_once(model, optimizer)
+    assert session.stats()["snapshots"] in (1, 2)
+    assert session.seal(timeout=10).step == 8
+
+
+def test_a_write_inside_the_window_is_caught_and_not_kept(attach, monkeypatch, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    train(session, model, optimizer)
+    original = CpuCopier._copy_chunks
+
+    def scribble(self, *arguments):
+        original(self, *arguments)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    monkeypatch.setattr(CpuCopier, "_copy_chunks", scribble)
+    with caplog.at_level(logging.WARNING, "reft"):
+        step_once(model, optimizer)
+        session.step_end()
+        assert not session.seal(timeout=5)
+    assert "model.0.weight was written between the mark" in caplog.text
+    assert attach(*make()).step == 3
+
+
+def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
+    """The optimizer must not start before everything is read; the mutant without a fence is caught here."""
+    model = nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    session = attach(model, optimizer)
+    original = CpuCopier._copy_chunks
+    entered = []
+
+    def held_back(self, *arguments):
+        torch.randn(1500, 1500) @ torch.randn(1500, 1500)  # long enough for an unfenced optimizer to overtake
+        before = model.weight.clone()
+        original(self, *arguments)
+        entered.append(torch.equal(before, model.weight))
+
+    monkeypatch.setattr(CpuCopier, "_copy_chunks", held_back)
+    for _ in session.steps(6):
+        step_once(model, optimizer)
+    assert session.seal(timeout=10)
+    assert entered == [True] * 6 * max(len(session._snapshots.copier._threads), 1)
+    assert session.stats()["stall_ms"] > 0
+
+
+def test_a_failure_inside_reft_never_stops_a_step(attach, monkeypatch, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    train(session, model, optimizer)
+    monkeypatch.setattr(session._snapshots.host, "capture", lambda step: 1 / 0)
+    with caplog.at_level(logging.WARNING, "reft"):
+        for _ in session.steps(20):
+            step_once(model, optimizer)
+    assert session.step == 20 and session.stats()["skipped"] == 17
+    assert caplog.text.count("ZeroDivisionError") == 1, "logged when it changes, not each step"
+    monkeypatch.undo()
+    train(session, model, optimizer, steps=5)
+    assert session.stats()["sealed_step"] == 25
+
+
+def test_a_capsule_that_grows_past_its_bound_voids_and_says_so(attach, caplog):
+    model, optimizer = make()
+    keeper = type(
+        "Grows", (), {"state_dict": lambda self: {"x": self.x}, "load_state_dict": lambda self, s: None, "x": b""}
+    )()
+    session = attach(model, optimizer, state={"grows": keeper})
+    train(session, model, optimizer)
+    keeper.x = bytes(2 << 20)
+    with caplog.at_level(logging.WARNING, "reft"):
+        for _ in session.steps(6):
+            step_once(model, optimizer)
+    assert "the limit is 1048576" in caplog.text and session.stats()["sealed_step"] == 3
+    assert attach(*make(), state={"grows": keeper}).step == 3
+
+
+def test_idle_times_are_counted(attach):
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = attach(model, optimizer)
+    for _ in session.steps(3):
+        with session.idle():
+            session._snapshots.copier.fence()
+        step_once(model, optimizer)
+    assert session.seal(timeout=10)
+    assert 0 < session.stats()["bubble_fraction"] <= 1
+
+
+def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    with session:
+        train(session, model, optimizer)
+        stats = session.stats()
+    assert all(isinstance(value, (int, float)) for value in stats.values())
+    assert {"sealed_step", "snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction"} <= set(stats)
+    assert stats["bytes"] == sum(len(value) for value in state_bytes(model, optimizer).values())
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.stats()["snapshots"] == 0

@@ -1,0 +1,52 @@
+"""A refusal names the value, the tightest limit and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.core.budget import Limit, refusal, size
+
+GIB = 1 << 30
+MACHINE = Limit("the machine's free memory", 8 * GIB, "free memory")
+FLAG = Limit("--memory", 2 * GIB, "start reft-daemon with a larger --memory")
+
+
+def test_the_tightest_bound_speaks():
+    text = refusal(3 * GIB, [MACHINE, FLAG])
+    assert text == "the slots need 3.0 GiB, but --memory leaves 2.0 GiB. Fix: start reft-daemon with a larger --memory"
+
+
+def test_what_fits_exactly_is_allowed():
+    assert refusal(2 * GIB, [MACHINE, FLAG]) is None
+    assert refusal(2 * GIB + 1, [MACHINE, FLAG]) is not None
+
+
+def test_no_bound_refuses_nothing():
+    assert refusal(1 << 80, []) is None
+
+
+def test_a_bound_that_is_overdrawn_leaves_nothing():
+    text = refusal(1, [Limit("the machine's free memory", -5 * GIB, "free memory")])
+    assert "leaves 0 B" in text
+    assert refusal(0, [Limit("the machine's free memory", -1, "free memory")]) is not None
+
+
+@given(st.integers(0, 1 << 70), st.lists(st.integers(-(1 << 40), 1 << 70), max_size=4))
+def test_refused_exactly_if_some_bound_is_exceeded(need, free):
+    limits = [Limit(f"limit {i}", value, "less") for i, value in enumerate(free)]
+    text = refusal(need, limits)
+    assert (text is not None) == any(need > value for value in free)
+    assert text is None or "Fix: less" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 << 10, "1.5 MiB"), (GIB, "1.0 GiB"),
+        (1 << 40, "1.0 TiB"), (1 << 63, "8388608.0 TiB"),
+    ],
+)  # fmt: skip
+def test_size(nbytes, text):
+    assert size(nbytes) == text

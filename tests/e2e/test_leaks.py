@@ -1,0 +1,53 @@
+"""No leak: 300 snapshots and 20 kill-restart rounds leave memory, files, descriptors and threads where they were."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests.support.daemons import DaemonProcess, until
+from tests.support.trainers import Spec, Trainers, run
+
+SLACK_BYTES = 4 << 20  # an allocator's noise; one leaked snapshot of this model is larger
+WIDE = {"width": 800}  # 8 MB of state
+
+
+def facts(pid: int) -> dict[str, int]:
+    """What a process holds; private memory, because slots are shared."""
+    process = psutil.Process(pid)
+    return {"memory": process.memory_full_info().uss, "files": process.num_fds(), "threads": process.num_threads()}
+
+
+def assert_flat(before: dict[str, int], after: dict[str, int], who: str) -> None:
+    assert after["files"] <= before["files"] + 2, (who, before, after)
+    assert after["threads"] <= before["threads"] + 2, (who, before, after)
+    assert after["memory"] <= before["memory"] + SLACK_BYTES, (who, before, after)
+
+
+def test_300_snapshots(daemon: DaemonProcess):
+    trainers = Trainers(Spec(daemon.address, steps=340, options={**WIDE, "pause_at": [30, 335]}))
+    trainers.wait_for(30)
+    pids = {"trainer": trainers.processes[0].pid, "daemon": daemon.process.pid}
+    before = {who: facts(pid) for who, pid in pids.items()}
+    files = sorted(daemon.folder.rglob("*"))
+    trainers.let_go(30)
+    trainers.wait_for(335)
+    for who, pid in pids.items():
+        assert_flat(before[who], facts(pid), who)
+    assert sorted(daemon.folder.rglob("*")) == files
+    trainers.let_go(335)
+    assert trainers.wait() == [0]
+    assert trainers.results()[0]["stats"]["snapshots"] >= 300
+
+
+def test_20_kill_restart_rounds(daemon: DaemonProcess):
+    before, files = {}, []
+    for count in range(20):
+        trainers = Trainers(Spec(daemon.address, steps=10_000, options={"pause_at": [3 * count + 3]}), 2)
+        trainers.wait_for(3 * count + 3)
+        trainers.kill()
+        until(lambda: not any(rank.alive for rank in daemon.status("job").ranks), what="the daemon to see the deaths")
+        if count == 4:
+            before, files = facts(daemon.process.pid), sorted(daemon.folder.rglob("*"))
+    assert_flat(before, facts(daemon.process.pid), "daemon")
+    assert sorted(daemon.folder.rglob("*")) == files
+    assert run(Spec(daemon.address, steps=70), 2)[0]["from"] == "memory"

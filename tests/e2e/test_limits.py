@@ -1,0 +1,186 @@
+"""Small tmpfs, small cgroup, memlock, read-only HOME, no IPv6, two users: works, or stops at attach with value, limit, remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.equality import assert_equal
+from tests.support.trainers import Spec, Trainers, run
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts, cgroups and namespaces need root")
+WIDE = {"width": 1500}  # 27 MB of state: three slots need 81 MB
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextlib.contextmanager
+def small_tmpfs(size: str):
+    folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder / "arena"
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    process = DaemonProcess()
+    yield run(Spec(process.address, job="plain", options=WIDE))
+    process.close()
+
+
+@needs_root
+def test_dockers_64_mib_of_shm(undisturbed):
+    """Slots go to memfds; they survive their trainers, and a daemon's death while a trainer holds them."""
+    with small_tmpfs("64m") as folder:
+        daemon = DaemonProcess(folder=folder)
+        try:
+            trainers = Trainers(Spec(daemon.address, options={**WIDE, "pause_at": [4, 6, 8], "seal_at": [4, 6]}))
+            trainers.wait_for(4)
+            assert daemon.status("job").backing == "memfd"
+            daemon.kill()
+            daemon.start()
+            trainers.let_go(4)
+            trainers.wait_for(6)
+            until(lambda: daemon.status("job").ranks[0].sealed.step > 0, what="the memfds to be given back")
+            trainers.let_go(6)
+            trainers.wait_for(8)
+            until(lambda: daemon.status("job").whole >= 7, what="snapshots in the memfds")
+            trainers.kill()
+            after = run(Spec(daemon.address, options=WIDE))
+            assert after[0]["from"] == "memory" and after[0]["began"] >= 7
+            assert_equal(after, undisturbed)
+        finally:
+            daemon.close()
+
+
+def memory_cgroup() -> tuple[Path, str]:
+    """A new memory cgroup, and the name of its limit's file."""
+    if (CGROUPS / "memory/memory.limit_in_bytes").exists():
+        return CGROUPS / "memory/reft-test", "memory.limit_in_bytes"
+    return CGROUPS / "reft-test", "memory.max"
+
+
+@needs_root
+def test_a_memory_cgroup_that_is_too_small():
+    group, limit = memory_cgroup()
+    try:
+        group.mkdir(exist_ok=True)
+        (group / limit).write_text(str(60 << 20))
+    except OSError as error:
+        pytest.skip(f"memory cgroups can't be made here: {error}")
+    daemon = DaemonProcess()
+    try:
+        (group / "cgroup.procs").write_text(str(daemon.process.pid))
+        trainers = Trainers(Spec(daemon.address, options=WIDE))
+        assert trainers.wait() == [1]
+        text = trainers.errors()
+        assert (
+            "NoRoom" in text
+            and "the memory limit of the cgroup" in text
+            and "raise the container's memory limit" in text
+        )
+        assert daemon.answers(), "the daemon must not be killed for memory"
+    finally:
+        daemon.close()
+        until(lambda: not (group / "cgroup.procs").read_text().strip(), what="the cgroup to be empty")
+        group.rmdir()
+
+
+def test_a_budget_that_is_too_small():
+    daemon = DaemonProcess("--memory", "16MiB")
+    try:
+        trainers = Trainers(Spec(daemon.address, options=WIDE))
+        assert trainers.wait() == [1]
+        assert "--memory leaves 16.0 MiB" in trainers.errors()
+    finally:
+        daemon.close()
+
+
+def test_a_memlock_limit_does_not_matter(daemon):
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [3]}))
+    trainers.wait_for(3)
+    resource.prlimit(trainers.processes[0].pid, resource.RLIMIT_MEMLOCK, (4096, before[1]))
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_MEMLOCK, (4096, before[1]))
+    trainers.let_go(3)
+    assert trainers.wait() == [0]
+    assert run(Spec(daemon.address, steps=14))[0]["began"] == 12
+
+
+@needs_root
+def test_without_ipv6():
+    """Two nodes in a network namespace whose kernel refuses IPv6: the test of the two daemons, once more, in there."""
+    command = (
+        "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up || exit 77; "
+        f"exec {sys.executable} -m pytest -q tests/e2e/test_daemon_faults.py -k two_nodes"
+    )
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"network namespaces can't be made here: {done.stderr}")
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+ATTACH = """
+import os, torch, reft
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = reft.attach(model, optimizer)
+for _ in session.steps(3):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+print("uid", os.getuid(), "whole", session.seal(timeout=20).step)
+session.close()
+"""
+
+
+def as_user(user: int) -> list[str]:
+    """Runs what follows as `user`, who may read what root's Python needs, but write nothing of root's."""
+    caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *(caps if user else []), sys.executable]
+
+
+def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
+    command = [*as_user(user), "-c", ATTACH]
+    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=60, cwd="/")
+
+
+@needs_root
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is missing")
+def test_two_users_on_one_host_with_a_read_only_home(daemon):
+    """Each user gets a daemon of its own; one can't reach the other's."""
+    for user in (0, 65534):
+        with tempfile.TemporaryDirectory(prefix="reft-test-") as runtime:
+            os.chown(runtime, user, user)
+            done = execute(user, REFT_RUNTIME_DIR=f"{runtime}/run")
+            assert f"uid {user} whole 3" in done.stdout, done.stderr
+            purge_and_stop(Path(runtime) / "run/daemon.sock")
+    refused = execute(65534, REFT_DAEMON=daemon.address)
+    assert "DaemonUnavailable" in refused.stderr, refused.stdout
+
+
+def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", ATTACH],
+        env={**os.environ, "REFT_RUNTIME_DIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert "ConfigError" in done.stderr and "only you can write" in done.stderr
