@@ -1,4 +1,4 @@
-"""A small Llama-style language model in plain torch: RMSNorm, RoPE, SwiGLU, causal attention, tied embedding, dropout."""
+"""A small Llama-style model in plain torch: RMSNorm, RoPE, SwiGLU, causal attention, tied embedding, dropout."""
 
 from __future__ import annotations
 

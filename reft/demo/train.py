@@ -56,9 +56,9 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = Llama(Shape())
     torch.manual_seed(options.seed + 1 + rank)  # dropout differs between ranks
-    # DDP normally regroups gradients after the first backward pass of a process, and gloo adds four ranks' gradients in an
-    # order that depends on the grouping. A restarted process would then round differently; looking for unused parameters
-    # keeps the first grouping for good.
+    # DDP normally regroups gradients after the first backward pass of a process, and the order in which the gradients
+    # of more than two ranks are added depends on the grouping: the first step after a restart would round differently
+    # than in an undisturbed run. With find_unused_parameters the first grouping stays.
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))

@@ -1,8 +1,8 @@
 """The bytes of a capsule: small host state as a tree of plain values. Nothing in it is ever executed.
 
     4 bytes    length of the JSON text, little-endian
-    JSON       the tree; what JSON lacks is an object with one key, the tag: tuple, dict, counter, ordered, bytes, array, scalar,
-               tensor, nan
+    JSON       the tree; what JSON lacks is an object with one key, the tag: tuple, dict, counter, ordered, bytes,
+               array, scalar, tensor, nan
     blob       bytes of all byte strings, arrays and tensors, end to end; the tree names offset and size
 
 Every dict is written as a list of pairs, so that keys keep their type and order. Floats are written so that they read back
@@ -27,9 +27,8 @@ DEPTH_MAX: Final = 64
 INT_BITS_MAX: Final = 4096  # PCG64 has 128-bit integers; a limit keeps the text parser linear
 _LENGTH: Final = struct.Struct("<I")
 _FLOAT: Final = struct.Struct("<d")
-_DTYPE: Final = re.compile(
-    r"[<>|=]?[?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?"
-)  # the parser behind np.dtype takes more
+# Numbers, text and times; the parser behind np.dtype takes far more.
+_DTYPE: Final = re.compile(r"[<>|=]?[?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 _DICTS: Final = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
 _TAG_OF: Final = {kind: tag for tag, kind in _DICTS.items()}
 
@@ -103,12 +102,12 @@ def _pairs(value: dict[object, object], blob: bytearray, path: tuple[object, ...
 
 def _pack_bytes(value: object, blob: bytearray, path: tuple[object, ...]) -> object:
     at = len(blob)
-    if type(value) in (bytes, bytearray):
-        blob += value  # type: ignore[operator]
-        return {"bytes": [at, len(value)]}  # type: ignore[arg-type]
+    if isinstance(value, (bytes, bytearray)) and type(value) in (bytes, bytearray):
+        blob += value
+        return {"bytes": [at, len(value)]}
     # A subclass (a masked array) has more to it than its numbers; so has a dtype that numpy only knows by its size.
     if type(value) is np.ndarray or isinstance(value, np.generic):
-        if not _DTYPE.fullmatch(value.dtype.str):
+        if not _DTYPE.fullmatch(value.dtype.str) or not value.dtype.itemsize:
             raise UnsupportedState(f"{_path(path)} is an array of {value.dtype}; plain numbers are stored.")
         data = np.asarray(value).tobytes()
         blob += data

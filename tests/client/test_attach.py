@@ -17,7 +17,7 @@ from reft import errors
 from reft.client import attach as attach_module
 from reft.config import Config, Launch
 from tests.client.test_state_kinds import Keeper, step_once, train
-from tests.support.daemons import until
+from tests.support.daemons import purge_and_stop, until
 from tests.support.trainers import Spec, Trainers, run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.daemons import ROOT, DaemonProcess, purge_and_stop, until
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 

@@ -1,11 +1,11 @@
 """Ends what a cluster started, and removes its folders, however the cluster's owner ended: normally, or by SIGKILL.
 
-    owner ──pipe──► keeper: waits for the end of the pipe ─► SIGKILLs every process that carries the mark ─► removes folders
+    owner ──pipe──► keeper: waits for the pipe's end ─► SIGKILLs every process with the mark ─► removes the folders
 
 A process of its own rather than PR_SET_PDEATHSIG: that signal must be asked for between fork and exec, which is not
-safe in an owner with threads (gRPC has them); it comes when the *thread* that forked ends; torchrun's workers, in sessions
-of their own, would not get it; and it removes no files. The mark is a variable of the environment that every descendant
-inherits, so orphans and grandchildren are found too.
+safe in an owner with threads (gRPC has them); it comes when the *thread* that forked ends; torchrun's workers, which
+have sessions of their own, would not get it; and it removes no files. The mark is a variable of the environment that
+every descendant inherits, so orphans and grandchildren are found too.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def parse(lines: Iterable[str]) -> list[Attempt]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What followed a kill: seconds from the kill until all ranks ran the script again, and until all had trained a step.
+    """What followed a kill: seconds until all ranks ran the script again, and until all had trained a step.
 
     `base` is the step that was restored, `source` where from; None if nothing was.
     """

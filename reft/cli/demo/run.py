@@ -20,6 +20,7 @@ from reft.cli.demo.screen import Progress, Screen
 SCHEMA_VERSION = 1
 TERMINATED = 143
 STATUS_S = 0.5  # between questions to the daemons while a training runs
+FAILURES_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def _fault_document(seen: Happened) -> dict[str, Any]:
     }
 
 
-def scenario_of(steps: int, world: int = 4) -> Scenario:
+def scenario_of(steps: int, world: int) -> Scenario:
     """The demo's training: one rank dies in mid-copy after a third of the steps, all of them after two thirds."""
-    return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), KillFromOutside(tuple(range(world)), 2 * steps // 3)))  # fmt: skip
+    everyone = KillFromOutside(tuple(range(world)), 2 * steps // 3)
+    return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), everyone))
 
 
 def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
@@ -180,30 +182,21 @@ def sentence(seen: Happened) -> str:
 
 def summarise(report: Report, screen: Screen) -> None:
     """The end of the demo, for a person."""
-    equal, good = report.comparison, "bold green"
+    equal, steps = report.comparison, report.scenario.steps
     screen.say()
-    if report.passed:
-        screen.say(
-            f"  {equal.losses} of {equal.losses} losses equal in every bit ({equal.ranks} ranks x {report.scenario.steps} steps)   ✓",
-            good,
-        )
-        screen.say(
-            f"  all {equal.parameters} parameters and {equal.optimizer_tensors} optimizer tensors of every rank equal in every bit   ✓",
-            good,
-        )
     for seen in report.disturbed.happened:
-        back = seen.recovery
-        if back:
-            screen.say(f"  {seen.fault}:")
-            screen.say(
-                f"      step {back.base} from {back.source}; ranks up after {back.up_s:.1f} s, first new step after {back.first_step_s:.1f} s"
-            )
-    screen.say(f"  steps trained twice: {equal.trained_twice}, with equal losses both times" if report.passed else "")
-    for failure in report.failures[:20]:
+        screen.say(f"  {seen.fault}:")
+        screen.say(f"      {sentence(seen)}")
+    if report.passed:
+        good = "bold green"
+        screen.say(f"  steps trained twice: {equal.trained_twice}, with equal losses both times")
+        screen.say(f"  {equal.losses} losses ({equal.ranks} ranks x {steps} steps) equal in every bit   ✓", good)
+        tensors = f"{equal.parameters} parameters and {equal.optimizer_tensors} optimizer tensors"
+        screen.say(f"  {tensors} of every rank equal in every bit   ✓", good)
+    for failure in report.failures[:FAILURES_SHOWN]:
         screen.say(f"  FAILED  {failure}", "bold red")
-    screen.say(
-        f"  {report.seconds:.0f} s in all: {report.disturbed.seconds:.0f} s with faults, {report.plain.seconds:.0f} s without"
-    )
+    parts = f"{report.disturbed.seconds:.0f} s with faults, {report.plain.seconds:.0f} s without"
+    screen.say(f"  {report.seconds:.0f} s in all: {parts}")
     if report.failures and not report.logs:
         screen.say("  --keep-logs keeps what the trainers wrote")
 

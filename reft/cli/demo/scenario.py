@@ -128,7 +128,7 @@ def _next_fault(cluster: Cluster, scenario: Scenario, result: Result, happened: 
     fault = scenario.faults[len(happened)]
     if isinstance(fault, KillInCopy):
         first = next((each for each in result.attempts[fault.rank] if each.steps), None)
-        # Its last line stands right before the snapshot in which it dies; the daemon, which watches it, tells that it did.
+        # Its last line stands right before the snapshot in which it dies; that it did, the daemon tells.
         if first and first.steps[-1].step == fault.step and first.pid not in cluster.pids(scenario.job).values():
             happened.append(Happened(fault, first.steps[-1].time_s, {fault.rank: first.pid}))
     elif result.completed >= fault.step:
