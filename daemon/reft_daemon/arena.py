@@ -180,12 +180,8 @@ class Arena:
         """
         facts = os.fstat(descriptor)
         try:
-            is_fixed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if (
-                not stat.S_ISREG(facts.st_mode)
-                or not is_fixed
-                or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name)
-            ):
+            is_fixed = stat.S_ISREG(facts.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not is_fixed or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name):
                 raise FormatError(f"the descriptor for {name!r} is no memfd of fixed size of rank {rank}.")
             slot = self._mapped(name, None, descriptor, facts.st_size)
         except OSError as error:

@@ -59,7 +59,7 @@ def attach(
 ) -> Session:  # fmt: skip
     """See `reft.attach`."""
     arguments = {"job": job, "daemon": daemon, "slots": slots}
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     settings = replace(config, **given) if config else Config.load(**given)
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if settings.mode == "off":
@@ -150,14 +150,14 @@ class Attachment:
     exchange: Exchange
     request: Request
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
-    leaser: Leaser | None = None
+    _registered: bool = False
 
     def run(self) -> Session:
         """All steps, in order; what this rank took is given back if they fail."""
         try:
             return self._run()
         except Exception:
-            if self.leaser is not None:
+            if self._registered:
                 with contextlib.suppress(ReftError):
                     self.leaser.release()
             raise
@@ -322,6 +322,7 @@ class Attachment:
             self.launch.under_agent,
         )
         self.leaser.register()
+        self._registered = True
         source = self.plan.sources.get(self.exchange.rank)
         if source is None:
             return {"damaged": ""}
@@ -344,8 +345,8 @@ class Attachment:
                 self.erased.add((source.node, source.slot, source.version))
                 if self.exchange.rank == 0:
                     say(f"{result['damaged']} Going back to an older version.")
-        if self.leaser is not None:
-            self.leaser.release()
+        self.leaser.release()
+        self._registered = False
 
     def _local(self, source: recovery.Held) -> SlotMap:
         return self.leaser.take([source.slot])[0].map
@@ -353,8 +354,10 @@ class Attachment:
     def _remote(self, source: recovery.Held) -> SlotMap:
         """The bytes of a slot on another node's daemon: this rank ran there before."""
         node = next(node for node in self.nodes if node.id == source.node)
+        base = self.plan.base
+        assert base is not None, "a source without a base"
         request = pb.ReadRequest(
-            job=self.job.id, slot=source.slot, version=messages.version_to(source.version), size=1 << 62
+            job=self.job.id, slot=source.slot, version=messages.version_to(base), size=1 << 62
         )
         metadata = rpc.token_metadata(self.manifest.token)
         failures = []

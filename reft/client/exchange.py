@@ -58,7 +58,7 @@ class Exchange:
         """
         own: Exception | None = None
         try:
-            message = {"ok": act()}
+            message: dict[str, Any] = {"ok": act()}
         except Exception as error:
             own = error if isinstance(error, ReftError) else AttachError(f"{type(error).__name__}: {error}")
             own.__cause__ = None if own is error else error

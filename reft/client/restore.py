@@ -9,7 +9,7 @@ write into the slot, and it casts the moments of bf16 parameters.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import logging
 import mmap
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ import torch
 
 from reft.client.copier import by_chunk, pieces_of
 from reft.client.state import Bindings, Subjects, is_dense
-from reft.core.layout import Layout, Leaf, differences
+from reft.core.layout import Layout, Leaf, align, differences
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire import capsule
 from reft.wire.messages import table_from
@@ -29,8 +29,7 @@ from reft.wire.slot_format import SlotMap, chunk_digest
 
 log = logging.getLogger("reft")
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
-HUGE_BYTES = 4 << 20
-_MADV_HUGEPAGE = 14
+HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
 
 
 class BadSlot(RestoreError):
@@ -77,6 +76,7 @@ def _targets(layout: Layout, subjects: Subjects) -> Mapping[str, torch.Tensor]:
 def make_missing_state(layout: Layout, subjects: Subjects, bindings: Bindings) -> None:
     """Gives optimizers the state tensors that are held but do not exist before a first step."""
     parameters = {name: parameter for name, parameter in subjects.parameter_names()}
+    room = _Room(sum(align(leaf.nbytes) for leaf in layout.leaves if leaf.name not in bindings.tensors))
     for leaf in layout.leaves:
         prefix, _, rest = leaf.name.partition(".")
         if leaf.name in bindings.tensors:
@@ -89,18 +89,47 @@ def make_missing_state(layout: Layout, subjects: Subjects, bindings: Bindings) -
         key, _, name = rest.partition(".")
         if int(index) < len(subjects.optimizers) and name in parameters:
             parameter = parameters[name]
-            subjects.optimizers[int(index)].state[parameter][key] = _new_tensor(leaf, parameter)
+            subjects.optimizers[int(index)].state[parameter][key] = _new_tensor(leaf, parameter, room)
 
 
-def _new_tensor(leaf: Leaf, parameter: torch.Tensor) -> torch.Tensor:
+class _Room:
+    """Fresh host memory for many tensors in huge pages: in small pages it costs several times the copy into it.
+
+    Tensors that malloc places one by one begin and end between huge pages, and half of their bytes miss them. Each tensor
+    made here has a storage of its own; the memory is given back once the last of them is gone.
+
+    Args:
+        nbytes: of all tensors, each aligned.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._at = 0
+        self._bytes = np.empty(0, np.uint8)
+        if nbytes >= HUGE_BYTES:
+            pages = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            whole = np.frombuffer(pages, np.uint8)
+            begin = -whole.ctypes.data % HUGE_BYTES
+            self._bytes = whole[begin : begin + nbytes]
+
+    def empty(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the leaf's shape and strides; from malloc if there is no room, or none was worth making."""
+        end = self._at + leaf.nbytes
+        if end > len(self._bytes) or not leaf.nbytes:
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype)
+        run = torch.from_numpy(self._bytes[self._at : end]).view(dtype)
+        self._at = align(end)
+        return run.as_strided(leaf.shape, leaf.stride)
+
+
+def _new_tensor(leaf: Leaf, parameter: torch.Tensor, room: _Room) -> torch.Tensor:
     """Room for one leaf of optimizer state. A scalar counter stays on the host, where torch's own optimizers keep it."""
     dtype = getattr(torch, leaf.dtype)
     on_host = not leaf.shape and parameter.dim() > 0
-    device = torch.device("cpu") if on_host else parameter.device
-    tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
-    if device.type == "cpu" and leaf.nbytes >= HUGE_BYTES:
-        _advise_huge(tensor)
-    return tensor
+    if on_host or parameter.device.type == "cpu":
+        return room.empty(leaf, dtype)
+    return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
 
 
 def _make_scale(leaf: Leaf, subjects: Subjects) -> None:
@@ -109,13 +138,6 @@ def _make_scale(leaf: Leaf, subjects: Subjects) -> None:
     if scaler is not None:
         device = "cpu" if not torch.cuda.is_available() else scaler._device
         setattr(scaler, key, torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device))
-
-
-def _advise_huge(tensor: torch.Tensor) -> None:
-    """Asks for huge pages: fresh memory in small pages costs five times the copy into it."""
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def _copy(
@@ -137,8 +159,13 @@ def _copy(
         for piece in table[index]:
             np.copyto(piece.source, data[piece.offset : piece.offset + piece.source.nbytes])
 
+    def share(first: int) -> None:
+        for index in range(first, slot.chunks, THREADS):
+            one(index)
+
+    # One task a thread: thousands of futures cost more than the copy.
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
-        list(pool.map(one, range(slot.chunks)))
+        list(pool.map(share, range(THREADS)))
     with torch.no_grad():
         for name, tensor in tensors.items():
             if hosts[name] is not tensor:

@@ -69,7 +69,7 @@ class Bindings:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
-    _places: list[tuple[Mapping[Any, Any], Any, object, int]] = field(default_factory=list)
+    _places: list[tuple[Mapping[Any, Any], Any, Any, int]] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -99,8 +99,7 @@ class Bindings:
             if len(container) != size:
                 return False
         for place, key, value, pointer in self._places:
-            found = place.get(key)
-            if found is not value or (pointer >= 0 and found.data_ptr() != pointer):
+            if (pointer >= 0 and value.data_ptr() != pointer) or place.get(key) is not value:
                 return False
         return True
 

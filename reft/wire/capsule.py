@@ -30,7 +30,7 @@ _FLOAT: Final = struct.Struct("<d")
 # Numbers, text and times; the parser behind np.dtype takes far more.
 _DTYPE: Final = re.compile(r"[<>|=]?[?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 _DICTS: Final = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
-_TAG_OF: Final = {kind: tag for tag, kind in _DICTS.items()}
+_TAG_OF: Final[dict[type, str]] = {kind: tag for tag, kind in _DICTS.items()}
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ def _pack(value: object, blob: bytearray, path: tuple[object, ...], depth: int) 
         return [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]
     if type(value) is tuple:
         return {"tuple": [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]}
-    if type(value) in _TAG_OF:
-        return {_TAG_OF[type(value)]: _pairs(value, blob, path, depth)}  # type: ignore[arg-type]
+    if isinstance(value, dict) and type(value) in _TAG_OF:
+        return {_TAG_OF[type(value)]: _pairs(value, blob, path, depth)}
     return _pack_bytes(value, blob, path)
 
 
 def _pairs(value: dict[object, object], blob: bytearray, path: tuple[object, ...], depth: int) -> list[object]:
-    pairs = []
+    pairs: list[object] = []
     for key, item in value.items():
         if type(key) not in (str, int, float, bool, tuple, type(None)):
             raise UnsupportedState(f"{_path(path)} has a key of type {type(key).__name__}: {key!r}.")

@@ -307,7 +307,7 @@ class SlotMap:
 
 def chunk_digest(chunk: Bytes) -> int:
     """The digest of one chunk, kind DIGEST_KIND_XXH3_64."""
-    return int(xxhash.xxh3_64_intdigest(chunk))
+    return int(xxhash.xxh3_64_intdigest(chunk.data))
 
 
 def _store(slot: Bytes, header: Header) -> None:

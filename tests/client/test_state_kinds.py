@@ -25,7 +25,7 @@ def step_once(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
 
 
 def state_bytes(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, bytes]:
-    tensors = {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
     for i, optimizer in enumerate(optimizers):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for k, state in enumerate(optimizer.state.get(parameter, {}) for parameter in parameters):

@@ -209,8 +209,8 @@ class Cluster:
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.nodes)}",
             f"--nproc-per-node={self.ranks_per_node}", "--rdzv-backend=c10d", f"--rdzv-id={job}",
-            f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}", "-m", module, "--out", str(out),
-            "--steps", str(steps), *arguments,
+            f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}",
+            "-m", module, "--out", str(out), "--steps", str(steps), *arguments,
         ]  # fmt: skip
         logs = [out / f"{node.name}.log" for node in self.nodes]
         agents = [

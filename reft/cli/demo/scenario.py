@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from reft.cli.demo.cluster import Cluster, DemoError, Training
 from reft.cli.demo.records import Recovery, Result, recovery
+from reft.core.health import LAG_STEPS
 
 POLL_S = 0.1
 STALL_S = 90.0  # without a new record from any rank, the run has failed
@@ -66,11 +67,11 @@ class Happened:
 
     @property
     def is_overcome(self) -> bool:
-        """Whether all ranks went on from memory; from before a snapshot that was torn, if one was."""
+        """Whether all ranks went on from memory: from a recent step, but not from the snapshot that was torn."""
         back = self.recovery
-        if back is None or back.source != "memory":
+        if back is None or back.source != "memory" or back.base < self.fault.step - LAG_STEPS:
             return False
-        return back.base < self.fault.step if isinstance(self.fault, KillInCopy) else back.base >= self.fault.step
+        return isinstance(self.fault, KillFromOutside) or back.base < self.fault.step
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,10 @@ class Outcome:
     seconds: float
 
 
-Watcher = Callable[[Result, Sequence[Happened]], None]
+Watch = Callable[[Result, Sequence[Happened]], None]
 
 
-def run(cluster: Cluster, scenario: Scenario, watch: Watcher = lambda result, happened: None) -> Outcome:
+def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happened: None) -> Outcome:
     """Trains the scenario to its end.
 
     Args:

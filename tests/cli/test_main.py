@@ -1,0 +1,113 @@
+"""The verbs against a real daemon: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from reft.cli.main import main
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.trainers import Spec, run
+
+
+def invoke(*arguments: str, daemon: str = ""):
+    return CliRunner().invoke(main, list(arguments), env={"REFT_DAEMON": daemon}, catch_exceptions=False)
+
+
+def make_job(daemon: DaemonProcess, name: str) -> None:
+    """A job that attached and did nothing: no trainer, nothing whole."""
+    node = pb.Node(name="test", id="0", addresses=[daemon.address], ranks=[0])
+    manifest = pb.Manifest(job=name, named=True, token=bytes(32), world=1, nodes=[node], every=1)
+    decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=bytes(16)))
+    daemon.call("Decide", pb.DecideRequest(manifest=manifest, decision=decision))
+
+
+def test_no_daemon(tmp_path):
+    found = invoke("status", "--daemon", f"unix:{tmp_path}/none.sock")
+    assert (found.exit_code, found.stdout) == (10, "")
+    assert "no daemon answers" in found.stderr and "start reft-daemon" in found.stderr
+
+
+def test_no_daemon_as_json(tmp_path):
+    found = invoke("status", "--json", "--daemon", f"unix:{tmp_path}/none.sock")
+    assert found.stdout == ""
+    error = json.loads(found.stderr)
+    assert error["schema_version"] == 1 and error["error"]["exit_code"] == found.exit_code == 10
+    assert error["error"]["hint"]
+
+
+@pytest.mark.parametrize("arguments", [["--watch", "--json"], ["--watch", "--check"], ["--daemon", "nonsense"], ["x"]])
+def test_wrong_usage(arguments):
+    assert invoke("status", *arguments).exit_code == 2
+
+
+def test_the_daemon_is_found_by_its_socket_in_the_runtime_folder(daemon):
+    link = daemon.home / "daemon.sock"
+    link.symlink_to(daemon.socket)
+    environment = {"REFT_RUNTIME_DIR": str(daemon.home), "REFT_DAEMON": ""}
+    found = CliRunner().invoke(main, ["status"], env=environment)
+    assert found.exit_code == 0 and "no job is held" in found.stdout
+
+
+def test_nothing_held_is_no_alarm(daemon):
+    assert invoke("status", "--check", daemon=daemon.address).exit_code == 0
+
+
+def test_a_job_with_nothing_whole_is_a_warning_only_with_check(daemon):
+    make_job(daemon, "empty")
+    assert invoke("status", daemon=daemon.address).exit_code == 0
+    found = invoke("status", "--check", "--json", daemon=daemon.address)
+    document = json.loads(found.stdout)
+    assert found.exit_code == 3
+    assert document["health"] == document["jobs"][0]["health"] == "WARN"
+
+
+def test_no_such_job(daemon):
+    for arguments in (["status", "--job", "other"], ["purge", "other", "--yes"]):
+        found = invoke(*arguments, daemon=daemon.address)
+        assert found.exit_code == 11
+        assert "holds no job 'other'" in found.stderr
+
+
+def test_a_job_that_was_trained_is_shown_and_purged(daemon):
+    run(Spec(daemon=daemon.address, job="trained", steps=3))
+    found = invoke("status", "--check", "--job", "trained", daemon=daemon.address)
+    assert found.exit_code == 0
+    assert "health  OK  training has ended; step 3 is still held." in found.stdout
+    asked = invoke("purge", "trained", daemon=daemon.address)
+    assert asked.exit_code == 2 and "--yes" in asked.stderr
+    purged = json.loads(invoke("purge", "trained", "--yes", "--json", daemon=daemon.address).stdout)
+    assert purged["freed_bytes"] > 0 and purged["other_nodes"] == []
+    assert invoke("status", "--job", "trained", daemon=daemon.address).exit_code == 11
+    assert not list(daemon.folder.glob("trained/*"))
+
+
+def test_watching_ends_with_ctrl_c(daemon):
+    command = [sys.executable, "-m", "reft.cli.main", "status", "--watch", "--daemon", daemon.address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    shown = [watcher.stdout.readline() for _ in range(6)]
+    assert sum("no job is held" in line for line in shown) >= 2
+    daemon.kill()
+    until(lambda: "no daemon answers" in watcher.stdout.readline(), what="the message that the daemon is gone")
+    watcher.send_signal(signal.SIGINT)
+    _, errors = watcher.communicate(timeout=10)
+    assert (watcher.returncode, errors) == (130, "")
+
+
+def test_the_cli_loads_no_torch():
+    code = "import sys, reft.cli.main, reft.cli.demo.run; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_help_names_the_verbs_and_the_exit_codes():
+    text = invoke("--help").stdout
+    assert all(word in text for word in ("status", "purge", "demo", "11 no such job"))

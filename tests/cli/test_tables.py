@@ -1,0 +1,135 @@
+"""What `status` shows: from a daemon's answer to lines and to the document, without a daemon."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from reft.cli import tables, views
+from reft.cli.main import coloured, marked
+from reft.core.health import Health
+from reft.wire.v1 import daemon_pb2 as pb
+
+EPOCH = pb.Epoch(counter=2, ident=bytes(16))
+
+
+def rank(number: int, node: str = "node-a", **changes: object) -> pb.RankStatus:
+    values = {
+        "rank": number, "node": node, "alive": True, "step": 40, "sealed_age_s": 0.25, "bytes": 3 << 20,
+        "pid": 100 + number, "sealed": pb.Version(epoch=EPOCH, step=40),
+    }  # fmt: skip
+    return pb.RankStatus(**{**values, **changes})
+
+
+def job(*ranks: pb.RankStatus, **changes: object) -> pb.JobStatus:
+    values = {
+        "job": "run1", "named": True, "world": len(ranks), "epoch": EPOCH, "whole": 40, "ranks": ranks,
+        "backing": "tmpfs", "up_s": 7980.0, "script": "train.py", "every": 1,
+    }  # fmt: skip
+    return pb.JobStatus(**{**values, **changes})
+
+
+def reply(*jobs: pb.JobStatus) -> pb.StatusReply:
+    return pb.StatusReply(node="node-a", version="0.1.0", pid=7, held_bytes=6 << 20, limit_bytes=1 << 30, jobs=jobs)
+
+
+def lines_of(*jobs: pb.JobStatus) -> list[str]:
+    return tables.status_lines(reply(*jobs), [views.job_view(each) for each in jobs])
+
+
+def test_a_healthy_job_as_a_person_sees_it():
+    assert lines_of(job(rank(0), rank(1), rank(2, "node-b"))) == [
+        "job     run1  train.py, 3 ranks on 2 nodes, up 2h13m",
+        "health  OK  step 40 is held by all 3 ranks.",
+        "",
+        "NODE    STATE     RANKS  SEALED   AGE     HELD",
+        "node-a  training  0-1        40  0.2s  6.0 MiB",
+        "node-b  training  2          40  0.2s  3.0 MiB",
+        "",
+        "RANK  NODE    STATE     STEP  SEALED   AGE     HELD",
+        "0     node-a  training    40      40  0.2s  3.0 MiB",
+        "1     node-a  training    40      40  0.2s  3.0 MiB",
+        "2     node-b  training    40      40  0.2s  3.0 MiB",
+        "",
+        "LOSS OF                   SURVIVED  WHAT IS LOST",
+        "any number of trainers    yes       steps after 40",
+        "a daemon, trainers alive  yes       nothing",
+        "daemons and trainers      yes       steps after 40",
+        "a node                    NO        all steps of this run",
+        "",
+        "daemon  node-a, reft 0.1.0, pid 7, holds 6.0 MiB of 1.0 GiB",
+    ]
+
+
+def test_no_job():
+    assert lines_of()[0] == "no job is held here."
+
+
+@pytest.mark.parametrize(
+    ("status", "health", "word"),
+    [
+        (job(rank(0), rank(1, alive=False)), Health.WARN, "gone"),
+        (job(rank(0, alive=False, closed=True)), Health.OK, "ended"),
+        (job(rank(0), whole=-1), Health.WARN, "training"),
+        (job(rank(0), rank(1, trouble="no space is left " * 20)), Health.WARN, "rank 1: no space"),
+        (job(rank(0), world=2, silent_nodes=["node-b"]), Health.WARN, "silent"),
+    ],
+)
+def test_what_is_wrong_can_be_seen(status, health, word):
+    assert views.job_view(status).health is health
+    assert any(word in line for line in lines_of(status))
+
+
+def test_before_the_first_whole_step_of_an_attach_its_base_is_held():
+    view = views.job_view(job(rank(0), whole=-1, base=pb.Version(epoch=pb.Epoch(counter=1), step=39)))
+    assert (view.whole, view.base, view.health) == (39, 39, Health.OK)
+
+
+def test_no_line_is_wider_than_the_page():
+    long = "a-name-that-nobody-would-type-" * 4
+    many = [rank(i, f"{long}{i}", trouble="t" * 200 if i % 3 == 0 else "") for i in range(40)]
+    for status in (job(*many), job(*many[:3], job=long, script=long)):
+        lines = lines_of(status)
+        assert max(map(len, lines)) <= tables.WIDTH
+    assert "more ranks are not shown" in "\n".join(lines_of(job(*many)))
+
+
+def test_the_document_is_json_with_the_version_first():
+    document = views.document(reply(job(rank(0), rank(1, step=-1, trouble="full"))), "unix:/run/x")
+    text = json.dumps(document)
+    assert text.startswith('{"schema_version": 1, "health": "WARN"')
+    first = json.loads(text)["jobs"][0]
+    assert (first["whole_step"], first["base_step"], first["every_steps"]) == (40, None, 1)
+    assert first["ranks"][1] == {
+        "rank": 1, "node": "node-a", "state": "training", "step": None, "sealed_step": 40, "age_s": 0.25,
+        "bytes": 3 << 20, "pid": 101, "trouble": "full",
+    }  # fmt: skip
+    assert first["nodes"] == [
+        {"node": "node-a", "state": "training", "ranks": [0, 1], "sealed_step": 40, "age_s": 0.25, "bytes": 6 << 20}
+    ]
+    assert first["survives"][-1] == {"loss": "a node", "survives": False, "lost": "all steps of this run"}
+
+
+def test_worst_health_of_all_jobs():
+    views_of = [views.job_view(job(rank(0))), views.job_view(job(rank(0), whole=-1))]
+    assert views.worst(views_of) is Health.WARN
+    assert views.worst([]) is Health.OK
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.9, "59s"), (725, "12m05s"), (7980, "2h13m"), (273600, "3d04h")]
+)
+def test_durations(seconds, text):
+    assert tables.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], "-"), ([3], "3"), ([0, 1, 2, 3, 8, 10, 11], "0-3,8,10-11")])
+def test_runs_of_ranks(numbers, text):
+    assert tables.spans(numbers) == text
+
+
+def test_only_the_word_of_health_is_coloured():
+    assert coloured("health  WARN  step 4 [OK]") == "health  \x1b[33m\x1b[1mWARN\x1b[0m  step 4 [OK]"
+    assert marked("health  OK  a[b]") == "health  [bold green]OK[/]  a\\[b]"
+    assert coloured("job     OK  x") == "job     OK  x"

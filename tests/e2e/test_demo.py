@@ -1,0 +1,139 @@
+"""`reft-cli demo`, shortened: two nodes, two kinds of SIGKILL, bit for bit the same as undisturbed, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.cli.demo.records import Result, compare, read_result
+from tests.support.daemons import ROOT, until
+
+STEPS = 24
+SHARED = Path("/dev/shm")
+pytestmark = pytest.mark.timeout(300)
+
+
+class Demo:
+    """The demo as a person starts it, in a folder for temporary files of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="reft-t-"))
+        self.shared_before = set(SHARED.glob("reft-demo-*"))
+        command = [sys.executable, "-m", "reft.cli.main", "demo", "--steps", str(STEPS), *arguments]
+        home = self.folder / "home"
+        home.mkdir(mode=0o500)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        foreign = {"RANK": "3", "WORLD_SIZE": "9", "REFT_MODE": "off", "REFT_JOB": "other", "SLURM_JOB_ID": "1"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
+            env={**os.environ, **foreign, "PYTHONPATH": path, "TMPDIR": str(self.folder), "HOME": str(home)},
+        )  # fmt: skip
+
+    def descendants(self, containing: str = "") -> list[psutil.Process]:
+        """Every living process that inherited our TMPDIR, but the demo itself."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = process.environ().get("TMPDIR") == str(self.folder) and process.pid != self.process.pid
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE and containing in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def leftovers(self) -> list[object]:
+        """Processes and files that are still there."""
+        files = [
+            path for path in self.folder.iterdir() if path.name.startswith("reft-demo") and "logs" not in path.name
+        ]
+        return [*self.descendants(), *files, *(set(SHARED.glob("reft-demo-*")) - self.shared_before)]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        until(lambda: not self.leftovers(), what="that nothing is left")
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def demo() -> Iterator[Demo]:
+    started = Demo()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def finished() -> Iterator[tuple[Demo, dict]]:
+    """A whole demo, and the document that it printed."""
+    started = Demo("--json", "--keep-logs")
+    output, errors = started.process.communicate(timeout=280)
+    assert started.process.returncode == 0, output + errors
+    yield started, json.loads(output)
+    started.close()
+
+
+@pytest.fixture
+def results(finished) -> tuple[Result, Result]:
+    logs = Path(finished[1]["logs"])
+    return read_result(logs / "demo-faults", 4), read_result(logs / "demo-plain", 4)
+
+
+def test_both_kills_happen_and_nothing_is_lost(finished):
+    document = finished[1]
+    assert next(iter(document)) == "schema_version"
+    assert document["passed"] is True and document["failures"] == []
+    one, everyone = document["faults"]
+    assert list(one["pids"]) == ["1"] and list(everyone["pids"]) == ["0", "1", "2", "3"]
+    assert [fault["restored_from"] for fault in document["faults"]] == ["memory", "memory"]
+    assert STEPS // 3 - 3 <= one["restored_step"] < STEPS // 3
+    assert all(0 < fault["ranks_up_s"] < fault["first_step_s"] for fault in document["faults"])
+    assert (document["losses_compared"], document["ranks"]) == (4 * STEPS, 4)
+    assert document["parameters_compared"] == 23 and document["optimizer_tensors_compared"] == 69
+    assert document["steps_trained_twice"] >= 1
+
+
+def test_nothing_is_left_behind(finished):
+    assert finished[0].leftovers() == []
+
+
+def test_the_comparison_reads_what_was_trained(results):
+    disturbed, plain = results
+    assert compare(disturbed, plain, STEPS).differences == []
+    assert [len(attempts) for attempts in disturbed.attempts.values()] == [3, 3, 3, 3]
+    assert [len(attempts) for attempts in plain.attempts.values()] == [1, 1, 1, 1]
+
+
+def test_the_comparison_fails_when_one_loss_is_altered(results):
+    disturbed, plain = results
+    steps = disturbed.attempts[2][1].steps
+    steps[3] = replace(steps[3], loss=(float.fromhex(steps[3].loss) * (1 + 2**-40)).hex())
+    (difference,) = compare(disturbed, plain, STEPS).differences
+    assert difference.startswith(f"rank 2 step {steps[3].step}: loss")
+
+
+def test_the_comparison_fails_when_one_tensor_is_altered(results):
+    disturbed, plain = results
+    disturbed.digests[3]["optimizer norm.weight.exp_avg_sq"] = "0" * 64
+    assert compare(disturbed, plain, STEPS).differences == ["rank 3: optimizer norm.weight.exp_avg_sq differs"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_however_it_ends_nothing_is_left(demo, number, code):
+    until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 60, "the trainers' start")
+    demo.process.send_signal(number)
+    demo.process.communicate(timeout=30)
+    assert demo.process.returncode == code
+    until(lambda: not demo.leftovers(), what="that nothing is left")
