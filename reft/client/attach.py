@@ -356,9 +356,7 @@ class Attachment:
         node = next(node for node in self.nodes if node.id == source.node)
         base = self.plan.base
         assert base is not None, "a source without a base"
-        request = pb.ReadRequest(
-            job=self.job.id, slot=source.slot, version=messages.version_to(base), size=1 << 62
-        )
+        request = pb.ReadRequest(job=self.job.id, slot=source.slot, version=messages.version_to(base), size=1 << 62)
         metadata = rpc.token_metadata(self.manifest.token)
         failures = []
         for address in node.addresses:

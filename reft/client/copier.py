@@ -1,7 +1,8 @@
 """The copying engine on the CPU: copies one snapshot beside training, chunk by chunk, and digests it on the way.
 
-    mark:   begin(job)      staged leaves are copied here, in the caller; the thread starts on the rest
-    fence:  fence()         waits until the thread has read its last byte; almost always it has already
+    mark:   begin(job)      staged leaves are copied aside here, in the caller; the thread starts on the rest
+            job.open        in the thread: waits for a slot if none may be reused yet
+    fence:  fence()         no slot until now: given up; else waits until the last byte is read, which it almost always is
 
 A contract test runs this engine and the CUDA engine of `reft.client.cuda_copier` alike. Both call `job.landed()` after
 the last byte and `job.sealed(digests)` or `job.failed(error)` from a thread of theirs.
@@ -32,7 +33,10 @@ class CopyJob:
     """One snapshot to take.
 
     Attributes:
-        slot: already WRITING.
+        open: the slot to write, WRITING by then; called in the engine's thread, may wait for one if its argument is true,
+            raises if there is none.
+        give_up: makes a waiting `open` raise.
+        chunk_bytes: of each slot.
         layout: where the leaves go.
         tensors: the live leaves, by name.
         at_chunk: called with each chunk's index before it is copied; may raise.
@@ -40,7 +44,9 @@ class CopyJob:
         landed, sealed, failed: what to do when the bytes are there, when the digests are, or instead of both.
     """
 
-    slot: SlotMap
+    open: Callable[[bool], SlotMap]
+    give_up: Callable[[], None]
+    chunk_bytes: int
     layout: Layout
     tensors: Mapping[str, torch.Tensor]
     at_chunk: Callable[[int], object]
@@ -140,6 +146,7 @@ class Plan:
 
     tensors: Mapping[str, torch.Tensor]
     staged: list[Piece]
+    mark: Bytes  # the staged leaves as they were at the mark: the beginning of a slot's data
     table: list[list[Piece]]
 
 
@@ -157,19 +164,22 @@ class CpuCopier:
         self._reading.set()  # set: nothing is being read
         self._is_idle = False
         self._plan: Plan | None = None
+        self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
 
     def begin(self, job: CopyJob) -> None:
         plan = self._planned(job)
         for piece in plan.staged:
-            copy_piece(piece, job.slot.data)
+            copy_piece(piece, plan.mark)
         self._reading.clear()
+        self._job = job
         self._threads[0].submit(lambda: self._copy(job, plan))
 
     def fence(self) -> float:
-        if self._reading.is_set():
+        if self._reading.is_set() or self._job is None:
             return 0.0
         began = time.perf_counter()
+        self._job.give_up()
         self._reading.wait()
         return time.perf_counter() - began
 
@@ -185,23 +195,26 @@ class CpuCopier:
 
     def _planned(self, job: CopyJob) -> Plan:
         if self._plan is None or self._plan.tensors is not job.tensors:
-            chunk_bytes = job.slot.header.geometry.chunk_bytes
             pieces = pieces_of(job.layout, job.tensors, staged=False)
-            table = by_chunk(pieces, chunk_bytes, -(-job.layout.data_bytes // chunk_bytes))
-            self._plan = Plan(job.tensors, pieces_of(job.layout, job.tensors, staged=True), table)
+            table = by_chunk(pieces, job.chunk_bytes, -(-job.layout.data_bytes // job.chunk_bytes))
+            staged = pieces_of(job.layout, job.tensors, staged=True)
+            mark = np.zeros(job.layout.staged_bytes, np.uint8)
+            self._plan = Plan(job.tensors, staged, mark, table)
         return self._plan
 
     def _copy(self, job: CopyJob, plan: Plan) -> None:
         """One snapshot, in the first thread; the others take their share of the chunks."""
-        digests = np.zeros(job.slot.chunks, np.uint64)
+        digests = np.zeros(len(plan.table), np.uint64)
         bounds = np.linspace(0, len(digests), len(self._threads) + 1, dtype=int).tolist()
         try:
+            slot = job.open(True)
+            np.copyto(slot.data[: len(plan.mark)], plan.mark)
             shares = [
-                thread.submit(functools.partial(self._copy_chunks, job, plan, digests, range(first, last)))
+                thread.submit(functools.partial(self._copy_chunks, job, slot, plan, digests, range(first, last)))
                 for thread, first, last in zip(self._threads[1:], bounds[1:], bounds[2:], strict=False)
             ]
             try:
-                self._copy_chunks(job, plan, digests, range(bounds[0], bounds[1]))
+                self._copy_chunks(job, slot, plan, digests, range(bounds[0], bounds[1]))
             finally:
                 # Whatever happened here, nothing may read the state once the fence is open.
                 failures = [share.exception() for share in shares]
@@ -216,11 +229,11 @@ class CpuCopier:
             self._reading.set()
         job.sealed(digests)
 
-    def _copy_chunks(self, job: CopyJob, plan: Plan, digests: np.ndarray, chunks: range) -> None:
-        data = job.slot.data
+    def _copy_chunks(self, job: CopyJob, slot: SlotMap, plan: Plan, digests: np.ndarray, chunks: range) -> None:
+        data = slot.data
         for index in chunks:
             job.at_chunk(index)
-            pieces, chunk = plan.table[index], job.slot.chunk(index)
+            pieces, chunk = plan.table[index], slot.chunk(index)
             for piece in pieces:
                 copy_piece(piece, data)
             # The source is still in the core's cache; the slot is not. A chunk of several leaves has padding between.

@@ -29,7 +29,7 @@ from reft.client.copier import CopyJob, Worker
 from reft.client.state import flat_bytes, is_dense
 from reft.core.layout import SMALL_BYTES
 from reft.errors import UnsupportedState
-from reft.wire.slot_format import chunk_digest
+from reft.wire.slot_format import SlotMap, chunk_digest
 
 TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full bandwidth, small enough to stop between
 
@@ -93,8 +93,9 @@ class CudaCopier:
         self._is_idle = False
 
     def begin(self, job: CopyJob) -> None:
+        slot = job.open(False)
         transfers = self._planned(job)
-        data = torch.from_numpy(job.slot.data)
+        data = torch.from_numpy(slot.data)
         with torch.no_grad():
             for tensor, offset in transfers.host:
                 data[offset : offset + tensor.nbytes].copy_(flat_bytes(tensor.contiguous()))
@@ -106,7 +107,7 @@ class CudaCopier:
             self._done = self._device.record_side()
         self._job, self._verdict = job, Future()
         done, verdict = self._done, self._verdict
-        self._worker.submit(lambda: self._finish(job, done, verdict))
+        self._worker.submit(lambda: self._finish(job, slot, done, verdict))
 
     def fence(self) -> float:
         if self._job is not None and self._verdict is not None:
@@ -147,14 +148,14 @@ class CudaCopier:
         self.copied_bytes += job.layout.data_bytes
         self.idle_bytes += job.layout.data_bytes if self._is_idle else 0
 
-    def _finish(self, job: CopyJob, done: Any, verdict: Future[None]) -> None:
+    def _finish(self, job: CopyJob, slot: SlotMap, done: Any, verdict: Future[None]) -> None:
         """In the worker: what follows the last byte."""
         try:
             self._device.host_waits(done)
             self._decide(job, verdict)
             verdict.result()
             job.landed()
-            digests = np.array([chunk_digest(job.slot.chunk(i)) for i in range(job.slot.chunks)], np.uint64)
+            digests = np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64)
         except Exception as error:
             job.failed(error)
             return

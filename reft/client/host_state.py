@@ -21,7 +21,7 @@ _DICTS = (dict, Counter, OrderedDict)
 
 
 def to_plain(value: Any) -> Any:
-    """The tree with every tensor as bytes, for the capsule's codec."""
+    """The tree with every tensor as bytes, for the capsule's codec; nothing in it changes when the original does."""
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous()
         data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -30,7 +30,9 @@ def to_plain(value: Any) -> Any:
         return type(value)(to_plain(item) for item in value)
     if type(value) in _DICTS:
         return type(value)({key: to_plain(item) for key, item in value.items()})
-    return value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return bytes(value) if type(value) is bytearray else value
 
 
 def from_plain(value: Any) -> Any:
@@ -106,18 +108,12 @@ class HostState:
             value.set_state(saved) if isinstance(value, torch.Generator) else value.load_state_dict(saved)
 
     def _capture_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        groups, scalars = [], {}
+        groups = []
         for group in optimizer.param_groups:
-            values = {
-                key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)
-            }
             names = [self._names[id(parameter)] for parameter in group["params"]]
-            groups.append({"params": names, "values": values})
-            for name, parameter in zip(names, group["params"], strict=True):
-                state = optimizer.state.get(parameter, {})
-                plain = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-                if plain:
-                    scalars[name] = plain
+            groups.append({"params": names, "values": _plain_values(group, but="params")})
+        plain = {self._names.get(id(key)): _plain_values(state) for key, state in optimizer.state.items()}
+        scalars = {name: values for name, values in plain.items() if name and values}
         return {"class": _class_of(optimizer), "groups": groups, "scalars": scalars}
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -130,11 +126,16 @@ class HostState:
                 f" than the {len(saved['groups'])} that are held."
             )
         for group, held in zip(optimizer.param_groups, saved["groups"], strict=True):
-            group.update(held["values"])
+            group.update(from_plain(held["values"]))
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
                 if name in saved["scalars"]:
-                    optimizer.state[parameter].update(saved["scalars"][name])
+                    optimizer.state[parameter].update(from_plain(saved["scalars"][name]))
+
+
+def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
+    """What is no tensor, and so no leaf."""
+    return {key: to_plain(v) for key, v in values.items() if not isinstance(v, torch.Tensor) and key != but}
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:

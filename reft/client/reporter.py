@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -128,6 +130,18 @@ class Reporter:
                         self._changed.acquire()
                 self._changed.wait(min(0.2, max(end - time.monotonic(), 0)))
             return self._outcome.whole >= step
+
+    def wait_for(self, found: Callable[[], Any]) -> Any:
+        """The first true value of `found`, asked again whenever there is news or somebody calls `wake`. For a copy thread."""
+        with self._changed:
+            while not (value := found()):
+                self._changed.wait()
+            return value
+
+    def wake(self) -> None:
+        """Makes `wait_for` ask again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def release(self) -> None:
         """Tells the daemon that the session was closed; a daemon that is gone need not know."""

@@ -216,12 +216,13 @@ class Session:
         """Ends the session: the newest snapshot is finished, the hooks are taken off, the daemon keeps the slots."""
         if self._snapshots is None or os.getpid() != self._pid:
             return
+        if self._window_open:
+            # Before the fence: the newest snapshot may still be waiting for a slot.
+            self._snapshots.reporter.wait(self._taken, CLOSE_WAIT_S)
         self._close_window()
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
             hook.remove()
-        if self._taken > 0:
-            snapshots.reporter.wait(self._taken, CLOSE_WAIT_S)
         snapshots.reporter.release()
         snapshots.close()
 

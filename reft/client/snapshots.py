@@ -1,7 +1,7 @@
 """One rank's snapshots: which slot, when to skip, what to tell the daemon. The trainer's thread calls; nothing here waits.
 
-    take(step):  leaves still where they were? ─► slot by the reuse rule ─► WRITING, capsule, staged leaves ─► engine
-                      │ no: new layout                 │ none: void(step)
+    take(step):  leaves still where they were? ─► host state, staged leaves ─► engine: slot by the reuse rule ─► WRITING, copy …
+                      │ no: new layout                                            │ none until the fence: void(step)
                       └► fits: use it; else lease larger slots beside training, void(step) until they are there
     fence():     before anything writes the state again
 
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -135,19 +136,10 @@ class Snapshots:
             self._give_back()
         if step <= self._floor:
             return f"steps up to {self._floor} were counted by calls of the optimizer."
-        self.failpoints.hit("snapshot.begin", **self._facts(step))
         held = self._current()
         if not self._room_for(held):
             return "slots of the new size are being made."
-        whole, voids = self.reporter.knowledge()
-        chosen = choose([slot.view() for slot in self.slots], whole or self.base, voids)
-        if chosen is None:
-            return "no slot may be reused: the round has not said that a newer step is whole."
-        tree = capsule.encode({**self.host.capture(step), "marked": is_marked})
-        slot = self.slots[chosen.index].map
-        slot.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
-        slot.put_capsule(tree)
-        self.copier.begin(self._job(step, slot, held))
+        self.copier.begin(self._job(step, held, {**self.host.capture(step), "marked": is_marked}))
         return ""
 
     def _give_back(self) -> None:
@@ -157,31 +149,65 @@ class Snapshots:
         if kept:
             self.copier.submit(lambda: self.leaser.give_back(kept))
 
-    def _job(self, step: int, slot: SlotMap, held: Held) -> CopyJob:
+    def _open(self, step: int, held: Held, given_up: threading.Event) -> SlotMap:
+        """The slot for `step`, WRITING; waits for the round's news until it is given up.
+
+        Raises:
+            ReftError: no slot may be reused.
+        """
+        self.failpoints.hit("snapshot.begin", **self._facts(step))
+        self.reporter.wait_for(lambda: given_up.is_set() or self._free_slot() is not None)
+        slot = self._free_slot()
+        if slot is None:
+            raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
+        slot.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
+        return slot
+
+    def _free_slot(self) -> SlotMap | None:
+        whole, voids = self.reporter.knowledge()
+        chosen = choose([slot.view() for slot in self.slots], whole or self.base, voids)
+        return None if chosen is None else self.slots[chosen.index].map
+
+    def _job(self, step: int, held: Held, tree: Mapping[str, Any]) -> CopyJob:
+        facts = self._facts(step)
         tensors = held.bindings.tensors
         versions = [tensor._version for tensor in tensors.values()]
+        given_up = threading.Event()
+        opened: list[SlotMap] = []
+
+        def open_slot(may_wait: bool) -> SlotMap:
+            if not may_wait:
+                given_up.set()
+            opened.append(self._open(step, held, given_up))
+            return opened[0]
+
+        def give_up() -> None:
+            given_up.set()
+            self.reporter.wake()
 
         def intact() -> None:
-            self.failpoints.hit("snapshot.landing", **self._facts(step))
+            self.failpoints.hit("snapshot.landing", **facts)
             for (name, tensor), before in zip(tensors.items(), versions, strict=True):
                 if tensor._version != before and name not in held.bindings.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
 
         def landed() -> None:
-            slot.landed()
-            self.failpoints.hit("snapshot.landed", **self._facts(step))
+            # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
+            opened[0].put_capsule(capsule.encode(tree))
+            opened[0].landed()
+            self.failpoints.hit("snapshot.landed", **facts)
 
         def sealed(digests: np.ndarray) -> None:
-            slot.sealed(digests)
-            self.failpoints.hit("snapshot.sealed", **self._facts(step))
+            opened[0].sealed(digests)
+            self.failpoints.hit("snapshot.sealed", **facts)
             self.counts.snapshots += 1
             self.counts.sealed_step = step
             self._settle("")
             self.reporter.answer(step, Answer.SEALED)
 
         return CopyJob(
-            slot, held.layout, tensors,
-            at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **self._facts(step)),
+            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.layout, tensors,
+            at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
             intact=intact, landed=landed, sealed=sealed, failed=lambda error: self._void(step, str(error)),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ name. `Bindings` remembers where each tensor was found, so that the next step se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,14 +69,18 @@ class Bindings:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
-    _places: list[tuple[Mapping[Any, Any], Any, Any, int]] = field(default_factory=list)
+    _places: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
+    _pointers: list[Callable[[], int]] = field(default_factory=list)
+    _addresses: list[int] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
     def add(self, name: str, place: Mapping[Any, Any], key: object, tensor: torch.Tensor, staged: bool = False) -> None:
         """Notes a tensor, unless the same memory is known under an earlier name."""
         check(name, tensor)
-        self._places.append((place, key, tensor, tensor.data_ptr()))
+        self._places.append((place, key, tensor))
+        self._pointers.append(tensor.data_ptr)
+        self._addresses.append(tensor.data_ptr())
         identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         if tensor.numel() and identity in self._seen:
             return
@@ -87,21 +91,19 @@ class Bindings:
 
     def expect(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Notes that `place[key]` is `value` itself, which is no leaf."""
-        self._places.append((place, key, value, -1))
+        self._places.append((place, key, value))
 
     def count(self, container: Any) -> None:
         """Notes how many entries a container has."""
         self._sizes.append((container, len(container)))
 
     def hold(self) -> bool:
-        """Whether every tensor is still where it was, and nothing came or went."""
-        for container, size in self._sizes:
-            if len(container) != size:
-                return False
-        for place, key, value, pointer in self._places:
-            if (pointer >= 0 and value.data_ptr() != pointer) or place.get(key) is not value:
-                return False
-        return True
+        """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
+        return (
+            all(len(container) == size for container, size in self._sizes)
+            and all(place.get(key) is value for place, key, value in self._places)
+            and [pointer() for pointer in self._pointers] == self._addresses
+        )
 
     def layout(self) -> Layout:
         """The layout of all leaves."""

@@ -83,7 +83,16 @@ class Taken:
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.job = CopyJob(
-            self.slot, bindings.layout(), tensors, self.at_chunk, self.intact, self.landed, self.sealed, self.failed
+            lambda may_wait: self.slot,
+            lambda: None,
+            chunk_bytes,
+            bindings.layout(),
+            tensors,
+            self.at_chunk,
+            self.intact,
+            self.landed,
+            self.sealed,
+            self.failed,
         )
 
     def at_chunk(self, index: int) -> None:

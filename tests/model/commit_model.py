@@ -19,6 +19,7 @@ In every reachable state:
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +35,12 @@ STATES = {WRITING: SlotState.WRITING, TORN: SlotState.WRITING, SEALED: SlotState
 EPOCHS = [Epoch(counter, bytes([counter]) * 16) for counter in range(4)]
 
 # A slot is (epoch, step, state). Sets of steps are bit masks.
-# A rank is (slots, ghost, next step, newest step known to be whole, voids known, steps said sealed, steps said void).
+# A rank is (slots, ghost, next step, steps said sealed). Its ghost is what an orphan of an older epoch left sealed, in
+# memory that the rank does not use. What a rank has heard is no part of the state: when it begins a copy it may know any
+# part of what was announced, which covers whatever was lost, late or forgotten.
 Kept = tuple[int, int, int]
-Rank = tuple[tuple[Kept, ...], Kept, int, int, int, int, int]
-State = tuple[int, tuple[int, int] | None, tuple[Rank, ...]]  # epoch, base, ranks
+Rank = tuple[tuple[Kept, ...], Kept, int, int]
+State = tuple[int, tuple[int, int] | None, int, tuple[Rank, ...]]  # epoch, base, steps said void by any rank, ranks
 
 
 class Violation(Exception):
@@ -52,7 +55,7 @@ class Rules:
     exact: bool = True  # whole(s) needs sealed(s) of every rank; else sealed of s or a later step
     voids_count: bool = False  # whole(s) is announced when every rank has answered s, void or sealed
     early_voids: bool = False  # void(s) is announced because a rank has not answered yet
-    trust_round: bool = False  # recovery loads what all ranks heard to be whole, instead of reading headers
+    trust_round: bool = False  # recovery loads what it heard to be whole: the base, if the announcement was lost
     keyed_by_epoch: bool = True  # a version is (epoch, step), not the step alone
     drops: bool = True  # an attach empties the slots that the plan names
     pins_base: bool = True  # after a restart the base counts as whole until something newer is
@@ -118,8 +121,7 @@ class Model:
 
     def __init__(self, size: Size, rules: Rules) -> None:
         self.size, self.rules = size, rules
-        self.begin_bit = (1 << (size.steps + 1)) - 2
-        self.states = 0
+        self.all_steps = (1 << (size.steps + 1)) - 2
 
     def explore(self) -> int:
         """The number of states.
@@ -127,8 +129,8 @@ class Model:
         Raises:
             Violation: an invariant does not hold.
         """
-        fresh: Rank = ((EMPTY,) * self.size.slots, EMPTY, 1, 0, 0, 0, 0)
-        start: State = (1, None, (fresh,) * self.size.ranks)
+        fresh: Rank = ((EMPTY,) * self.size.slots, EMPTY, 1, 0)
+        start: State = (1, None, 0, (fresh,) * self.size.ranks)
         seen, queue = {start}, deque([start])
         while queue:
             state = queue.popleft()
@@ -144,70 +146,83 @@ class Model:
 
     def wholes(self, ranks: tuple[Rank, ...]) -> int:
         """The steps of this epoch that are announced whole."""
-        mask = -1
-        for rank in ranks:
-            said = rank[5] | (rank[6] if self.rules.voids_count else 0)
-            mask &= said if self.rules.exact else (1 << said.bit_length()) - 1
-        return mask & self.begin_bit
-
-    def voids(self, ranks: tuple[Rank, ...]) -> int:
-        """The steps of this epoch that are announced void."""
-        mask = 0
-        for rank in ranks:
-            mask |= rank[6]
-            if self.rules.early_voids and any(rank[5] != other[5] for other in ranks):
-                mask |= self.begin_bit & ~rank[5]
+        mask = self.all_steps
+        for slots, _, step, sealed in ranks:
+            if self.rules.voids_count:
+                open_steps = sum(1 << kept[1] for kept in slots if kept[2] == WRITING)
+                mask &= ((1 << step) - 1) & ~open_steps
+            else:
+                mask &= sealed if self.rules.exact else (1 << sealed.bit_length()) - 1
         return mask
+
+    def announced_voids(self, state: State) -> int:
+        """The steps of this epoch that are announced void."""
+        _, _, voids, ranks = state
+        if self.rules.early_voids:
+            some, every = 0, self.all_steps
+            for rank in ranks:
+                some, every = some | rank[3], every & rank[3]
+            voids |= some & ~every
+        return voids
 
     def newest(self, state: State) -> tuple[int, int] | None:
         """The newest version that was announced whole, or the base."""
-        whole = self.wholes(state[2]).bit_length() - 1
+        whole = self.wholes(state[3]).bit_length() - 1
         return (state[0], whole) if whole > 0 else state[1]
 
     def canonical(self, state: State) -> State:
-        """The state without what no longer matters, ranks and slots in one order."""
-        epoch, base, ranks = state
+        """The state without what no longer matters to anyone, ranks and slots in one order."""
+        epoch, base, voids, ranks = state
         whole = max(self.wholes(ranks).bit_length() - 1, 0)
-        forgotten = (1 << min(rank[3] for rank in ranks) + 1) - 1
-        kept = []
-        for slots, ghost, step, known, voids, sealed, void in ranks:
-            older = (1 << known + 1) - 1
-            sealed &= ~((1 << whole) - 1)
-            kept.append((tuple(sorted(slots)), ghost, step, known, voids & ~older, sealed, void & ~forgotten))
-        return epoch, base, tuple(sorted(kept))
+        said = ~((1 << whole) - 1) & (~voids if self.rules == Rules() else -1)
+        open_steps = ~((1 << min(rank[2] for rank in ranks)) - 1)
+        asked = functools.reduce(operator.or_, (self.asked(epoch, rank[0]) for rank in ranks), open_steps)
+        kept = [(tuple(sorted(slots)), ghost, step, sealed & said) for slots, ghost, step, sealed in ranks]
+        return epoch, base, voids & asked, tuple(sorted(kept))
+
+    def asked(self, epoch: int, slots: tuple[Kept, ...]) -> int:
+        """The steps whose void would let a rank reuse a slot."""
+        return sum(1 << kept[1] for kept in slots if kept[0] == epoch)
 
     # What may happen next
 
     def successors(self, state: State) -> Iterator[State]:
-        epoch, base, ranks = state
-        wholes, voids = self.wholes(ranks), self.voids(ranks)
+        epoch, base, voids, ranks = state
+        wholes, announced = self.wholes(ranks), self.announced_voids(state)
         for i, rank in enumerate(ranks):
-            for changed in self.moves(epoch, base, rank, wholes, voids):
-                yield epoch, base, (*ranks[:i], changed, *ranks[i + 1 :])
+            for void, changed in self.moves(epoch, base, rank, wholes, announced):
+                yield epoch, base, voids | void, (*ranks[:i], changed, *ranks[i + 1 :])
         if epoch <= self.size.crashes:
             yield from self.crashed(state)
 
-    def moves(self, epoch: int, base: tuple[int, int] | None, rank: Rank, wholes: int, voids: int) -> Iterator[Rank]:
-        slots, ghost, step, known, known_voids, sealed, void = rank
+    def moves(
+        self, epoch: int, base: tuple[int, int] | None, rank: Rank, wholes: int, voids: int
+    ) -> Iterator[tuple[int, Rank]]:
+        """What one rank may do: (the step that it says void, the rank after that)."""
+        slots, ghost, step, sealed = rank
         if step <= self.size.steps:
-            yield slots, ghost, step + 1, known, known_voids, sealed, void | 1 << step
-            at = begun(slots, epoch, self.knowledge(epoch, base, known), known_voids, self.rules)
-            if at is not None:
-                yield _put(slots, at, (epoch, step, WRITING)), ghost, step + 1, known, known_voids, sealed, void
+            yield 1 << step, (slots, ghost, step + 1, sealed)
+            for at in self.choices(epoch, base, slots, wholes, voids):
+                yield 0, (_put(slots, at, (epoch, step, WRITING)), ghost, step + 1, sealed)
         for at, (_, copied, state) in enumerate(slots):
             if state == WRITING:
-                ended = _put(slots, at, (epoch, copied, SEALED))
-                yield ended, ghost, step, known, known_voids, sealed | 1 << copied, void
-                torn = _put(slots, at, (epoch, copied, TORN))
-                yield torn, ghost, step, known, known_voids, sealed, void | 1 << copied
-        if ghost[2] == WRITING:
-            yield slots, (ghost[0], ghost[1], SEALED), step, known, known_voids, sealed, void
-        for whole in steps_of(wholes):
-            if whole > known:
-                yield slots, ghost, step, whole, known_voids, sealed, void
-        for each in steps_of(voids & ~known_voids):
-            if each > known:
-                yield slots, ghost, step, known, known_voids | 1 << each, sealed, void
+                yield 0, (_put(slots, at, (epoch, copied, SEALED)), ghost, step, sealed | 1 << copied)
+                yield 1 << copied, (_put(slots, at, (epoch, copied, TORN)), ghost, step, sealed)
+
+    def choices(
+        self, epoch: int, base: tuple[int, int] | None, slots: tuple[Kept, ...], wholes: int, voids: int
+    ) -> set[int]:
+        """The slots that a rank may begin, whatever it has heard of what was announced."""
+        relevant = voids & self.asked(epoch, slots)
+        found = set()
+        for whole in {0, wholes.bit_length() - 1} - {-1}:
+            part = relevant
+            while True:  # every part of the voids
+                found.add(begun(slots, epoch, self.knowledge(epoch, base, whole), part, self.rules))
+                if not part:
+                    break
+                part = (part - 1) & relevant
+        return found - {None}
 
     def knowledge(self, epoch: int, base: tuple[int, int] | None, known: int) -> tuple[int, int] | None:
         """What a rank takes for the newest whole version."""
@@ -218,17 +233,16 @@ class Model:
         return epoch, base[1]
 
     def recovered(self, state: State) -> tuple[tuple[int, int] | None, bool, frozenset[tuple[int, int]]]:
-        epoch, base, ranks = state
+        epoch, base, _, ranks = state
         held = tuple((*rank[0], rank[1]) for rank in ranks)
         found, is_one, dropped = planned(held, epoch, base, self.rules)
         if self.rules.trust_round:
-            heard = min(rank[3] for rank in ranks)
-            found, is_one = (epoch, heard) if heard else base, True
+            found, is_one = base, True
         return found, is_one, dropped
 
     def crashed(self, state: State) -> Iterator[State]:
-        """All ranks die and attach again; of none, one, or each of them an orphan keeps a slot that was dropped."""
-        epoch, _, ranks = state
+        """All ranks die and attach again; of none, one, or each of them an orphan seals a copy that was dropped."""
+        epoch, _, _, ranks = state
         found, _, dropped = self.recovered(state)
         step = found[1] + 1 if found else 1
         for orphans in [(), *[(i,) for i in range(len(ranks))], tuple(range(len(ranks)))]:
@@ -237,34 +251,32 @@ class Model:
                 gone = {at for rank, at in dropped if rank == i} if self.rules.drops else set()
                 kept = tuple(EMPTY if at in gone else _dead(each) for at, each in enumerate(slots))
                 lost = [slots[at] for at in gone if at < len(slots) and slots[at][2] in (WRITING, SEALED)]
-                ghost = max(lost, default=EMPTY) if i in orphans else EMPTY
-                after.append((kept, ghost, step, 0, 0, 0, 0))
-            yield epoch + 1, found, tuple(after)
+                ghost = (*max(lost)[:2], SEALED) if lost and i in orphans else EMPTY
+                after.append((kept, ghost, step, 0))
+            yield epoch + 1, found, 0, tuple(after)
 
     # What must hold
 
     def check(self, state: State) -> None:
-        epoch, base, ranks = state
+        epoch, base, _, _ = state
         found, is_one, _ = self.recovered(state)
         newest = self.newest(state)
         if not is_one:
             raise Violation(f"ranks load different versions: {state}")
         if newest is not None and (found is None or found < newest):
-            raise Violation(f"{newest} was announced, recovery finds {found}: {state}")
+            raise Violation(f"{newest} was announced or is the base, recovery finds {found}: {state}")
         if found is not None and found != base and found[0] != epoch:
             raise Violation(f"recovery finds {found} of a dead history, the base is {base}: {state}")
         self.check_progress(state)
 
     def check_progress(self, state: State) -> None:
-        epoch, base, ranks = state
-        wholes, voids = self.wholes(ranks), self.voids(ranks)
-        newest = max(wholes.bit_length() - 1, 0)
-        for slots, _, step, known, known_voids, _, _ in ranks:
-            is_quiet = step == ranks[0][2] and all(kept[2] != WRITING for kept in slots)
-            if not is_quiet or known < newest or voids & ~known_voids & ~((1 << known + 1) - 1):
-                return
-        for slots, _, _, known, known_voids, _, _ in ranks:
-            if begun(slots, epoch, self.knowledge(epoch, base, known), known_voids, self.rules) is None:
+        epoch, base, _, ranks = state
+        if any(step != ranks[0][2] or any(kept[2] == WRITING for kept in slots) for slots, _, step, _ in ranks):
+            return
+        whole = max(self.wholes(ranks).bit_length() - 1, 0)
+        for slots, *_ in ranks:
+            voids = self.announced_voids(state) & self.asked(epoch, slots)
+            if begun(slots, epoch, self.knowledge(epoch, base, whole), voids, self.rules) is None:
                 raise Violation(f"a rank has no slot to go on with, for ever: {state}")
 
 
