@@ -71,14 +71,13 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Bytes in, the loss of predicting each next byte out."""
 
-    rotation: torch.Tensor
-
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
-        self.register_buffer("rotation", rotations(shape.context, shape.width // shape.heads), persistent=False)
+        # A constant, not state: as a buffer, DDP would send it to all ranks at every step.
+        self.rotation = rotations(shape.context, shape.width // shape.heads)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -84,7 +84,8 @@ def test_attaching_to_a_stopped_daemon_ends_at_the_deadline(daemon):
 
 def test_a_rank_whose_snapshots_fail_for_50_steps(daemon, undisturbed):
     failing = "snapshot.begin:raise:rank=1:from=10:until=60:epoch=1"
-    trainers = Trainers(Spec(daemon.address, steps=STEPS, failpoints=failing, options={"pause_at": [40]}), world=2)
+    options = {"pause_at": [40], "seal_at": [6, 7, 8, 9]}  # so that none of these is skipped
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, failpoints=failing, options=options), world=2)
     trainers.wait_for(40)
     assert daemon.status("job").whole == 9
     trainers.kill()
@@ -121,7 +122,8 @@ def test_lost_rounds_keep_the_last_whole_version(pair, undisturbed):
 
 def test_two_nodes_agree_and_restore(pair, undisturbed):
     addresses = [process.address for process in pair]
-    trainers = Trainers(Spec("", steps=STEPS, options={"pause_at": [40]}), 2, addresses)
+    options = {"pause_at": [40], "seal_at": [37, 38, 39, 40]}  # so that none of these is skipped
+    trainers = Trainers(Spec("", steps=STEPS, options=options), 2, addresses)
     trainers.wait_for(40)
     for process in pair:
         until(lambda process=process: process.status("job").whole == 40, what="the outcome on both nodes")

@@ -30,7 +30,12 @@ def torchrun(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_workers_restart_twice_under_the_reft_backend(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    flags = ["--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", "--max-restarts=3"]
+    flags = [
+        "--rdzv-backend=reft",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--local-addr=127.0.0.1",
+        "--max-restarts=3",
+    ]
     done = torchrun(script, *flags)
     assert done.returncode == 0, done.stderr[-3000:]
     # The first store round belongs to restart 0; each later one must not see what it left.

@@ -78,7 +78,7 @@ def steps_of(mask: int) -> list[int]:
     return [step for step in range(mask.bit_length()) if mask >> step & 1]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, voids: int, rules: Rules) -> int | None:
     """Which slot is written next; None: none may be."""
     idle = [(i, kept) for i, kept in enumerate(slots) if kept[2] != WRITING]
@@ -93,7 +93,7 @@ def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, vo
     return None if chosen is None else chosen.index
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def planned(
     held: tuple[tuple[Kept, ...], ...], epoch: int, base: tuple[int, int] | None, rules: Rules
 ) -> tuple[tuple[int, int] | None, bool, frozenset[tuple[int, int]]]:

@@ -1,0 +1,71 @@
+"""Makes the golden slot files of format 1.0, one for each state: python tests/wire/golden/make.py
+
+They are kept gzipped, since a slot has a megabyte of room for its capsule. A test makes them again and compares them byte
+for byte, so a change of the format shows as a failure, not as a file that nobody can read any more.
+"""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+
+from reft.core.layout import Layout, Leaf, pack
+from reft.core.version import Epoch, Version
+from reft.wire import capsule
+from reft.wire.messages import table_to
+from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
+
+FOLDER = Path(__file__).parent
+STATES = ("empty", "writing", "landed", "sealed")
+VERSION = Version(Epoch(3, bytes(range(16))), 1234)
+GEOMETRY = Geometry(table_capacity=4096, data_capacity=12288, chunk_bytes=4096)
+JOB, RANK = "golden-job.1", 5
+TREE = {"step": 1234, "random": (1, 2, -3.5), "seed": b"\x00\xff", "order": np.arange(4, dtype="<i8")}
+
+
+def layout() -> Layout:
+    """Two leaves, of two chunks and a bit."""
+    leaves = [
+        Leaf("model.0.bias", "float32", (16,), (1,), 64, True, (16,), (0,)),
+        Leaf("model.0.weight", "bfloat16", (64, 64), (64, 1), 8192, False, (128, 64), (64, 0)),
+    ]
+    return pack(leaves)
+
+
+def payload() -> np.ndarray:
+    return (np.arange(layout().data_bytes, dtype=np.uint32) * 2654435761 >> 7).astype(np.uint8)
+
+
+def make(state: str) -> np.ndarray:
+    """The bytes of a slot in `state`, written as a trainer and a daemon write it."""
+    slot = np.zeros(GEOMETRY.file_bytes, np.uint8)
+    map_ = SlotMap.create(slot, GEOMETRY, JOB, RANK)
+    if state == "empty":
+        return slot
+    held = layout()
+    map_.begin(VERSION, held.digest, table_to(held), held.data_bytes)
+    map_.put_capsule(capsule.encode(TREE))
+    map_.data[: held.data_bytes // 2] = payload()[: held.data_bytes // 2]
+    if state == "writing":
+        return slot
+    map_.data[: held.data_bytes] = payload()
+    map_.landed()
+    if state == "sealed":
+        map_.sealed(np.array([chunk_digest(map_.chunk(i)) for i in range(map_.chunks)], np.uint64))
+    return slot
+
+
+def path_of(state: str) -> Path:
+    return FOLDER / f"slot-1.0-{state}.gz"
+
+
+def read(state: str) -> np.ndarray:
+    """The bytes of a golden file, writable."""
+    return np.frombuffer(gzip.decompress(path_of(state).read_bytes()), np.uint8).copy()
+
+
+if __name__ == "__main__":
+    for each in STATES:
+        path_of(each).write_bytes(gzip.compress(make(each).tobytes(), mtime=0))
