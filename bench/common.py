@@ -61,9 +61,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.norm_1, self.norm_2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(shape.width, shape.width, bias=False) for _ in range(4)
-        )
+        self.query, self.key, self.value, self.out = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
         self.gate, self.up = (nn.Linear(shape.width, shape.inner, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.inner, shape.width, bias=False)
 
@@ -315,7 +313,17 @@ def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> I
 def daemon() -> Iterator[tuple[str, int]]:
     """A daemon of its own, with its slots in /dev/shm; its address and pid. Everything is gone at the end."""
     with folder() as home, folder(SHM) as slots:
-        flags = ["--node", "bench", "--socket", str(home / "d.sock"), "--dir", str(slots), "--purge", "--idle-exit", "120"]
+        flags = [
+            "--node",
+            "bench",
+            "--socket",
+            str(home / "d.sock"),
+            "--dir",
+            str(slots),
+            "--purge",
+            "--idle-exit",
+            "120",
+        ]
         with process([sys.executable, "-m", "reft_daemon", *flags], home / "log", {}) as started:
             end = time.monotonic() + 30
             while not (home / "d.sock.fd").exists():

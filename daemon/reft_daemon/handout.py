@@ -40,16 +40,20 @@ class Handout:
     async def serve(self) -> None:
         """Answers until it is cancelled."""
         loop = asyncio.get_running_loop()
+        failing = False
         while True:
             await self._room.acquire()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 # Out of descriptors, mostly: the daemon must live on, and be asked again.
-                log.error("the handout socket can't accept: %s", error)
+                if not failing:
+                    log.error("the handout socket can't accept: %s", error)
+                failing = True
                 self._room.release()
                 await asyncio.sleep(RETRY_S)
                 continue
+            failing = False
             asyncio.ensure_future(self._answer(connection)).add_done_callback(lambda _: self._room.release())
 
     def close(self) -> None:

@@ -45,10 +45,10 @@ class Registry:
     def adopt(self) -> None:
         """Takes over what an earlier daemon left in the arena."""
         for record in self.arena.records():
-            job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self._changed)
+            job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self.wake)
             job.adopt()
             self._start_couriers(job)
-            self._changed(job)  # what the slots say may be news to the other nodes
+            self.wake(job)  # what the slots say may be news to the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
     def get(self, name: str) -> HeldJob:
@@ -81,7 +81,7 @@ class Registry:
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
-            self.jobs[name] = HeldJob(self.arena, pb.JobRecord(manifest=manifest), self._changed)
+            self.jobs[name] = HeldJob(self.arena, pb.JobRecord(manifest=manifest), self.wake)
         job = self.jobs[name]
         before = job.record.manifest.token
         if before and before != manifest.token:
@@ -95,7 +95,8 @@ class Registry:
         if job.record.HasField("decision"):
             self._couriers[job.id] = Couriers(job, self.peers, self._failpoints)
 
-    def _changed(self, job: HeldJob) -> None:
+    def wake(self, job: HeldJob) -> None:
+        """Tells the other nodes of a job what is true now."""
         if job.id in self._couriers:
             self._couriers[job.id].wake()
 

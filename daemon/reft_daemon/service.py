@@ -122,6 +122,8 @@ class DaemonService(pb_grpc.DaemonServicer):
         await authorise(self._registry, request.job, context)
         job = self._registry.get(request.job)
         job.report(request)
+        # A trainer that repeats itself waits: what it said may have been lost with a daemon that was restarted.
+        self._registry.wake(job)
         newest = max((answer.step for answer in request.answers), default=-1)
         deadline = time.monotonic() + min(request.wait_ms / 1000, REPORT_WAIT_MAX_S)
         while job.round is not None and not job.round.outcome.decides(newest):

@@ -101,7 +101,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
 
 @main.command()
 @json_option
-@click.option("--steps", default=60, show_default=True, type=click.IntRange(min=24), help="Steps to train, twice.")
+@click.option("--steps", default=48, show_default=True, type=click.IntRange(min=24), help="Steps to train, twice.")
 @click.option("--keep-logs", is_flag=True, help="Keep the folder with the logs and records, and say where it is.")
 def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
     """Trains on two pretend nodes, kills trainers, and proves that nothing was lost. About a minute; needs no GPU."""

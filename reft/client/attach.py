@@ -438,6 +438,16 @@ class Attachment:
             say("snapshots survive lost processes, not a lost node: redundancy among nodes is not in this version.")
         if self.request.schedule is not None:
             say("copies run beside compute; placing them by the pipeline's schedule is not in this version.")
+        if self.exchange.world > 2 and any(_regroups(module) for module in self.subjects.modules.values()):
+            say(
+                "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "
+                "last bits; find_unused_parameters=True keeps the grouping."
+            )
         uncovered = self.request.uncovered()
         if uncovered:
             say(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
+
+
+def _regroups(module: nn.Module) -> bool:
+    """Whether the order in which gradients are added depends on where the process began."""
+    return isinstance(module, nn.parallel.DistributedDataParallel) and not module.find_unused_parameters

@@ -230,10 +230,11 @@ class CpuCopier:
         job.sealed(digests)
 
     def _copy_chunks(self, job: CopyJob, slot: SlotMap, plan: Plan, digests: np.ndarray, chunks: range) -> None:
-        data = slot.data
+        # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
+        data, size = slot.data[: job.layout.data_bytes], job.chunk_bytes
         for index in chunks:
             job.at_chunk(index)
-            pieces, chunk = plan.table[index], slot.chunk(index)
+            pieces, chunk = plan.table[index], data[index * size : (index + 1) * size]
             for piece in pieces:
                 copy_piece(piece, data)
             # The source is still in the core's cache; the slot is not. A chunk of several leaves has padding between.

@@ -75,7 +75,7 @@ def _targets(layout: Layout, subjects: Subjects) -> Mapping[str, torch.Tensor]:
 
 def make_missing_state(layout: Layout, subjects: Subjects, bindings: Bindings) -> None:
     """Gives optimizers the state tensors that are held but do not exist before a first step."""
-    parameters = {name: parameter for name, parameter in subjects.parameter_names()}
+    parameters = dict(subjects.parameter_names())
     room = _Room(sum(align(leaf.nbytes) for leaf in layout.leaves if leaf.name not in bindings.tensors))
     for leaf in layout.leaves:
         prefix, _, rest = leaf.name.partition(".")
@@ -95,7 +95,7 @@ def make_missing_state(layout: Layout, subjects: Subjects, bindings: Bindings) -
 class _Room:
     """Fresh host memory for many tensors in huge pages: in small pages it costs several times the copy into it.
 
-    Tensors that malloc places one by one begin and end between huge pages, and half of their bytes miss them. Each tensor
+    Tensors that malloc places one by one begin and end between huge pages, and much of them misses those. Each tensor
     made here has a storage of its own; the memory is given back once the last of them is gone.
 
     Args:

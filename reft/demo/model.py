@@ -17,7 +17,7 @@ class Shape:
     context: int = 64
     width: int = 96
     heads: int = 4
-    layers: int = 3
+    layers: int = 2
     dropout: float = 0.1
 
 

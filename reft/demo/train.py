@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batch", type=int, default=4, help="sequences of one rank in a step")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()

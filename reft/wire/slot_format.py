@@ -161,14 +161,15 @@ def newest_header(slot: Bytes) -> Header:
         FormatError: neither copy is valid, or the mapping is smaller than the slot.
     """
     found: list[Header] = []
-    first_error: FormatError | None = None
+    reason, hint = "the slot has no header.", ""
     for offset in (0, PAGE):
         try:
             found.append(decode_header(slot[offset : offset + PAGE].tobytes()))
         except FormatError as error:
-            first_error = first_error or error
+            # Not the error itself: its traceback would keep this frame, and with it the mapping, for ever.
+            reason, hint = error.message, error.hint
     if not found:
-        raise first_error or FormatError("the slot has no header.")
+        raise FormatError(reason, hint)
     header = max(found, key=lambda header: header.seq)
     if header.geometry.file_bytes > slot.nbytes:
         raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {slot.nbytes}.")

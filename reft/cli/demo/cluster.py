@@ -35,7 +35,7 @@ from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
 TRAINER = "reft.demo.train"
-ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 16 MiB
+ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 10 MiB
 DAEMON_START_S = 30.0
 STATUS_S = 1.0
 POLL_S = 0.05

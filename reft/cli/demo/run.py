@@ -107,7 +107,7 @@ def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
         screen.say(
             "reft demo: 2 pretend nodes x 2 ranks on this computer (CPU, gloo). Ctrl-C stops everything.", "bold"
         )
-        screen.say("  model   Llama-style, 0.36 M parameters, bytes of Python's own manual; nothing is downloaded")
+        screen.say("  model   Llama-style, 0.25 M parameters, bytes of Python's own manual; nothing is downloaded")
         if logs:
             screen.say(f"  logs    {logs}")
         with Cluster(nodes=2, ranks_per_node=2, keep=logs) as cluster:
@@ -126,10 +126,12 @@ def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began
     screen.say()
     screen.say(f"1. {steps} steps with two faults; a snapshot of every step")
     disturbed = run(cluster, scenario, Watcher(cluster, screen, scenario))
+    screen.end()
     cluster.purge(scenario.job)
     screen.say()
     screen.say(f"2. the same {steps} steps without faults, to compare")
     plain = run(cluster, plain_scenario, Watcher(cluster, screen, plain_scenario))
+    screen.end()
     comparison = compare(disturbed.result, plain.result, steps)
     return Report(scenario, disturbed, plain, comparison, time.monotonic() - began, logs)
 

@@ -21,7 +21,7 @@ class KillInCopy:
 
     rank: int
     step: int
-    chunk: int = 8
+    chunk: int = 5
 
     @property
     def failpoint(self) -> str:

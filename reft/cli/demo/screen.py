@@ -66,6 +66,11 @@ class Screen:
         self._shown_s, self._shown_step = time.monotonic(), 0
         self.say(HEAD, "dim")
 
+    def end(self) -> None:
+        """The training is over: the row that moves goes."""
+        if self._console.is_terminal:
+            self._live.update(Text(""), refresh=True)
+
     def progress(self, now: Progress) -> None:
         """The newest state of the training."""
         if self._console.is_terminal:

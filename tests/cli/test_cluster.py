@@ -1,0 +1,48 @@
+"""The pretend nodes: what tests do to them happens, and training goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from reft.cli.demo.cluster import Cluster, DemoError
+from reft.cli.demo.records import Step
+from tests.support.daemons import until
+
+
+def test_daemons_and_ranks_can_be_ended_stopped_and_brought_back():
+    with Cluster(nodes=2, ranks_per_node=1) as cluster:
+        training = cluster.launch("job", 200, arguments=["--batch", "2"])
+
+        def goes_on() -> None:
+            before = training.result().completed
+            until(lambda: training.result().completed >= before + 3, 60, "that training goes on")
+
+        goes_on()
+        cluster.signal_daemon(1, signal.SIGKILL)
+        goes_on()
+        cluster.start_daemon(1)
+        cluster.signal_daemon(0, signal.SIGSTOP)
+        goes_on()
+        assert list(cluster.pids("job")) == [1]
+        cluster.signal_daemon(0, signal.SIGCONT)
+        until(lambda: len(cluster.pids("job")) == 2)
+        assert list(cluster.signal_ranks("job", [1], signal.SIGKILL)) == [1]
+        assert training.wait(100) == [0, 0]
+        result = training.result()
+        assert [[a.restored_from for a in result.attempts[rank]] for rank in (0, 1)] == [[None, "memory"]] * 2
+        assert isinstance(result.attempts[0][-1].steps[-1], Step) and result.completed == 200
+        with pytest.raises(DemoError, match=r"ranks \[0\] of job job have no trainer now"):
+            cluster.signal_ranks("job", [0], signal.SIGKILL)
+        folders = [cluster.folder, cluster.slots]
+        assert all(folder.exists() for folder in folders)
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_a_daemon_that_does_not_start_is_named(tmp_path: Path):
+    cluster = Cluster(nodes=1, keep=tmp_path, daemon_environment={"REFT_MEMORY": "nonsense"})
+    with pytest.raises(DemoError, match="daemon of node-a did not start"), cluster:
+        raise AssertionError("it started")
+    assert not cluster.folder.exists() and (tmp_path / "node-a.daemon.log").exists()

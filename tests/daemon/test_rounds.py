@@ -1,0 +1,207 @@
+"""Rounds among real daemons: announced to all, delayed by nobody, healed after a silence, and carried over TLS."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from reft.core.round import Answer
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.daemon.jobs import Job, Trainer, tcp_call, write
+from tests.support.daemons import DaemonProcess, until
+
+SEALED, VOID = Answer.SEALED, Answer.VOID
+
+
+@pytest.fixture
+def three(start, trainer) -> Job:
+    """A job with one rank on each of three daemons that reach each other over TCP."""
+    return leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(3)], trainer)
+
+
+def leased(nodes: list[tuple[DaemonProcess, list[int]]], trainer: Trainer) -> Job:
+    job = Job(nodes)
+    for node in job.manifest.nodes:
+        del node.addresses[1:]  # as on hosts of their own: no unix socket in common
+    job.decide()
+    for rank in job.home:
+        job.lease(rank, trainer.pid, slots=0)
+    return job
+
+
+def all_whole(job: Job, step: int) -> None:
+    until(lambda: all(job.whole(i) == step for i in range(len(job.daemons))), what=f"whole({step}) everywhere")
+
+
+def test_whole_is_announced_to_all(three):
+    for rank in range(3):
+        assert three.whole(0) == -1
+        three.report(rank, {1: SEALED})
+    all_whole(three, 1)
+
+
+def test_a_report_is_answered_when_its_step_is_decided(three):
+    """The reply is held back, and comes with the outcome long before its deadline."""
+    with rpc.channel(three.daemons[1].address) as channel:
+        request = pb.ReportRequest(
+            job="job", epoch=three.epoch, rank=1, answers=[pb.StepAnswer(step=1, answer="ANSWER_SEALED")], wait_ms=9000
+        )
+        began = time.monotonic()
+        waiting = pb_grpc.DaemonStub(channel).Report.future(request, timeout=10)
+        three.report(0, {1: SEALED})
+        three.report(2, {1: SEALED})
+        assert waiting.result().whole == 1
+        assert time.monotonic() - began < 5
+
+
+def test_a_void_is_announced_to_all_and_later_steps_go_on(three):
+    three.report(2, {1: VOID})
+    for rank in (0, 1):
+        until(lambda rank=rank: list(three.report(rank, {1: SEALED}).voids) == [1], what="void(1)")
+    for rank in range(3):
+        three.report(rank, {2: SEALED})
+    all_whole(three, 2)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_daemon_delays_nobody_and_the_round_heals(three, stopped):
+    living = [i for i in range(3) if i != stopped]
+    three.daemons[stopped].kill(signal.SIGSTOP)
+    for step in (1, 2):
+        for rank in living:
+            began = time.monotonic()
+            assert three.report(rank, {step: SEALED}, wait_ms=300, timeout=5).whole == -1
+            assert time.monotonic() - began < 2
+    deep = three.daemons[living[0]].call("Status", pb.StatusRequest(job="job", deep=True), timeout=5).jobs[0]
+    assert list(deep.silent_nodes) == [f"n{stopped}"]
+    with pytest.raises(grpc.RpcError) as late:
+        three.report(stopped, {1: SEALED, 2: SEALED}, timeout=0.5)
+    assert late.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
+    three.daemons[stopped].kill(signal.SIGCONT)
+    three.report(stopped, {1: SEALED, 2: SEALED})
+    all_whole(three, 2)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_daemon_that_was_killed_learns_the_round_again(three, killed, tmp_path):
+    """Its trainers repeat what they do not know the outcome of; so does every daemon below."""
+    for rank in range(3):
+        if rank != killed:
+            three.report(rank, {1: SEALED})
+    port = three.hellos[killed].addresses[0].rpartition(":")[2]
+    daemon = three.daemons[killed]
+    daemon.kill()
+    daemon.flags = ("--listen", f"127.0.0.1:{port}")
+    daemon.start()
+
+    def repeated() -> bool:
+        return min(three.report(rank, {1: SEALED}).whole for rank in range(3)) == 1
+
+    until(repeated, what="whole(1) for every rank that repeats itself")
+
+
+def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer):
+    """Nobody reports it again: the trainer has said it once, to the daemon that died."""
+    job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
+    write(job.slots(1, trainer.pid)[0], job.version(1))
+    job.report(0, {1: SEALED})
+    job.daemons[1].kill()
+    job.daemons[1].start()
+    all_whole(job, 1)
+
+
+def test_an_orphans_decision_does_not_stop_the_round(three):
+    """A stale attach is refused, and the round of the epoch in force is still carried."""
+    old = pb.Decision(epoch=pb.Epoch(counter=1, ident=b"o" * 16))
+    for i, daemon in enumerate(three.daemons):
+        with pytest.raises(grpc.RpcError):
+            daemon.call("Decide", pb.DecideRequest(manifest=three.manifest, decision=old, node_index=i))
+    for rank in range(3):
+        three.report(rank, {1: SEALED})
+    all_whole(three, 1)
+
+
+def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
+    old = three.epoch
+    three.decide()
+    for rank in range(3):
+        three.lease(rank, slots=0)
+    address, token = three.hellos[0].addresses[0], three.manifest.token
+    sealed = [pb.StepAnswer(step=1, answer="ANSWER_SEALED")]
+    for request, method in (
+        (pb.GatherRequest(job="job", epoch=old, node_index=1, answers=sealed), "Gather"),
+        (pb.Outcome(job="job", epoch=old, whole=9), "Announce"),
+    ):
+        with pytest.raises(grpc.RpcError) as stale:
+            tcp_call(address, method, request, token, pb_grpc.PeerStub)
+        assert stale.value.code() is grpc.StatusCode.ABORTED
+    assert three.whole(0) == -1
+    with pytest.raises(grpc.RpcError) as stranger:
+        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, answers=sealed)
+        tcp_call(address, "Gather", request, token, pb_grpc.PeerStub)
+    assert stranger.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Callable[[str], tuple[str, ...]]:
+    """Makes the TLS flags of a daemon whose certificate is signed by the CA of that name."""
+    if not shutil.which("openssl"):
+        pytest.skip("certificates need the openssl command")
+    folder: Path = tmp_path_factory.mktemp("tls")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    def make(ca: str) -> tuple[str, ...]:
+        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+        if not (folder / f"{ca}.pem").exists():
+            openssl(
+                "req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}"
+            )
+            (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+            openssl("req", *key, "-keyout", f"{ca}-node.key", "-out", f"{ca}-node.csr", "-subj", "/CN=node")
+            signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "names")
+            openssl("x509", "-req", "-in", f"{ca}-node.csr", *signing, "-days", "2", "-out", f"{ca}-node.pem")
+        files = (f"{ca}-node.pem", f"{ca}-node.key", f"{ca}.pem")
+        return tuple(
+            part
+            for flag, file in zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True)
+            for part in (flag, str(folder / file))
+        )
+
+    return make
+
+
+def test_a_round_over_tls(start, trainer, certificates):
+    flags = certificates("ours")
+    job = leased([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)], trainer)
+    for rank in range(2):
+        job.report(rank, {1: SEALED})
+    all_whole(job, 1)
+    address, token = job.hellos[0].addresses[0], job.manifest.token
+    with pytest.raises(grpc.RpcError) as plain:
+        tcp_call(address, "Status", pb.StatusRequest(job="job"), token)
+    assert plain.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_certificate_of_another_authority_is_not_heard(start, trainer, certificates):
+    nodes = [
+        (start("--listen", "127.0.0.1:0", *certificates(ca)), [rank]) for rank, ca in enumerate(("ours", "theirs"))
+    ]
+    job = leased(nodes, trainer)
+    for rank in range(2):
+        job.report(rank, {1: SEALED})
+    until(lambda: "does not hear the round" in job.daemons[1].log.read_text(), what="the refusal")
+    assert job.whole(0) == job.whole(1) == -1

@@ -1,0 +1,196 @@
+"""What a daemon refuses to start on, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.jobs import Job, slot_path
+from tests.support.daemons import ROOT, DaemonProcess, until
+
+IS_ROOT = os.getuid() == 0
+
+
+def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """A daemon that should not start: its exit code and what it says."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    done = subprocess.run(
+        [sys.executable, "-m", "reft_daemon", *map(str, flags)], capture_output=True, text=True, timeout=30,
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})}, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr + done.stdout
+
+
+def flags(home: Path, arena: Path | None = None) -> list[object]:
+    return ["--socket", home / "d.sock", "--dir", arena or home / "arena"]
+
+
+def test_a_second_daemon_on_the_same_socket(daemon, tmp_path):
+    code, text = run("--socket", daemon.socket, "--dir", tmp_path / "arena")
+    assert code == 1 and f"pid {daemon.process.pid}" in text and "socket" in text
+    assert daemon.answers()
+
+
+def test_a_second_daemon_on_the_same_folder(daemon, tmp_path):
+    code, text = run(*flags(tmp_path, daemon.folder))
+    assert code == 1 and f"pid {daemon.process.pid}" in text and "arena" in text
+    assert daemon.answers()
+
+
+@pytest.mark.parametrize("which", ["socket", "arena"])
+@pytest.mark.parametrize("kind", ["open", "link", "file", "foreign"])
+def test_a_folder_that_others_could_use(tmp_path, which, kind):
+    home, arena = tmp_path / "home", tmp_path / "arena"
+    home.mkdir(mode=0o700)
+    arena.mkdir(mode=0o700)
+    bad = home if which == "socket" else arena
+    if kind == "open":
+        bad.chmod(0o777)
+    elif kind == "foreign":
+        if not IS_ROOT:
+            pytest.skip("only root can give a folder away")
+        os.chown(bad, 12345, 12345)
+    else:
+        bad.rmdir()
+        if kind == "link":
+            bad.symlink_to(tmp_path, target_is_directory=True)
+        else:
+            bad.write_text("")
+    code, text = run(*flags(home, arena))
+    assert code != 0 and str(bad) in text
+    expected = {"open": "others may write", "link": "not a folder", "foreign": "belongs to uid 12345", "file": "exists"}
+    assert expected[kind] in text
+    assert not (home / "d.sock").exists() and not (arena / "node-id").exists()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:50000", "node7:50000", "*:1", ":50000"])
+def test_plain_text_beyond_loopback_is_refused(tmp_path, address):
+    code, text = run(*flags(tmp_path), "--listen", address)
+    assert code == 2 and "--tls-cert" in text and not list(tmp_path.iterdir())
+
+
+def test_insecure_must_be_said_and_is_repeated_at_each_start(start):
+    process = start("--listen", "0.0.0.0:0", "--insecure")
+    assert "--insecure: state and tokens travel in plain text" in process.log.read_text()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
+def test_loopback_is_allowed(start, address):
+    try:
+        process = start("--listen", address)
+    except RuntimeError as error:
+        if "::1" in address and "can't listen" in str(error):
+            pytest.skip("no IPv6 here")
+        raise
+    assert process.answers()
+
+
+def test_a_port_that_is_taken(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, text = run(*flags(tmp_path), "--listen", f"127.0.0.1:{port}")
+    assert code == 2 and "can't listen" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--memory", "plenty"], "is not a size"),
+        (["--tls-cert", "cert.pem"], "give all three"),
+        (
+            ["--tls-cert", "/none/c", "--tls-key", "/none/k", "--tls-ca", "/none/a", "--listen", "127.0.0.1:0"],
+            "TLS file",
+        ),
+        (["--listen", "127.0.0.1"], "--tls-cert"),
+        (["--token", "secret"], "No such option"),
+    ],
+)
+def test_bad_flags(tmp_path, more, says):
+    code, text = run(*flags(tmp_path), *more)
+    assert code == 2 and says in text
+
+
+def test_a_socket_path_that_is_too_long(tmp_path):
+    long = tmp_path / ("x" * 100)
+    code, text = run("--socket", long / "d.sock", "--dir", tmp_path / "arena")
+    assert code == 2 and "the kernel allows 107" in text
+
+
+def test_a_bad_variable(tmp_path):
+    code, text = run(*flags(tmp_path), environment={"REFT_FAILPOINTS": "a:explode"})
+    assert code == 2 and "failpoint" in text
+
+
+def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
+    names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
+    for path in (daemon.socket, Path(f"{daemon.socket}.fd"), *(slot_path(daemon, name) for name in names)):
+        assert path.stat().st_mode & 0o077 == 0
+    assert (daemon.folder / "job").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
+    names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
+    daemon.process.send_signal(signal.SIGHUP)  # nothing to reload, and no reason to leave
+    daemon.process.send_signal(number)
+    daemon.process.send_signal(number)
+    assert daemon.process.wait(20) == 0
+    assert all(slot_path(daemon, name).exists() for name in names)
+    assert not daemon.socket.exists() and not Path(f"{daemon.socket}.fd").exists()
+    assert "Traceback" not in daemon.log.read_text()
+
+
+def test_purge_at_the_end(start, trainer):
+    process = start("--purge")
+    Job([(process, [0])]).decide().lease(0, trainer.pid)
+    process.kill(signal.SIGTERM)
+    assert not (process.folder / "job").exists()
+
+
+def test_a_daemon_with_nothing_to_hold_leaves(start):
+    process = start("--idle-exit", "0.3")
+    assert process.process.wait(20) == 0
+    assert "leaving" in process.log.read_text()
+
+
+def test_a_daemon_that_holds_something_stays(start, trainer):
+    process = start("--idle-exit", "0.5", "--ttl", "0.5")
+    job = Job([(process, [0])]).decide()
+    job.lease(0, trainer.pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.process.wait(1.5)
+    trainer.kill()
+    assert process.process.wait(20) == 0
+    assert not (process.folder / "job").exists()
+
+
+def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
+    """With no descriptor left nobody is served; once there are some again, everybody is."""
+    process = DaemonProcess()
+    try:
+        pid = process.process.pid
+        subprocess.run(["prlimit", f"--pid={pid}", "--nofile=40"], check=True)
+        idle = []
+        for path in [str(process.socket)] * 20 + [f"{process.socket}.fd"] * 20:
+            idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            idle[-1].settimeout(1)
+            try:
+                idle[-1].connect(path)
+            except OSError:
+                break
+        until(lambda: "can't accept" in process.log.read_text(), what="the lack of descriptors")
+        for connection in idle:
+            connection.close()
+        until(process.answers, what="the daemon's recovery")
+        assert process.process.pid == pid and process.process.poll() is None
+    finally:
+        process.close()

@@ -1,0 +1,104 @@
+"""Settings: precedence, limits, sizes, and what the launcher says."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.config import Config, Launch, child_environment, environment, parse_size, runtime_dir
+from reft.errors import ConfigError
+
+
+def test_an_argument_beats_the_environment_beats_the_default():
+    surroundings = {"REFT_SLOTS": "4", "REFT_JOB": "from-env"}
+    assert Config.load({}).slots == 3
+    assert Config.load(surroundings).slots == 4
+    loaded = Config.load(surroundings, slots=5, job=None)
+    assert (loaded.slots, loaded.job) == (5, "from-env")
+
+
+def test_every_field_is_a_variable():
+    loaded = Config.load(
+        {
+            "REFT_MODE": "off", "REFT_JOB": "j", "REFT_DAEMON": "unix:/d", "REFT_RUNTIME_DIR": "/r", "REFT_SLOTS": "2",
+            "REFT_CHUNK_BYTES": "8KiB", "REFT_ATTACH_DEADLINE_S": "1.5", "REFT_RPC_DEADLINE_S": "0.5",
+            "REFT_SEAL_DEADLINE_S": "7", "REFT_FAILPOINTS": "a:kill",
+        }
+    )  # fmt: skip
+    assert loaded == Config("off", "j", "unix:/d", "/r", 2, 8192, 1.5, 0.5, 7.0, "a:kill")
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        {"REFT_MODE": "on"}, {"REFT_SLOTS": "1"}, {"REFT_SLOTS": "17"}, {"REFT_SLOTS": "three"}, {"REFT_SLOTS": ""},
+        {"REFT_CHUNK_BYTES": "4095"}, {"REFT_CHUNK_BYTES": "5000"}, {"REFT_CHUNK_BYTES": "0"},
+        {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"},
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_refused_and_shown(surroundings):
+    with pytest.raises(ConfigError) as refused:
+        Config.load(surroundings)
+    (value,) = surroundings.values()
+    assert value in str(refused.value)
+
+
+def test_a_bad_argument_is_refused_too():
+    with pytest.raises(ConfigError, match="slots is 99"):
+        Config.load({}, slots=99)
+
+
+def test_other_variables_are_left_alone():
+    assert Config.load({"REFT_NODE": "n", "SLOTS": "9", "reft_slots": "9"}).slots == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4096", 4096), ("0", 0), ("1k", 1024), ("1K", 1024), ("64MiB", 64 << 20), ("1.5G", 3 << 29), (" 2 TiB ", 2 << 40),
+        ("3MB", 3 << 20), ("7b", 7),
+    ],
+)  # fmt: skip
+def test_sizes(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1e3", "1 2", "0x10", "1PiB", "nan", "1,5G", "1..5G", "12 apples"])
+def test_what_is_no_size(text):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 1 << 50), st.sampled_from(["", "k", "M", "Gi", "TiB"]))
+def test_whole_sizes_are_exact(number, unit):
+    factor = 1024 ** " kmgt".index((unit or " ")[0].lower())
+    assert parse_size(f"{number}{unit}") == number * factor
+
+
+def test_the_runtime_folder(tmp_path):
+    assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "reft"
+    assert runtime_dir({"XDG_RUNTIME_DIR": str(tmp_path / "missing")}).name == f"reft-{os.getuid()}"
+    assert runtime_dir({"HOME": str(tmp_path)}).name == f"reft-{os.getuid()}"
+    assert Config.load({"XDG_RUNTIME_DIR": str(tmp_path)}).runtime_dir == str(tmp_path / "reft")
+
+
+def test_what_the_launcher_says():
+    assert Launch.load({}) == Launch(0, 1, 0, "", "", 0)
+    launch = Launch.load(
+        {
+            "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "r", "SLURM_JOB_ID": "9",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+        }
+    )  # fmt: skip
+    assert launch == Launch(3, 8, 1, "r", "9", 2)
+    assert launch.under_agent and not Launch.load({}).under_agent
+
+
+def test_this_process_s_environment(monkeypatch):
+    monkeypatch.setenv("REFT_SLOTS", "6")
+    assert Config.load().slots == 6 and environment()["REFT_SLOTS"] == "6"
+    child = child_environment(REFT_SLOTS="7")
+    assert child["REFT_SLOTS"] == "7" and os.environ["REFT_SLOTS"] == "6" and "PATH" in child

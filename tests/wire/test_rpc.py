@@ -1,0 +1,133 @@
+"""The table of errors and statuses, addresses, and the token."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import grpc
+import pytest
+
+from reft import errors
+from reft.errors import ConfigError, DaemonUnavailable, ReftError
+from reft.wire import rpc
+from reft_daemon.registry import NoSuchJob
+
+ROOT = Path(__file__).parents[2]
+
+
+class Failed(grpc.RpcError):
+    """A failed call, as a stub raises it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str | None) -> None:
+        self._code, self._details = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str | None:
+        return self._details
+
+
+def raised_by_the_daemon() -> set[str]:
+    """Names of our error classes that the daemon, or what it calls in wire and core, raises."""
+    ours = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, ReftError)}
+    found = set()
+    for folder in ("daemon/reft_daemon", "reft/wire", "reft/core"):
+        for path in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                    found.add(ast.unparse(node.exc.func))
+    return found & ours
+
+
+def test_every_error_that_the_daemon_raises_has_a_status():
+    raised = raised_by_the_daemon()
+    assert {"ConfigError", "AttachError", "NoRoom", "StaleEpoch", "FormatError", "AlreadyAttached"} <= raised
+    client_only = {"UnsupportedState"}  # of encoding a capsule, which the trainer alone does
+    missing = {name for name in raised - client_only if getattr(errors, name) not in rpc.STATUS_OF}
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", rpc.STATUS_OF, ids=lambda kind: kind.__name__)
+def test_there_and_back(kind):
+    status = rpc.status_of(kind("the slots are gone."))
+    back = rpc.error_of(Failed(status, "the slots are gone."), "unix:/d.sock")
+    assert type(back) is kind and "the slots are gone." in str(back)
+
+
+def test_no_two_errors_share_a_status():
+    assert len(set(rpc.STATUS_OF.values())) == len(rpc.STATUS_OF)
+
+
+def test_a_subclass_travels_as_its_parent_and_the_rest_as_internal():
+    assert rpc.status_of(NoSuchJob("none")) is grpc.StatusCode.FAILED_PRECONDITION
+    assert rpc.status_of(ReftError("other")) is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+@pytest.mark.parametrize("details", [None, "", "text"])
+def test_any_failure_becomes_an_error_of_ours_that_says_something(code, details):
+    error = rpc.error_of(Failed(code, details), "unix:/d.sock")
+    assert isinstance(error, ReftError) and str(error)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE])
+def test_a_daemon_that_is_not_there_is_named_by_its_address(code):
+    error = rpc.error_of(Failed(code, "refused"), "unix:/d.sock")
+    assert type(error) is DaemonUnavailable and "unix:/d.sock" in str(error)
+
+
+@pytest.mark.parametrize(
+    "address", ["unix:/run/reft/d.sock", "unix:" + "a" * 107, "localhost:1", "[::1]:65535", "10.0.0.1:0"]
+)
+def test_addresses(address):
+    assert rpc.check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "unix:", "unix:" + "a" * 108, "unix:" + "é" * 54, "host", ":1", "host:", "host:x", "host:65536", "host:-1"],
+)
+def test_bad_addresses(address):
+    with pytest.raises(ConfigError):
+        rpc.check_address(address)
+
+
+TOKEN = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "fits"),
+    [
+        (rpc.token_metadata(TOKEN), True),
+        ((("other", "x"), *rpc.token_metadata(TOKEN)), True),
+        ((), False),
+        (None, False),
+        (rpc.token_metadata(b""), False),
+        (rpc.token_metadata(TOKEN[:31]), False),
+        (rpc.token_metadata(TOKEN + b"\0"), False),
+        (rpc.token_metadata(TOKEN[::-1]), False),
+        (((rpc.TOKEN_KEY, "text"),), False),
+    ],
+)
+def test_the_token(metadata, fits):
+    assert rpc.has_token(metadata, TOKEN) is fits
+
+
+def test_a_job_without_a_token_lets_nobody_in():
+    assert not rpc.has_token(rpc.token_metadata(b""), b"")
+
+
+def test_the_token_is_compared_in_constant_time(monkeypatch):
+    seen = []
+    monkeypatch.setattr(rpc.hmac, "compare_digest", lambda one, other: seen.append((one, other)) or True)
+    assert rpc.has_token(rpc.token_metadata(b"x"), TOKEN)
+    assert seen == [(b"x", TOKEN)]
+
+
+def test_a_missing_tls_file_is_named(tmp_path):
+    tls = rpc.Tls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
+    for side in (tls.server, tls.client):
+        with pytest.raises(ConfigError, match=r"key.*check --tls-cert"):
+            side()

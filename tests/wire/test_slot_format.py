@@ -1,0 +1,334 @@
+"""The bytes of a slot: golden files, torn and flipped headers, impossible sizes, and the life of a slot."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+from reft.errors import FormatError
+from reft.wire import capsule
+from reft.wire.messages import table_from, table_to
+from reft.wire.slot_format import (
+    CAPSULE_MAX,
+    CHECKSUM,
+    HEADER,
+    PAGE,
+    Geometry,
+    Header,
+    SlotMap,
+    chunk_digest,
+    decode_header,
+    newest_header,
+)
+
+_spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).parent / "golden/make.py")
+golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+
+USED = HEADER.size + CHECKSUM.size  # bytes of a header page that mean something
+EPOCH = Epoch(1, b"e" * 16)
+
+
+def read_all(slot: np.ndarray) -> tuple[object, object, bytes] | None:
+    """Layout, capsule and data as a restoring rank reads them; None if the slot offers nothing.
+
+    Raises:
+        FormatError: the slot is damaged.
+    """
+    map_ = SlotMap(slot)
+    if map_.header.state is not SlotState.SEALED:
+        return None
+    held = table_from(map_.table())
+    tree = capsule.decode(map_.capsule())
+    if map_.bad_chunks():
+        raise FormatError("a chunk is damaged")
+    return held, tree, map_.data[: map_.header.data_bytes].tobytes()
+
+
+def same(one: object, other: object) -> bool:
+    return capsule.encode(one) == capsule.encode(other)
+
+
+def filled(data: bytes, chunk_bytes: int = 4096) -> tuple[np.ndarray, SlotMap]:
+    """A sealed slot of `data`."""
+    geometry = Geometry(4096, 4 * chunk_bytes, chunk_bytes)
+    slot = np.zeros(geometry.file_bytes, np.uint8)
+    map_ = SlotMap.create(slot, geometry, "job", 0)
+    map_.begin(Version(EPOCH, 1), b"l" * 16, b"table", len(data))
+    map_.put_capsule(b"capsule")
+    map_.data[: len(data)] = np.frombuffer(data, np.uint8)
+    map_.landed()
+    map_.sealed(np.array([chunk_digest(map_.chunk(i)) for i in range(map_.chunks)], np.uint64))
+    return slot, map_
+
+
+# Golden files
+
+
+@pytest.mark.parametrize("state", golden.STATES)
+def test_a_golden_file_is_made_again_byte_for_byte(state):
+    assert np.array_equal(golden.read(state), golden.make(state))
+
+
+@pytest.mark.parametrize("state", golden.STATES)
+def test_a_golden_file_says_what_it_is(state):
+    header = newest_header(golden.read(state))
+    assert header.state is SlotState[state.upper()]
+    assert (header.job, header.rank, header.geometry) == (golden.JOB, golden.RANK, golden.GEOMETRY)
+    assert header.version == (None if state == "empty" else golden.VERSION)
+
+
+def test_the_golden_sealed_file_gives_everything_back():
+    held, tree, data = read_all(golden.read("sealed"))
+    assert held == golden.layout() and data == golden.payload().tobytes()
+    assert same(tree, golden.TREE)
+
+
+@pytest.mark.parametrize("state", ["empty", "writing", "landed"])
+def test_only_a_sealed_slot_offers_anything(state):
+    assert read_all(golden.read(state)) is None
+
+
+def test_whoever_finds_a_landed_slot_may_seal_it():
+    slot = golden.read("landed")
+    map_ = SlotMap(slot)
+    map_.sealed(np.array([chunk_digest(map_.chunk(i)) for i in range(map_.chunks)], np.uint64))
+    assert np.array_equal(slot, golden.read("sealed"))
+
+
+# Two copies
+
+
+def page_of_newest(slot: np.ndarray) -> int:
+    return (newest_header(slot).seq % 2) * PAGE
+
+
+def test_a_torn_header_leaves_the_one_before():
+    slot = golden.read("sealed")
+    slot[page_of_newest(slot) + 40] ^= 1
+    header = newest_header(slot)
+    assert header.state is SlotState.LANDED and header.version == golden.VERSION
+
+
+def test_an_older_copy_that_is_damaged_changes_nothing():
+    slot = golden.read("sealed")
+    slot[PAGE - page_of_newest(slot) :][:USED] = 255
+    assert read_all(slot) is not None
+
+
+def test_both_copies_bad_is_an_error():
+    slot = golden.read("sealed")
+    slot[100] ^= 1
+    slot[PAGE + 100] ^= 1
+    with pytest.raises(FormatError, match="checksum"):
+        SlotMap(slot)
+
+
+def test_the_writers_next_header_goes_over_the_older_copy():
+    slot, map_ = filled(b"x" * 100)
+    before = page_of_newest(slot)
+    map_.empty()
+    assert page_of_newest(slot) == PAGE - before
+
+
+@pytest.mark.parametrize("cut", [0, 1, 8, USED // 2, USED - 1])
+@pytest.mark.parametrize("write", [1, 2, 3])
+def test_a_writer_that_dies_within_a_header_leaves_the_old_state_or_the_new(write, cut):
+    """Every header write of begin, landed and sealed is cut after `cut` bytes."""
+    states = ("empty", "writing", "landed", "sealed")
+    before, after = golden.make(states[write - 1]), golden.make(states[write])
+    page = page_of_newest(after)
+    torn = before.copy()
+    torn[page : page + cut] = after[page : page + cut]
+    assert newest_header(torn).state in (SlotState[states[write - 1].upper()], SlotState[states[write].upper()])
+
+
+# What a reader refuses
+
+
+def with_header(header: Header, major: int = 1, minor: int = 0, size: int | None = None) -> np.ndarray:
+    """A slot whose two header copies both say `header`."""
+    body = bytearray(header.encode()[: HEADER.size])
+    struct.pack_into("<HH", body, 8, major, minor)
+    page = bytes(body) + CHECKSUM.pack(xxhash.xxh3_64_intdigest(bytes(body)))
+    slot = np.zeros(golden.GEOMETRY.file_bytes if size is None else size, np.uint8)
+    for at in (0, PAGE):
+        slot[at : at + len(page)] = np.frombuffer(page, np.uint8)
+    return slot
+
+
+GOOD = Header(golden.GEOMETRY, "job", 3, SlotState.SEALED, golden.VERSION, data_bytes=12288, table_bytes=4096)
+
+
+def test_a_newer_major_version_is_refused_by_name():
+    with pytest.raises(FormatError, match=r"format 2\.7; this reft reads up to 1.*Fix: "):
+        SlotMap(with_header(GOOD, major=2, minor=7))
+
+
+def test_any_minor_version_is_read():
+    assert SlotMap(with_header(GOOD, minor=9)).header == GOOD
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"geometry": replace(golden.GEOMETRY, chunk_bytes=0)},
+        {"geometry": replace(golden.GEOMETRY, data_capacity=1 << 63)},
+        {"geometry": replace(golden.GEOMETRY, table_capacity=(1 << 64) - 1)},
+        {"table_bytes": 4097},
+        {"data_bytes": 12289},
+        {"data_bytes": (1 << 64) - 1},
+        {"capsule_bytes": CAPSULE_MAX + 1},
+        {"state": 4},
+        {"state": 255},
+    ],
+)
+def test_sizes_and_states_that_can_not_be(changes):
+    with pytest.raises(FormatError):
+        SlotMap(with_header(replace(GOOD, **changes)))
+
+
+@pytest.mark.parametrize("size", [0, 7, USED - 1, PAGE, 2 * PAGE, golden.GEOMETRY.file_bytes - 1])
+def test_a_file_that_is_too_short(size):
+    with pytest.raises(FormatError):
+        SlotMap(golden.read("sealed")[:size])
+
+
+@given(st.binary(max_size=600))
+def test_any_bytes_are_a_header_or_an_error(data):
+    with pytest.raises(FormatError):
+        decode_header(data)
+
+
+@given(st.binary(min_size=HEADER.size - 8, max_size=HEADER.size - 8))
+def test_any_fields_with_a_right_checksum_are_a_header_or_an_error(fields):
+    body = b"REFTSLOT" + fields
+    try:
+        header = decode_header(body + CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)))
+    except FormatError:
+        return
+    assert header.data_bytes <= header.geometry.data_capacity and header.geometry.chunk_bytes > 0
+
+
+def regions() -> st.SearchStrategy[int]:
+    """Offsets of bytes that mean something in the golden sealed slot."""
+    header = SlotMap(golden.read("sealed")).header
+    geometry = header.geometry
+    spans = [
+        (0, USED), (PAGE, PAGE + USED), (geometry.table_offset, geometry.table_offset + header.table_bytes),
+        (geometry.digests_offset, geometry.digests_offset + 24),
+        (geometry.capsule_offset, geometry.capsule_offset + header.capsule_bytes),
+        (geometry.data_offset, geometry.data_offset + header.data_bytes),
+    ]  # fmt: skip
+    return st.one_of([st.integers(first, last - 1) for first, last in spans])
+
+
+@given(st.lists(st.tuples(regions(), st.integers(1, 255)), min_size=1, max_size=6))
+@example([(2, 1)])
+@settings(max_examples=200, deadline=None)
+def test_flipped_bytes_never_crash_and_never_yield_a_wrong_payload(flips):
+    slot = golden.read("sealed")
+    for at, mask in flips:
+        slot[at] ^= mask
+    try:
+        found = read_all(slot)
+    except FormatError:
+        return
+    if found is not None:
+        held, tree, data = found
+        assert held == golden.layout() and same(tree, golden.TREE) and data == golden.payload().tobytes()
+
+
+def test_every_single_flip_in_a_header_is_noticed():
+    """Of the newest copy: then the slot is not SEALED any more, which is an erasure, not an error."""
+    slot = golden.read("sealed")
+    page = page_of_newest(slot)
+    for at in range(page, page + USED):
+        slot[at] ^= 16
+        assert newest_header(slot).state is SlotState.LANDED
+        slot[at] ^= 16
+
+
+# The life of a slot
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 4 * 4096])
+def test_chunks_of_any_size_of_data(size):
+    data = bytes(range(256)) * 64
+    slot, map_ = filled(data[:size])
+    again = SlotMap(slot)
+    assert again.chunks == -(-size // 4096)
+    assert b"".join(again.chunk(i).tobytes() for i in range(again.chunks)) == data[:size]
+    assert again.bad_chunks() == []
+    assert (again.table(), again.capsule()) == (b"table", b"capsule")
+    assert map_.header == again.header
+
+
+def test_a_damaged_chunk_is_named():
+    _, map_ = filled(bytes(3 * 4096))
+    map_.data[4096 + 7] = 1
+    map_.data[3 * 4096 - 1] = 1
+    assert map_.bad_chunks() == [1, 2]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    slot, map_ = filled(b"kept")
+    before = slot.copy()
+    with pytest.raises(FormatError, match="don't fit"):
+        map_.begin(Version(EPOCH, 2), b"l" * 16, b"t" * 4097, 0)
+    with pytest.raises(FormatError, match="don't fit"):
+        map_.begin(Version(EPOCH, 2), b"l" * 16, b"t", 4 * 4096 + 1)
+    with pytest.raises(FormatError, match=f"the limit is {CAPSULE_MAX}"):
+        map_.put_capsule(bytes(CAPSULE_MAX + 1))
+    assert np.array_equal(slot, before)
+
+
+def test_a_slot_that_is_emptied_offers_nothing():
+    slot, map_ = filled(b"gone")
+    map_.empty()
+    assert SlotMap(slot).header.version is None and read_all(slot) is None
+
+
+def test_the_table_is_written_once_for_all_versions_of_a_layout():
+    slot, map_ = filled(b"one")
+    at = map_.header.geometry.table_offset
+    slot[at] ^= 1
+    map_.begin(Version(EPOCH, 2), b"l" * 16, b"table", 3)
+    assert slot[at] == ord("t") ^ 1
+    map_.begin(Version(EPOCH, 3), b"m" * 16, b"table", 3)
+    map_.landed()
+    assert SlotMap(slot).table() == b"table"
+
+
+def test_a_writer_that_died_before_its_table_leaves_no_header_that_promises_one():
+    """The next writer of the same layout must write the table, or the version that it seals can't be restored."""
+    table, held = table_to(golden.layout()), golden.layout()
+    slot = golden.make("empty")
+    dying = SlotMap(slot)
+    dying._put = lambda *_: None  # SIGKILL between the header and the table
+    dying.begin(golden.VERSION, held.digest, table, held.data_bytes)
+    SlotMap(slot).empty()
+    next_writer = SlotMap(slot)
+    next_writer.begin(Version(EPOCH, 9), held.digest, table, held.data_bytes)
+    next_writer.landed()
+    assert SlotMap(slot).table() == table
+
+
+def test_parts_never_overlap_and_begin_at_pages():
+    for table, data, chunk in [(0, 0, 4096), (1, 1, 4096), (5000, 10_000_000, 8192), (4096, 1 << 40, 1 << 20)]:
+        geometry = Geometry(table, data, chunk)
+        sizes = [2 * PAGE, table, 8 * geometry.chunks, CAPSULE_MAX, data]
+        offsets = [0, geometry.table_offset, geometry.digests_offset, geometry.capsule_offset, geometry.data_offset]
+        ends = [*offsets[1:], geometry.file_bytes]
+        for offset, size, end in zip(offsets, sizes, ends, strict=True):
+            assert offset % PAGE == 0 and offset + size <= end
