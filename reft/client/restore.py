@@ -160,10 +160,11 @@ def _copy(
             np.copyto(piece.source, data[piece.offset : piece.offset + piece.source.nbytes])
 
     def share(first: int) -> None:
-        for index in range(first, slot.chunks, THREADS):
+        for index in range(slot.chunks * first // THREADS, slot.chunks * (first + 1) // THREADS):
             one(index)
 
-    # One task a thread: thousands of futures cost more than the copy.
+    # One task a thread: thousands of futures cost more than the copy. One run of chunks a thread: two threads that meet in
+    # one fresh huge page would both clear it.
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         list(pool.map(share, range(THREADS)))
     with torch.no_grad():

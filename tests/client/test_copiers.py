@@ -125,7 +125,8 @@ def tensors_on(device: str) -> dict[str, torch.Tensor]:
     return {
         "large": torch.randn(64, 1024, device=device), "turned": torch.randn(700, 50, device=device).t(),
         "small": torch.randn(3, dtype=torch.bfloat16, device=device), "empty": torch.empty(0, 4, device=device),
-        "buffer": torch.arange(10, device=device), "on host": torch.tensor(4.0), "gapped": torch.randn(9, 9, device=device)[::2, ::3],
+        "buffer": torch.arange(10, device=device), "on host": torch.tensor(4.0),
+        "gapped": torch.randn(9, 9, device=device)[::2, ::3],
     }  # fmt: skip
 
 

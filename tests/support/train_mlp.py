@@ -100,7 +100,8 @@ def _train(spec: dict[str, Any]) -> None:
     sealed = session.seal(timeout=options.get("seal_s", 20))
     result = {
         "began": began, "from": session.restored_from, "losses": losses, "digests": digests(model, optimizer),
-        "longest_step_s": longest, "sealed": [sealed.whole, sealed.step], "stats": session.stats(), "random": torch.rand(1).item().hex(),
+        "longest_step_s": longest, "sealed": [sealed.whole, sealed.step], "stats": session.stats(),
+        "random": torch.rand(1).item().hex(),
     }  # fmt: skip
     session.close()
     Path(spec["out"]).write_text(json.dumps(result))
