@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -78,8 +78,7 @@ class Copier(Protocol):
         """Ends the thread, after the snapshot that it works on."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of bytes of one leaf, and where it goes in the slot's data. `strided` is set if the leaf has no plain bytes."""
 
     source: Bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from reft.core.identity import JOB_NAME, Job, check_name, identify
@@ -64,6 +64,8 @@ def test_without_a_name_the_launch_makes_the_job():
 
 
 @given(st.text(min_size=1, max_size=120))
+@example("_a b")
+@example("-._ ")
 def test_any_launchers_id_becomes_an_allowed_name(text):
     if text != "none":
         assert JOB_NAME.fullmatch(who(run_id=text).id)

@@ -8,12 +8,14 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 
 from reft.core.round import Answer
 from reft.errors import AttachError
 from reft.wire import handout, messages, rpc
+from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.daemon.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
@@ -328,7 +330,12 @@ def foreign(kind: str, folder: str) -> int:
     if kind == "file":
         return os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT)
     descriptor = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
-    if kind != "empty":
+    if kind == "unsealed":  # a good slot, that its trainer could cut under the daemon
+        geometry = Geometry(0, CHUNK, CHUNK)
+        slot = np.zeros(geometry.file_bytes, np.uint8)
+        SlotMap.create(slot, geometry, "job", 0)
+        os.write(descriptor, slot.tobytes())
+    elif kind != "empty":
         os.ftruncate(descriptor, 1 << 40 if kind == "huge" else 2 * MIB)
     if kind != "unsealed":
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
