@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
 
 from reft.errors import ConfigError
@@ -27,7 +28,10 @@ def parse_size(text: str) -> int:
     if not match:
         raise ConfigError(f"{text!r} is not a size.", "write it as 512MiB, 64GiB or a number of bytes")
     power = " kmgt".index(match[2].lower() or " ")
-    return int(float(match[1]) * 1024**power)
+    try:
+        return int(Fraction(match[1]) * 1024**power)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{text[:40]!r} is not a size: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Config:
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
         if not 2 <= self.slots <= 16:
             raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3")
+        for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):
+            if not 0 < getattr(self, name) < 1e6:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
 

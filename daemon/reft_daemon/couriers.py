@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import grpc
 
 from reft.core.round import children_of, parent_of
+from reft.errors import ReftError
 from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -94,7 +95,7 @@ class Couriers:
             self._dirty[neighbour].clear()
             try:
                 await self._send(node, is_parent)
-            except (grpc.RpcError, OSError) as error:
+            except (grpc.RpcError, OSError, ReftError) as error:
                 if reachable:
                     log.warning("job=%s node=%s does not hear the round: %s", self._job.id, node.name, _reason(error))
                 reachable = False

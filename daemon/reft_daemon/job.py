@@ -21,7 +21,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
-from reft.wire.slot_format import Geometry, chunk_digest
+from reft.wire.slot_format import Geometry, Header, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
 from reft_daemon.watch import Watch
@@ -155,10 +155,10 @@ class HeldJob:
                 raise StaleEpoch(
                     f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
                 )
+        held = {**self.retired, **self.slots}
         for name in request.dropped:
-            if name in self.slots:
-                self.slots[name].map.reread()
-                self.slots[name].map.empty()
+            if name in held and self._header(held[name]):
+                held[name].map.empty()
         self.record = pb.JobRecord(
             manifest=request.manifest,
             decision=request.decision,
@@ -204,13 +204,15 @@ class HeldJob:
     async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
         wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
         mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
-        fitting = [slot for slot in mine if _fits(slot.map.header.geometry, wanted)][: request.slots]
+        sound = [slot for slot in mine if self._header(slot)]
+        fitting = [slot for slot in sound if _fits(slot.map.header.geometry, wanted)][: request.slots]
         if len(fitting) == request.slots:
             return fitting
         # What holds nothing is freed first; what holds something is kept until a newer version is whole.
         for slot in mine:
             del self.slots[slot.name]
-            if slot.map.reread().state is SlotState.EMPTY:
+            header = self._header(slot)
+            if header is None or header.state is SlotState.EMPTY:
                 self.arena.free(slot)
             else:
                 self.retired[slot.name] = slot
@@ -315,8 +317,8 @@ class HeldJob:
     async def seal_landed(self, rank: int) -> None:
         """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
         for slot in [slot for slot in self.slots.values() if slot.rank == rank]:
-            slot.check_size()
-            if slot.map.reread().state is not SlotState.LANDED:
+            header = self._header(slot)
+            if header is None or header.state is not SlotState.LANDED:
                 continue
             digests = await asyncio.to_thread(_digest_all, slot)
             if slot.map.reread().state is SlotState.LANDED:
@@ -329,21 +331,27 @@ class HeldJob:
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""
-        headers = [slot.map.reread() for slot in self.slots.values() if slot.rank == rank]
-        found = [h.version for h in headers if h.state is SlotState.SEALED and h.version is not None]
+        headers = [self._header(slot) for slot in self.slots.values() if slot.rank == rank]
+        found = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
         return sorted(found, key=lambda version: version.order)
 
     # What is shown
+
+    def _header(self, slot: SlotFile) -> Header | None:
+        """A slot's header as it is now; None, and a line in the log, if the slot was damaged: it is an erasure."""
+        try:
+            slot.check_size()
+            return slot.map.reread()
+        except FormatError as error:
+            log.error("job=%s slot=%s is damaged: %s", self.id, slot.name, error)
+            return None
 
     def headers(self) -> list[pb.SlotHeader]:
         """The headers of all slots; one that was damaged is left out, and so is an erasure."""
         found = []
         for name, slot in {**self.retired, **self.slots}.items():
-            try:
-                slot.check_size()
-                header = slot.map.reread()
-            except FormatError as error:
-                log.error("job=%s slot=%s is damaged: %s", self.id, name, error)
+            header = self._header(slot)
+            if header is None:
                 continue
             message = pb.SlotHeader(
                 rank=header.rank,

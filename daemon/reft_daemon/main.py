@@ -145,6 +145,9 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
         asyncio.ensure_future(handout.serve()),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)  # asked once is enough: a second one must not cut the clean end short
     for task in pending:
         task.cancel()
     for task in done:

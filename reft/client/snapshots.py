@@ -95,6 +95,7 @@ class Snapshots:
     _leasing: threading.Thread | None = None
     _leased: list[MappedSlot] | None = None
     _outgrown: list[MappedSlot] = field(default_factory=list)
+    _under_way: set[int] = field(default_factory=set)  # indexes of slots that the engine has not finished with
 
     def take(self, step: int, is_marked: bool) -> bool:
         """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
@@ -149,7 +150,7 @@ class Snapshots:
         if kept:
             self.copier.submit(lambda: self.leaser.give_back(kept))
 
-    def _open(self, step: int, held: Held, given_up: threading.Event) -> SlotMap:
+    def _open(self, step: int, held: Held, given_up: threading.Event) -> MappedSlot:
         """The slot for `step`, WRITING; waits for the round's news until it is given up.
 
         Raises:
@@ -160,26 +161,28 @@ class Snapshots:
         slot = self._free_slot()
         if slot is None:
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
-        slot.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
+        self._under_way.add(slot.index)
+        slot.map.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
         return slot
 
-    def _free_slot(self) -> SlotMap | None:
+    def _free_slot(self) -> MappedSlot | None:
         whole, voids = self.reporter.knowledge()
-        chosen = choose([slot.view() for slot in self.slots], whole or self.base, voids)
-        return None if chosen is None else self.slots[chosen.index].map
+        views = [slot.view() for slot in self.slots if slot.index not in self._under_way]
+        chosen = choose(views, whole or self.base, voids)
+        return None if chosen is None else self.slots[chosen.index]
 
     def _job(self, step: int, held: Held, tree: Mapping[str, Any]) -> CopyJob:
         facts = self._facts(step)
         tensors = held.bindings.tensors
         versions = [tensor._version for tensor in tensors.values()]
         given_up = threading.Event()
-        opened: list[SlotMap] = []
+        opened: list[MappedSlot] = []
 
         def open_slot(may_wait: bool) -> SlotMap:
             if not may_wait:
                 given_up.set()
             opened.append(self._open(step, held, given_up))
-            return opened[0]
+            return opened[0].map
 
         def give_up() -> None:
             given_up.set()
@@ -193,22 +196,27 @@ class Snapshots:
 
         def landed() -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
-            opened[0].put_capsule(capsule.encode(tree))
-            opened[0].landed()
+            opened[0].map.put_capsule(capsule.encode(tree))
+            opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
 
         def sealed(digests: np.ndarray) -> None:
-            opened[0].sealed(digests)
+            opened[0].map.sealed(digests)
+            self._under_way.discard(opened[0].index)
             self.failpoints.hit("snapshot.sealed", **facts)
             self.counts.snapshots += 1
             self.counts.sealed_step = step
             self._settle("")
             self.reporter.answer(step, Answer.SEALED)
 
+        def failed(error: Exception) -> None:
+            self._under_way.difference_update(slot.index for slot in opened)
+            self._void(step, str(error))
+
         return CopyJob(
             open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.layout, tensors,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
-            intact=intact, landed=landed, sealed=sealed, failed=lambda error: self._void(step, str(error)),
+            intact=intact, landed=landed, sealed=sealed, failed=failed,
         )  # fmt: skip
 
     def _facts(self, step: int) -> dict[str, int]:

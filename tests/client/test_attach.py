@@ -233,6 +233,19 @@ def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_befor
         assert mine["digests"] == reference["digests"]
 
 
+def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
+    """A file that is shorter than its mapping kills whoever touches it: neither the daemon nor attach may."""
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
+    trainers.wait_for(8)
+    trainers.kill()
+    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    newest = max(headers, key=lambda header: header.version.step)
+    os.truncate(daemon.folder / "job" / newest.slot, 5000)
+    after = run(Spec(daemon.address))
+    assert after[0]["from"] == "memory" and 5 < after[0]["began"] < newest.version.step
+    assert after[0]["sealed"] == [True, 12]
+
+
 def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
     run(Spec(daemon.address))
     for path in (daemon.folder / "job").glob("rank-0.slot-*"):

@@ -186,3 +186,17 @@ def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):
     step_once(model, optimizer)
     session.step_end()
     assert session.stats()["snapshots"] == 0
+
+
+def test_a_slot_that_is_not_sealed_yet_is_not_chosen_even_if_its_step_is_void(attach, monkeypatch):
+    """On CUDA the digests of one snapshot may be made while the next begins: they must not end up on the next."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    train(session, model, optimizer)
+    snapshots = session._snapshots
+    free = snapshots._free_slot()
+    snapshots._under_way.add(free.index)
+    assert snapshots._free_slot() is None or snapshots._free_slot().index != free.index
+    snapshots._under_way.discard(free.index)
+    train(session, model, optimizer)
+    assert not snapshots._under_way

@@ -142,7 +142,6 @@ def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
     names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
     daemon.process.send_signal(signal.SIGHUP)  # nothing to reload, and no reason to leave
     daemon.process.send_signal(number)
-    daemon.process.send_signal(number)
     assert daemon.process.wait(20) == 0
     assert all(slot_path(daemon, name).exists() for name in names)
     assert not daemon.socket.exists() and not Path(f"{daemon.socket}.fd").exists()

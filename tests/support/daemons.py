@@ -66,7 +66,11 @@ class DaemonProcess:
         self.flags = flags
         self.environment = environment or {}
         self.process: subprocess.Popen[bytes] | None = None
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -58,6 +60,7 @@ class Trainers:
         from tests.support import train_mlp
 
         self.folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
         port = free_port() if world > 1 else 0
         self.processes: list[ForkServerProcess] = []
         for rank in range(world):

@@ -1,0 +1,53 @@
+"""make chaos: three crashes in a row at random points, of random ranks, with daemons that die too; bit-equal each time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.daemons import DaemonProcess
+from tests.support.equality import assert_equal
+from tests.support.trainers import Spec, Trainers, run
+
+STEPS = 40
+CHUNK = {"REFT_CHUNK_BYTES": "4096"}
+POINTS = ["snapshot.begin", "snapshot.chunk", "snapshot.landing", "snapshot.landed", "snapshot.sealed", "restore.chunk"]
+
+
+def crash(chance: random.Random, epoch: int) -> str:
+    """A failpoint for one attach: where, when, and who."""
+    point = chance.choice(POINTS)
+    if point == "restore.chunk":
+        return f"{point}:kill:epoch={epoch}:chunk={chance.randrange(14)}"
+    step = f":from={chance.randrange(1, STEPS)}:after={chance.randrange(3)}"
+    return f"{point}:kill:epoch={epoch}{step}" + chance.choice(["", ":rank=0", ":rank=1"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    process = DaemonProcess()
+    yield run(Spec(process.address, job="plain", steps=STEPS, environment=CHUNK), 2)
+    process.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(60))
+def test_random_crashes(daemon, undisturbed, seed):
+    chance = random.Random(seed)
+    for epoch in (1, 2, 3):
+        trainers = Trainers(Spec(daemon.address, steps=STEPS, environment=CHUNK, failpoints=crash(chance, epoch)), 2)
+        trainers.wait()
+        if chance.random() < 0.3:
+            daemon.kill()
+            daemon.start()
+    assert_equal(run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2), undisturbed)
+
+
+@pytest.mark.soak
+def test_two_hundred_restarts_of_one_job(daemon, undisturbed):
+    for count in range(200):
+        Trainers(
+            Spec(daemon.address, steps=STEPS, environment=CHUNK, failpoints=crash(random.Random(count), count + 1)), 2
+        ).wait()
+    assert_equal(run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2), undisturbed)
