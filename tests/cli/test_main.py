@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from reft.cli.main import main
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.daemons import ROOT, DaemonProcess, heed_ctrl_c, until
 from tests.support.trainers import Spec, run
 
 
@@ -92,7 +92,8 @@ def test_a_job_that_was_trained_is_shown_and_purged(daemon):
 def test_watching_ends_with_ctrl_c(daemon):
     command = [sys.executable, "-m", "reft.cli.main", "status", "--watch", "--daemon", daemon.address]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
-    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                               preexec_fn=heed_ctrl_c)  # fmt: skip
     shown = [watcher.stdout.readline() for _ in range(6)]
     assert sum("no job is held" in line for line in shown) >= 2
     daemon.kill()

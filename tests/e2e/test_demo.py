@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from reft.cli.demo.records import Result, compare, read_result
-from tests.support.daemons import ROOT, until
+from tests.support.daemons import ROOT, heed_ctrl_c, until
 
 STEPS = 24
 SHARED = Path("/dev/shm")
@@ -38,6 +38,7 @@ class Demo:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
             env={**os.environ, **foreign, "PYTHONPATH": path, "TMPDIR": str(self.folder), "HOME": str(home)},
+            preexec_fn=heed_ctrl_c,
         )  # fmt: skip
 
     def descendants(self, containing: str = "") -> list[psutil.Process]:

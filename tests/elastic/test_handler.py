@@ -15,6 +15,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 print("world", int(total), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+dist.barrier()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] in "01" and dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()

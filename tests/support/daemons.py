@@ -34,6 +34,11 @@ def until(condition: Callable[[], Any], deadline_s: float = 20.0, what: str = "t
         pause.wait(0.02)
 
 
+def heed_ctrl_c() -> None:
+    """For Popen's preexec_fn: a shell's background job is born deaf to SIGINT, and so would be all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def purge_and_stop(socket: Path) -> None:
     """Ends a daemon that a trainer started by itself, with all that it holds."""
     with rpc.channel(f"unix:{socket}") as channel:
