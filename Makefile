@@ -27,7 +27,7 @@ soak chaos: $(READY)
 	$(BIN)/pytest -m $@ --timeout=3600
 
 bench: $(READY)
-	$(BIN)/reft-cli bench
+	$(BIN)/python bench/save.py
 
 clean:
 	rm -rf .venv-stubs .venv-compat build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -320,6 +320,7 @@ class Attachment:
             self.exchange.rank,
             self.settings,
             self.launch.under_agent,
+            self._on_cuda,
         )
         self.leaser.register()
         self._registered = True
@@ -404,12 +405,14 @@ class Attachment:
             host_state.restore_random(tree["random"])
         return session
 
+    @property
+    def _on_cuda(self) -> bool:
+        return any(parameter.device.type == "cuda" for _, parameter in self.subjects.parameter_names())
+
     def _copier(self) -> Copier:
-        if any(tensor.device.type == "cuda" for tensor in self.subjects.bind().tensors.values()):
+        if self._on_cuda:
             from reft.client.cuda_copier import CudaCopier
 
-            for slot in self.slots:
-                slot.register()
             return CudaCopier()
         return CpuCopier(copy_cpus())
 

@@ -31,6 +31,7 @@ class Leaser:
         handout_path: of the socket that hands out descriptors.
         job, epoch, rank: who leases.
         under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
+        pins: whether the slots are registered with CUDA, so that copies into them run beside the host.
     """
 
     address: str
@@ -40,6 +41,7 @@ class Leaser:
     rank: int
     settings: Config
     under_agent: bool
+    pins: bool
 
     def register(self) -> None:
         """Makes this process known as the rank's trainer, so that the daemon notices its death."""
@@ -57,6 +59,8 @@ class Leaser:
         slots = self.take([slot.name for slot in reply.slots], is_memfd=reply.backing == "memfd")
         for slot in slots:
             slot.touch()
+            if self.pins:
+                slot.register()
         return slots
 
     def take(self, names: list[str], is_memfd: bool = False) -> list[MappedSlot]:
