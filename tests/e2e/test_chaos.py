@@ -41,7 +41,9 @@ def test_random_crashes(daemon, undisturbed, seed):
         if chance.random() < 0.3:
             daemon.kill()
             daemon.start()
-    assert_equal(run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2), undisturbed)
+    after = run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2)
+    assert after[0]["began"] == after[1]["began"]
+    assert_equal(after, undisturbed)
 
 
 @pytest.mark.soak
@@ -50,4 +52,6 @@ def test_two_hundred_restarts_of_one_job(daemon, undisturbed):
         Trainers(
             Spec(daemon.address, steps=STEPS, environment=CHUNK, failpoints=crash(random.Random(count), count + 1)), 2
         ).wait()
-    assert_equal(run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2), undisturbed)
+    after = run(Spec(daemon.address, steps=STEPS, environment=CHUNK), 2)
+    assert after[0]["began"] == after[1]["began"]
+    assert_equal(after, undisturbed)
