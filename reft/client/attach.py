@@ -38,7 +38,7 @@ from reft.client.predict import predicted_leaves
 from reft.client.reporter import Reporter
 from reft.client.session import Session
 from reft.client.snapshots import Snapshots
-from reft.client.state import Subjects
+from reft.client.state import Subjects, check_owners
 from reft.config import Config, Launch
 from reft.core import recovery
 from reft.core.identity import Job, identify
@@ -115,6 +115,7 @@ class Request:
                 "protect='auto'",
             )
         modules = {f"model.{i}": value for i, value in enumerate(models)}
+        check_owners(models, self.optimizers)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
         return Subjects(modules, tuple(self.optimizers), scalers)

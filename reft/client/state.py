@@ -7,7 +7,7 @@ name. `Bindings` remembers where each tensor was found, so that the next step se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,28 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedState(
             f"{name} has layout {tensor.layout}, or is quantized or a lazy view; dense tensors are held."
         )
+
+
+def check_owners(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuses what looks plain but keeps its state elsewhere, or moves it inside the window.
+
+    Raises:
+        UnsupportedState: FSDP1, which frees and refills its parameters in forward; or an optimizer around another one
+            (ZeroRedundancyOptimizer, Accelerate's), whose own state is empty.
+    """
+    for module in modules:
+        for path, part in module.named_modules():
+            if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
+                raise UnsupportedState(f"{path or 'the model'} is FSDP, which this version does not hold.")
+    for optimizer in optimizers:
+        inner = [
+            name for name in ("optim", "optimizer") if isinstance(vars(optimizer).get(name), torch.optim.Optimizer)
+        ]
+        if inner:
+            raise UnsupportedState(
+                f"{type(optimizer).__name__} keeps its state in another optimizer, its .{inner[0]}.",
+                "pass that one if it holds whole parameters; sharded optimizers are not in this version",
+            )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -189,6 +211,11 @@ def _bind_optimizer(found: Bindings, prefix: str, optimizer: torch.optim.Optimiz
     found.expect(vars(optimizer), "param_groups", optimizer.param_groups)
     found.count(optimizer.state)
     found.count(optimizer.param_groups)
+    foreign = [key for key in optimizer.state if id(key) not in names]
+    if foreign:
+        raise UnsupportedState(
+            f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
+        )
     for g, group in enumerate(optimizer.param_groups):
         found.count(group["params"])
         for key, value in group.items():

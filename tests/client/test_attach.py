@@ -95,6 +95,29 @@ def test_meta_and_sparse_tensors_are_refused_by_name(attach):
         attach(nn.Linear(2, 2, device="meta"), make()[1])
 
 
+class Around(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer and Accelerate's: an optimizer whose own state stays empty."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.optim = inner
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Stands for FSDP1, which needs a process group."""
+
+
+def test_what_keeps_its_state_elsewhere_is_refused_instead_of_held_in_part(attach):
+    model, optimizer = make()
+    with pytest.raises(errors.UnsupportedState, match="keeps its state in another optimizer"):
+        attach(model, Around(optimizer))
+    with pytest.raises(errors.UnsupportedState, match="is FSDP"):
+        attach(nn.Sequential(FullyShardedDataParallel()), optimizer)
+    optimizer.state["global"]["momentum"] = torch.zeros(3)
+    with pytest.raises(errors.UnsupportedState, match="under 'global', which is no parameter"):
+        attach(model, optimizer)
+
+
 def test_a_named_daemon_that_does_not_answer(tmp_path):
     with pytest.raises(errors.DaemonUnavailable, match="no daemon answers"):
         reft.attach(*make(), daemon=f"unix:{tmp_path}/none.sock")
@@ -220,7 +243,8 @@ def flip(folder: Path, name: str, offset_from_end: int) -> None:
 
 def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_before(daemon):
     plain = run(Spec(daemon.address, job="plain"), 2)
-    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8]}), 2)
+    # Each of these steps is waited for: steps of a millisecond outrun the round, and then there is no version before.
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [5, 6, 7, 8]}), 2)
     trainers.wait_for(8)
     until(lambda: daemon.status("job").whole == 8, what="step 8")
     trainers.kill()
