@@ -18,6 +18,12 @@ class Answer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NONE: _ClassVar[Answer]
     ANSWER_SEALED: _ClassVar[Answer]
     ANSWER_VOID: _ClassVar[Answer]
+
+class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KEPT: _ClassVar[Place]
+    CELL: _ClassVar[Place]
+    RIDER: _ClassVar[Place]
 EMPTY: SlotState
 WRITING: SlotState
 LANDED: SlotState
@@ -25,6 +31,9 @@ SEALED: SlotState
 NONE: Answer
 ANSWER_SEALED: Answer
 ANSWER_VOID: Answer
+KEPT: Place
+CELL: Place
+RIDER: Place
 
 class Epoch(_message.Message):
     __slots__ = ("counter", "ident")
@@ -43,19 +52,21 @@ class Version(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "id", "addresses", "ranks")
+    __slots__ = ("name", "id", "addresses", "ranks", "domain")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     name: str
     id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    domain: str
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layouts", "layout_of", "unequal")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +75,12 @@ class Manifest(_message.Message):
     SCRIPT_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    PROTECT_FIELD_NUMBER: _ClassVar[int]
+    TOLERATE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_OF_FIELD_NUMBER: _ClassVar[int]
+    UNEQUAL_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -72,7 +89,13 @@ class Manifest(_message.Message):
     script: str
     every: int
     launch: str
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ...) -> None: ...
+    protect: str
+    tolerate: int
+    chunk_bytes: int
+    layouts: _containers.RepeatedScalarFieldContainer[bytes]
+    layout_of: _containers.RepeatedScalarFieldContainer[int]
+    unequal: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layouts: _Optional[_Iterable[bytes]] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("epoch", "base")
@@ -89,7 +112,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +120,7 @@ class HelloReply(_message.Message):
     HANDOUT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
@@ -104,7 +128,8 @@ class HelloReply(_message.Message):
     handout: str
     version: str
     pid: int
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    domain: str
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "fence")
@@ -136,6 +161,16 @@ class SlotHeader(_message.Message):
     data_bytes: int
     def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ...) -> None: ...
 
+class CopyHeader(_message.Message):
+    __slots__ = ("rank", "version", "kept_bytes")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    version: Version
+    kept_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
+
 class HeldJob(_message.Message):
     __slots__ = ("job", "named", "script", "newest", "age_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -151,30 +186,68 @@ class HeldJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "copies", "node", "node_id")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
     had_whole: bool
     others: _containers.RepeatedCompositeFieldContainer[HeldJob]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ...) -> None: ...
+    base_manifest: Manifest
+    copies: _containers.RepeatedCompositeFieldContainer[CopyHeader]
+    node: str
+    node_id: str
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[CopyHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+
+class SurveyRequest(_message.Message):
+    __slots__ = ("job", "nodes", "launch", "fence")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    launch: str
+    fence: bool
+    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., fence: bool = ...) -> None: ...
+
+class Surveyed(_message.Message):
+    __slots__ = ("node", "reply", "trouble")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    reply: InventoryReply
+    trouble: str
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., reply: _Optional[_Union[InventoryReply, _Mapping]] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class SurveyReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Surveyed]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Surveyed, _Mapping]]] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "dropped")
+    __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     dropped: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ...) -> None: ...
+    base_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., dropped: _Optional[_Iterable[str]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class DecideReply(_message.Message):
     __slots__ = ()
@@ -291,6 +364,44 @@ class Chunk(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class CapsuleRecord(_message.Message):
+    __slots__ = ("rank", "version", "kept_bytes", "capsule", "digests")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPSULE_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    version: Version
+    kept_bytes: int
+    capsule: bytes
+    digests: bytes
+    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., kept_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
+class CapsuleRequest(_message.Message):
+    __slots__ = ("job", "rank", "version")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    rank: int
+    version: Version
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+
+class KeepRequest(_message.Message):
+    __slots__ = ("job", "epoch", "capsules")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAPSULES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    capsules: _containers.RepeatedCompositeFieldContainer[CapsuleRecord]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleRecord, _Mapping]]] = ...) -> None: ...
+
+class KeepReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ("job", "deep")
@@ -441,21 +552,23 @@ class LeaseRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRecord]
     had_whole: bool
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ...) -> None: ...
+    base_manifest: Manifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class LeafEntry(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset")
+    __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +578,7 @@ class LeafEntry(_message.Message):
     GLOBAL_SHAPE_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_OFFSET_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -474,7 +588,8 @@ class LeafEntry(_message.Message):
     global_shape: _containers.RepeatedScalarFieldContainer[int]
     global_offset: _containers.RepeatedScalarFieldContainer[int]
     offset: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., nbytes: _Optional[int] = ..., staged: bool = ..., global_shape: _Optional[_Iterable[int]] = ..., global_offset: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ...) -> None: ...
+    place: Place
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., nbytes: _Optional[int] = ..., staged: bool = ..., global_shape: _Optional[_Iterable[int]] = ..., global_offset: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., place: _Optional[_Union[Place, str]] = ...) -> None: ...
 
 class LeafTable(_message.Message):
     __slots__ = ("leaves", "data_bytes")

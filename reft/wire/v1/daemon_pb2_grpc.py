@@ -49,6 +49,16 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.ReadRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.Chunk.FromString,
                 )
+        self.Survey = channel.unary_unary(
+                '/reft.v1.Daemon/Survey',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.SurveyRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.SurveyReply.FromString,
+                )
+        self.FetchCapsule = channel.unary_unary(
+                '/reft.v1.Daemon/FetchCapsule',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.CapsuleRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.CapsuleRecord.FromString,
+                )
         self.Status = channel.unary_unary(
                 '/reft.v1.Daemon/Status',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
@@ -106,6 +116,18 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Survey(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchCapsule(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -155,6 +177,16 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Read,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.ReadRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.Chunk.SerializeToString,
+            ),
+            'Survey': grpc.unary_unary_rpc_method_handler(
+                    servicer.Survey,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.SurveyRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.SurveyReply.SerializeToString,
+            ),
+            'FetchCapsule': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchCapsule,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.CapsuleRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.CapsuleRecord.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -296,6 +328,40 @@ class Daemon(object):
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
+    def Survey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Survey',
+            reft_dot_v1_dot_daemon__pb2.SurveyRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.SurveyReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def FetchCapsule(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/FetchCapsule',
+            reft_dot_v1_dot_daemon__pb2.CapsuleRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.CapsuleRecord.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
     def Status(request,
             target,
             options=(),
@@ -339,6 +405,11 @@ class PeerStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Keep = channel.unary_unary(
+                '/reft.v1.Peer/Keep',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.KeepRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.KeepReply.FromString,
+                )
         self.Gather = channel.unary_unary(
                 '/reft.v1.Peer/Gather',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.GatherRequest.SerializeToString,
@@ -353,6 +424,12 @@ class PeerStub(object):
 
 class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def Keep(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Gather(self, request, context):
         """the reply is what the parent knows already
@@ -370,6 +447,11 @@ class PeerServicer(object):
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.KeepRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.KeepReply.SerializeToString,
+            ),
             'Gather': grpc.unary_unary_rpc_method_handler(
                     servicer.Gather,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.GatherRequest.FromString,
@@ -389,6 +471,23 @@ def add_PeerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Peer(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Keep',
+            reft_dot_v1_dot_daemon__pb2.KeepRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.KeepReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
     @staticmethod
     def Gather(request,
