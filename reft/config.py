@@ -43,9 +43,12 @@ class Config:
         job: name of the job; empty means derived from the launcher, see `reft.core.identity`.
         daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own.
         runtime_dir: folder of this user's daemon socket, lock and log.
+        protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.
+        tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
         slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
         chunk_bytes: unit of digests, and of copying on the CPU: small enough for a core's cache, so that the digest
             reads what the copy has just read.
+        parity_scratch_bytes: the most memory of a device that computing parity may use.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
         rpc_deadline_s: the longest that a call beside training may take.
         seal_deadline_s: how long `Session.seal` waits by default.
@@ -56,8 +59,11 @@ class Config:
     job: str = ""
     daemon: str = ""
     runtime_dir: str = ""
+    protect: str = "auto"
+    tolerate: int = -1
     slots: int = 3
     chunk_bytes: int = 256 << 10
+    parity_scratch_bytes: int = 64 << 20
     attach_deadline_s: float = 120.0
     rpc_deadline_s: float = 2.0
     seal_deadline_s: float = 30.0
@@ -73,6 +79,11 @@ class Config:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
+        if self.parity_scratch_bytes < 1 << 20:
+            raise ConfigError(
+                f"parity_scratch_bytes is {self.parity_scratch_bytes}; it must be at least 1 MiB.",
+                "REFT_PARITY_SCRATCH_BYTES=64MiB",
+            )
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None, **arguments: object) -> Config:

@@ -4,6 +4,7 @@
       node-id                random; an arena that starts empty is another node
       JOB/record             JobRecord, replaced whole
       JOB/rank-3.slot-0      see reft.wire.slot_format; none for memfds
+      JOB/capsule-…          of ranks of other nodes, see reft_daemon.capsules
 
 Everything here blocks, so the daemon runs it in threads. A daemon that starts adopts what it finds; a file that is no
 valid slot is renamed to *.bad, reported, and never offered.
@@ -27,12 +28,13 @@ import numpy as np
 from reft.core.budget import refusal
 from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
+from reft.wire.messages import MANIFEST_MAX
 from reft.wire.slot_format import PAGE, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
 
 log = logging.getLogger("reft.daemon")
-RECORD_MAX = 17 << 20  # bytes
+RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
 TMPFS, MEMFD = "tmpfs", "memfd"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -138,8 +140,13 @@ class Arena:
 
     def write_record(self, record: pb.JobRecord) -> None:
         """Replaces a job's record whole: a reader sees the old one or the new one."""
-        folder = claim_folder(self.folder / record.manifest.job)
-        _replace(folder / "record", record.SerializeToString())
+        self.write_file(record.manifest.job, "record", record.SerializeToString())
+
+    def write_file(self, job: str, name: str, data: bytes) -> Path:
+        """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it."""
+        path = claim_folder(self.folder / job) / name
+        _replace(path, data)
+        return path
 
     def adopt(self, job: str) -> list[SlotFile]:
         """The slots that earlier daemons left of `job`."""

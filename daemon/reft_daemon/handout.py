@@ -111,8 +111,10 @@ class Handout:
                 given.pop(0)
                 job.take_back(slot)
             return [b"\0"], []
-        held = {**job.retired, **job.slots}
-        unknown = [name for name in request.slots if name not in held or held[name].rank != request.rank]
+        # A registered trainer may also read what other ranks of its job left on this node.
+        held = job.all_slots
+        ranks = {slot.rank for slot in held.values()} if request.rank in job.leases else {request.rank}
+        unknown = [name for name in request.slots if name not in held or held[name].rank not in ranks]
         if unknown or not request.slots:
             raise AttachError(f"rank {request.rank} of job {job.id} has no slots {unknown} here.")
         return [bytes([len(request.slots)])], handout.ancillary([held[name].descriptor for name in request.slots])

@@ -1,4 +1,4 @@
-"""One job on this node: its record, its ranks' leases and slots, and its part in the round.
+"""One job on this node: its record, its ranks' leases and slots, its part in the round, and the capsules it keeps.
 
 attach ─► inventory (orphans ended) ─► decide (epoch, base) ─► lease (slots, watched trainer) ─► reports … ─► release
                                                                     │ trainer dies
@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reft.core.round import Answer, Outcome, Round
+from reft.core.capsules import DIGESTS_MAX, Deposits
+from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome, Round
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.errors import AlreadyAttached, AttachError, FormatError, StaleEpoch
+from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
+from reft_daemon.capsules import CapsuleStore
+from reft_daemon.custody import Custody
 from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
@@ -63,6 +66,10 @@ class HeldJob:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
     round: Round | None = None
+    custody: Custody = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.custody = Custody(CapsuleStore(self.arena, self.id))
 
     @property
     def id(self) -> str:
@@ -83,8 +90,12 @@ class HeldJob:
         return MEMFD if any(slot.backing == MEMFD for slot in self.slots.values()) else TMPFS
 
     @property
+    def all_slots(self) -> dict[str, SlotFile]:
+        return {**self.retired, **self.slots}
+
+    @property
     def held_bytes(self) -> int:
-        return sum(slot.file_bytes for slot in (*self.slots.values(), *self.retired.values()))
+        return self.custody.store.held_bytes + sum(slot.file_bytes for slot in self.all_slots.values())
 
     @property
     def is_live(self) -> bool:
@@ -96,6 +107,7 @@ class HeldJob:
         """Takes over what an earlier daemon of this arena left: slots, living trainers, the epoch's round."""
         for slot in self.arena.adopt(self.id):
             self.slots[slot.name] = slot
+        self.custody.store.adopt()
         self._start_round()
         for entry in self.record.leases:
             lease = Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
@@ -141,8 +153,11 @@ class HeldJob:
                 )
         await asyncio.gather(*(self.seal_landed(rank) for rank in list(self.leases)))
 
-    def decide(self, request: pb.DecideRequest) -> None:
+    def decide(self, request: pb.DecideRequest, holders: Iterable[int]) -> None:
         """Takes the decision of a new attach; repeated, it changes nothing.
+
+        Args:
+            holders: the nodes that keep the capsules of this node's ranks from now on.
 
         Raises:
             StaleEpoch: a decision of a newer epoch is in force.
@@ -155,7 +170,7 @@ class HeldJob:
                 raise StaleEpoch(
                     f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
                 )
-        held = {**self.retired, **self.slots}
+        held = self.all_slots
         for name in request.dropped:
             if name in held and self._header(held[name]):
                 held[name].map.empty()
@@ -164,16 +179,40 @@ class HeldJob:
             decision=request.decision,
             node_index=request.node_index,
             had_whole=self.record.had_whole or new.base is not None,
+            base_manifest=self._base_manifest(request, new.base),
+            holders=holders,
         )
         self.leases.clear()
         self._start_round()
         self.save()
         self.since_s = self.ended_s = time.monotonic()
 
+    def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
+        """The manifest under which the base was written: as the decision says, or as this daemon knows by itself."""
+        if request.HasField("base_manifest"):
+            return request.base_manifest
+        if base is None or not self.record.HasField("decision"):
+            return None
+        if base.epoch == self.epoch:
+            return self.record.manifest
+        # Nothing became whole since the last attach, and so it has the same base.
+        before = messages.decision_from(self.record.decision).base
+        is_same = before is not None and before.epoch == base.epoch and self.record.HasField("base_manifest")
+        return self.record.base_manifest if is_same else None
+
     def _start_round(self) -> None:
-        if self.record.HasField("decision"):
-            nodes = len(self.record.manifest.nodes)
-            self.round = Round(self.record.node_index, nodes, frozenset(self.ranks))
+        if not self.record.HasField("decision"):
+            return
+        nodes = len(self.record.manifest.nodes)
+        self.round = Round(self.record.node_index, nodes, frozenset(self.ranks))
+        self.custody.deposits = Deposits(tuple(self.record.holders))
+        self._settle_capsules(self.round)
+        for name in [name for name, slot in self.slots.items() if slot.rank not in self.round.ranks]:
+            self.retired[name] = self.slots.pop(name)  # its rank trains on another node now
+
+    def _settle_capsules(self, round: Round) -> None:
+        self.custody.deposits.settle(round.outcome)
+        self.custody.store.prune(messages.decision_from(self.record.decision), round.outcome)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Slots for one rank, every page present; those of an earlier trainer of the rank if they are large enough.
@@ -184,6 +223,13 @@ class HeldJob:
         self.check_epoch(request.epoch)
         if request.rank not in self.ranks:
             raise AttachError(f"rank {request.rank} is not one of this node's ranks {self.ranks} in the manifest.")
+        digest_bytes = 8 * -(-request.data_bytes // max(request.chunk_bytes, 1))
+        if self.record.holders and digest_bytes > DIGESTS_MAX:
+            raise ConfigError(
+                f"rank {request.rank} has {digest_bytes} bytes of digests, which travel with its capsule; "
+                f"the limit is {DIGESTS_MAX}.",
+                "attach with a larger chunk_bytes",
+            )
         process = Process(request.pid, request.pid_start)
         before = self.leases.get(request.rank)
         if before and before.watch and before.process != process:
@@ -255,13 +301,14 @@ class HeldJob:
         lease.step = max([lease.step, *answers])
         if Answer.SEALED in answers.values():
             self.sealed_s[request.rank] = time.monotonic()
-        self._answer_for(request.rank, answers)
+        self._answer_for(request.rank, answers, messages.digests_from(request.answers))
 
-    def hear_node(self, child: int, answers: dict[int, Answer]) -> Outcome:
+    def hear_node(self, request: pb.GatherRequest) -> Outcome:
         """A child's answers, in the round; what is decided already."""
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
-        if self.round.hear_node(child, answers):
+        answers, digests = messages.answers_from(request.answers), messages.digests_from(request.answers)
+        if self.round.hear_node(request.node_index, answers, digests, request.unlike):
             self._changed()
         return self.round.outcome
 
@@ -270,14 +317,55 @@ class HeldJob:
         if self.round is not None and self.round.hear_outcome(outcome):
             self._changed()
 
-    def _answer_for(self, rank: int, answers: dict[int, Answer]) -> None:
-        if self.round is not None and answers and rank in self.round.ranks and self.round.hear_rank(rank, answers):
+    def _answer_for(self, rank: int, answers: dict[int, Answer], digests: Digests = NO_DIGESTS) -> None:
+        """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
+        if self.round is None or not answers or rank not in self.round.ranks:
+            return
+        due = self.custody.deposits.hear_rank(rank, answers, digests)
+        if self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)):
             self._changed()
+        else:
+            self.on_change(self)
+
+    # Capsules
+
+    def keep(self, request: pb.KeepRequest) -> None:
+        """Keeps capsules of another node's ranks.
+
+        Raises:
+            StaleEpoch, ConfigError, NoRoom: see CapsuleStore.keep.
+        """
+        self.check_epoch(request.epoch)
+        decision = messages.decision_from(self.record.decision)
+        outcome = self.round.outcome if self.round else Outcome()
+        for record in request.capsules:
+            self.custody.store.keep(record, decision, outcome, self.record.manifest.world)
+
+    def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
+        """What a holder of this node's capsules lacks, as much as fits into a message."""
+        return self.custody.batch(self.all_slots.values(), self.epoch, holder)
+
+    def acknowledged(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
+        """A holder keeps these now."""
+        if self.round is None or epoch != self.epoch:
+            return
+        kept = [(record.rank, record.version.step) for record in records]
+        changed = False
+        for rank, due in self.custody.deposits.acknowledge(holder, kept).items():
+            changed = self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)) or changed
+        if changed:
+            self._changed()
+
+    def capsule(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
+        """A rank's record, from its own slot or from what is kept for other nodes."""
+        return self.custody.record(self.all_slots.values(), rank, version)
 
     def _changed(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
         self._free_retired()
+        if self.round is not None:
+            self._settle_capsules(self.round)
         if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
             self.record.had_whole = True
             self.save()
@@ -349,17 +437,14 @@ class HeldJob:
     def headers(self) -> list[pb.SlotHeader]:
         """The headers of all slots; one that was damaged is left out, and so is an erasure."""
         found = []
-        for name, slot in {**self.retired, **self.slots}.items():
+        for name, slot in self.all_slots.items():
             header = self._header(slot)
             if header is None:
                 continue
             message = pb.SlotHeader(
-                rank=header.rank,
-                slot=name,
-                state=pb.SlotState.Name(header.state),
-                layout=header.layout,
+                rank=header.rank, slot=name, state=pb.SlotState.Name(header.state), layout=header.layout,
                 data_bytes=header.data_bytes,
-            )
+            )  # fmt: skip
             if header.version:
                 message.version.CopyFrom(messages.version_to(header.version))
             found.append(message)
@@ -384,8 +469,9 @@ class HeldJob:
         for lease in self.leases.values():
             if lease.watch:
                 lease.watch.close()
-        for slot in (*self.slots.values(), *self.retired.values()):
+        for slot in self.all_slots.values():
             self.arena.free(slot)
+        self.custody.store.free()
         self.slots.clear()
         self.retired.clear()
         self.arena.forget(self.id)

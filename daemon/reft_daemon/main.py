@@ -33,6 +33,7 @@ from reft_daemon.registry import Registry
 from reft_daemon.service import DaemonService, Identity, PeerService
 
 log = logging.getLogger("reft.daemon")
+DOMAIN_MAX = 64
 GRACE_S = 1.0  # running calls may end within it when the daemon stops
 
 
@@ -41,6 +42,7 @@ class Settings:
     """The daemon's flags, checked."""
 
     node: str
+    domain: str
     socket: Path
     listen: str
     folder: Path
@@ -68,6 +70,20 @@ def check_listen(settings: Settings) -> None:
         )
 
 
+def check_domain(label: str) -> str:
+    """The label itself.
+
+    Raises:
+        ConfigError: it is longer than DOMAIN_MAX, or has characters that can't be shown.
+    """
+    if len(label) > DOMAIN_MAX or not label.isprintable():
+        raise ConfigError(
+            f"--domain {label!r} has {len(label)} characters; up to {DOMAIN_MAX} that can be printed are allowed.",
+            "a short name, e.g. rack-7",
+        )
+    return label
+
+
 async def serve(settings: Settings) -> None:
     """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
     claim_folder(settings.socket.parent)
@@ -77,7 +93,7 @@ async def serve(settings: Settings) -> None:
     registry = Registry(arena, Peers(settings.tls), settings.ttl_s, failpoints)
     server, addresses = _server(settings)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
-    identity = Identity(settings.node, addresses, str(handout.path), settings.memory_bytes)
+    identity = Identity(settings.node, settings.domain, addresses, str(handout.path), settings.memory_bytes)
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
     pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
     health = health_service.aio.HealthServicer()
@@ -159,6 +175,9 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
     "--node", default=socket.gethostname, help="Name of this node in `reft-cli status`.", show_default="host name"
 )
 @click.option(
+    "--domain", default="", help="What is lost together with this node, e.g. its rack.", show_default="the node itself"
+)
+@click.option(
     "--socket", "socket_path", type=click.Path(path_type=Path), help="Unix socket to serve on.", envvar="REFT_SOCKET"
 )
 @click.option("--listen", default="", help="HOST:PORT for the daemons of other nodes; port 0 takes a free one.")
@@ -179,7 +198,7 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
 @click.option("--insecure", is_flag=True, help="Allow --listen beyond loopback in plain text.")
 @click.version_option(__version__)
 def main(
-    node: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, ttl: float, idle_exit: float,
+    node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, ttl: float, idle_exit: float,
     purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
 ) -> None:  # fmt: skip
     """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
@@ -198,8 +217,8 @@ def main(
             Path("/dev/shm") / f"reft-{os.getuid()}-{mark}"
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
-            node, socket_path.absolute(), listen, (folder or default_folder).absolute(), parse_size(memory), ttl, idle_exit,
-            purge, tls, insecure,
+            node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
+            parse_size(memory), ttl, idle_exit, purge, tls, insecure,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

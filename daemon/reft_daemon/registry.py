@@ -14,6 +14,7 @@ from reft.wire.messages import MANIFEST_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena, SlotFile
 from reft_daemon.couriers import Couriers, Peers
+from reft_daemon.custody import holders_of
 from reft_daemon.job import HeldJob
 
 log = logging.getLogger("reft.daemon")
@@ -61,23 +62,17 @@ class Registry:
             raise NoSuchJob(f"this daemon holds no job {name!r}.")
         return self.jobs[name]
 
-    def decide(self, request: pb.DecideRequest) -> None:
+    async def decide(self, request: pb.DecideRequest) -> None:
         """A new attach's decision; makes the job known if it was not.
 
         Raises:
-            ConfigError: the manifest is impossible.
+            ConfigError, FormatError: the manifest is impossible.
             StaleEpoch: a newer decision is in force.
         """
         manifest = request.manifest
-        name = check_name(manifest.job)
-        ranks = [rank for node in manifest.nodes for rank in node.ranks]
-        is_complete = len(ranks) == manifest.world and sorted(ranks) == list(range(manifest.world))
-        if manifest.ByteSize() > MANIFEST_MAX or not is_complete:
-            raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
-        if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
-            raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
-        if len(request.decision.epoch.ident) != 16:
-            raise ConfigError(f"the epoch of job {name} has no id of 16 bytes.")
+        _check_decision(request)
+        name = manifest.job
+        holders = await holders_of(manifest, request.node_index)
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
@@ -86,7 +81,7 @@ class Registry:
         before = job.record.manifest.token
         if before and before != manifest.token:
             raise ConfigError(f"job {name} is held with another token.", "choose another name, or reft-cli purge it")
-        job.decide(request)
+        job.decide(request, holders)
         if name in self._couriers:
             self._couriers.pop(name).close()
         self._start_couriers(job)
@@ -147,3 +142,23 @@ class Registry:
                 self._couriers.pop(name, None)
                 self.purge(name)
         await self.peers.close()
+
+
+def _check_decision(request: pb.DecideRequest) -> None:
+    """Raises ConfigError for what no attach decides."""
+    manifest = request.manifest
+    name = check_name(manifest.job)
+    ranks = [rank for node in manifest.nodes for rank in node.ranks]
+    is_complete = len(ranks) == manifest.world and sorted(ranks) == list(range(manifest.world))
+    if manifest.ByteSize() > MANIFEST_MAX or not is_complete:
+        raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
+    if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
+        raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
+    if len(request.decision.epoch.ident) != 16:
+        raise ConfigError(f"the epoch of job {name} has no id of 16 bytes.")
+    base = request.base_manifest
+    if request.HasField("base_manifest") and (base.job != name or base.ByteSize() > MANIFEST_MAX):
+        raise ConfigError(
+            f"the manifest of the base is of job {base.job!r} and has {base.ByteSize()} bytes; job {name} is decided, "
+            f"and {MANIFEST_MAX} are allowed."
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from reft.core.round import Outcome
 from reft.core.slots import SlotState
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import handout, messages, rpc
@@ -19,12 +20,14 @@ from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
+from reft_daemon.couriers import reason_of
 from reft_daemon.job import HeldJob
 from reft_daemon.registry import NoSuchJob, Registry
 
 READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
 REPORT_WAIT_MAX_S = 10.0
 STATUS_DEADLINE_S = 1.0
+SURVEY_DEADLINE_S = 3.0
 Context = grpc.aio.ServicerContext
 
 
@@ -33,6 +36,7 @@ class Identity:
     """Who this daemon is to others."""
 
     node: str
+    domain: str
     addresses: tuple[str, ...]
     handout: str
     limit_bytes: int
@@ -83,7 +87,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         me = self._identity
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
-            handout=me.handout, version=__version__, pid=os.getpid(),
+            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain,
         )  # fmt: skip
 
     @translated
@@ -91,22 +95,57 @@ class DaemonService(pb_grpc.DaemonServicer):
         await authorise(self._registry, request.job, context)
         # A token opens one job; names and scripts of the others are for who could open the socket.
         others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)]
+        reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
         job = self._registry.jobs.get(request.job)
         if job is None:
-            return pb.InventoryReply(others=others)
+            return reply
         if request.fence:
             await job.fence(request.launch, request.pids)
-        reply = pb.InventoryReply(
-            manifest=job.record.manifest, slots=job.headers(), had_whole=job.record.had_whole, others=others
-        )
+        reply.manifest.CopyFrom(job.record.manifest)
+        reply.slots.extend(job.headers())
+        reply.copies.extend(job.custody.store.copies())
+        reply.had_whole = job.record.had_whole
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
+        if job.record.HasField("base_manifest"):
+            reply.base_manifest.CopyFrom(job.record.base_manifest)
         return reply
+
+    @translated
+    async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
+        await authorise(self._registry, request.job, context)
+        token = self._registry.get(request.job).record.manifest.token
+        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, fence=request.fence)
+        return pb.SurveyReply(
+            nodes=await asyncio.gather(*(self._ask(node, token, inventory) for node in request.nodes))
+        )
+
+    async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest) -> pb.Surveyed:
+        """One node's inventory, or why there is none."""
+        # Each way to the node gets its share of the time; a unix socket that is not there fails at once.
+        ways = sum(not address.startswith("unix:") for address in node.addresses)
+        share_s = SURVEY_DEADLINE_S / max(ways, 1)
+        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s)
+        try:
+            reply = await asyncio.wait_for(call, SURVEY_DEADLINE_S)
+        except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
+            return pb.Surveyed(node=node, trouble=reason_of(error))
+        return pb.Surveyed(node=node, reply=reply)  # type: ignore[arg-type]
+
+    @translated
+    async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
+        await authorise(self._registry, request.job, context)
+        version = messages.version_from(request.version)
+        record = self._registry.get(request.job).capsule(request.rank, version)
+        if record is None:
+            what = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
+            await context.abort(grpc.StatusCode.NOT_FOUND, what)
+        return record
 
     @translated
     async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
         await authorise(self._registry, request.manifest.job, context)
-        self._registry.decide(request)
+        await self._registry.decide(request)
         return pb.DecideReply()
 
     @translated
@@ -135,10 +174,10 @@ class DaemonService(pb_grpc.DaemonServicer):
             except asyncio.TimeoutError:
                 break
         job.check_epoch(request.epoch)
-        outcome = job.round.outcome if job.round else None
         has_slots = any(slot.rank == request.rank for slot in job.slots.values())
+        outcome = job.round.outcome if job.round else Outcome()
         return pb.ReportReply(
-            whole=outcome.whole if outcome else -1, voids=outcome.voids if outcome else (), slots_missing=not has_slots
+            whole=outcome.whole, voids=outcome.voids, unlike=outcome.unlike, slots_missing=not has_slots
         )
 
     @translated
@@ -151,7 +190,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         """Bytes of a sealed slot, for a rank that now runs on another node."""
         await authorise(self._registry, request.job, context)
         job = self._registry.jobs.get(request.job)
-        slot = {**job.retired, **job.slots}.get(request.slot) if job else None
+        slot = job.all_slots.get(request.slot) if job else None
         if slot is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
         slot.check_size()
@@ -175,7 +214,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.StatusReply(
             node=self._identity.node, node_id=registry.arena.node_id, version=__version__, pid=os.getpid(),
             held_bytes=registry.arena.held_bytes, limit_bytes=self._identity.limit_bytes,
-            directory=str(registry.arena.folder), jobs=statuses,
+            directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
+            round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
+            capsule_bytes_sent=registry.peers.sent["Keep"],
         )  # fmt: skip
 
     async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:
@@ -210,12 +251,18 @@ class PeerService(pb_grpc.PeerServicer):
         self._registry = registry
 
     @translated
+    async def Keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepReply:
+        await authorise(self._registry, request.job, context)
+        self._registry.get(request.job).keep(request)
+        return pb.KeepReply()
+
+    @translated
     async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:
         await authorise(self._registry, request.job, context)
         job = self._registry.get(request.job)
         job.check_epoch(request.epoch)
         try:
-            outcome = job.hear_node(request.node_index, messages.answers_from(request.answers))
+            outcome = job.hear_node(request)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return messages.outcome_to(job.id, job.epoch, outcome)
@@ -269,7 +316,7 @@ def _rank_status(job: HeldJob, rank: int, node: str) -> pb.RankStatus:
     sealed = job.sealed_versions(rank)
     status = pb.RankStatus(
         rank=rank, node=node, step=lease.step if lease else -1,
-        bytes=sum(slot.file_bytes for slot in (*job.slots.values(), *job.retired.values()) if slot.rank == rank),
+        bytes=sum(slot.file_bytes for slot in job.all_slots.values() if slot.rank == rank),
     )  # fmt: skip
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed

@@ -1,12 +1,13 @@
 """Attach: from the user's objects to a session, in steps that all ranks take together.
 
     introduce   find or start this node's daemon; every rank learns every rank's facts
-    inventory   one rank a node: orphans are ended, headers of all held slots
-    plan        the same pure function on every rank: base version, or a fresh start
+    describe    one rank for each distinct layout publishes it; leaves that should be replicas and differ are named
+    inventory   one rank a node: orphans are ended, headers of all held slots and capsules; one rank asks nodes that are gone
+    plan        the same pure functions on every rank: base version and who reads what, or a fresh start; the new placement
     decide      one rank a node: the decision record, before anyone loads
-    load        every rank: register as trainer, slot ─► live tensors      (a damaged slot: back to inventory, without it)
+    open, load  every rank: register as trainer, slots ─► live tensors    (a damaged slot: back to inventory, without it)
     lease       every rank: slots for the snapshots to come, every page touched
-    begin       host state, random generators last
+    begin       host state, random generators last; if the base had lost a node, the first snapshot is taken now
 
 Each step ends in an exchange: an error of one rank is raised on all, within a deadline, and nobody hangs.
 """
@@ -24,33 +25,37 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-import torch
-from torch import nn
 
-from reft.client import host_state, restore, starter
+from reft.client import announcement, host_state, roster, starter
 from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import die_with_parent, launch_mark
 from reft.client.host_state import HostState
 from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.predict import predicted_leaves
+from reft.client.reading import Remote
 from reft.client.reporter import Reporter
+from reft.client.request import Request
+from reft.client.restoration import Restoration
+from reft.client.roster import Roster
 from reft.client.session import Session
 from reft.client.snapshots import Snapshots
-from reft.client.state import Subjects, check_owners
+from reft.client.transport import GlooTransport
 from reft.config import Config, Launch
 from reft.core import recovery
-from reft.core.identity import Job, identify
-from reft.core.layout import Layout, pack
-from reft.errors import AttachError, ConfigError, ReftError, RestoreError
+from reft.core.layout import pack
+from reft.core.placement import exposed
+from reft.core.version import Version
+from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import capsule, messages, rpc
-from reft.wire.slot_format import SlotMap
+from reft.wire.findings import Findings
+from reft.wire.manifest import layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
+SURVEY_DEADLINE_S = 10.0  # for nodes that may be gone for good
 
 
 def attach(
@@ -69,9 +74,11 @@ def attach(
     exchange = Exchange(settings.attach_deadline_s)
     try:
         launch = Launch.load()
+        asked = settings.tolerate if tolerate is None else tolerate
         request = Request(
-            model, optimizers, schedule, dict(state or {}), tolerate, protect, 1 if every is None else every
-        )
+            model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
+            settings.protect if protect == "auto" else protect, 1 if every is None else every,
+        )  # fmt: skip
         return Attachment(settings, launch, exchange, request).run()
     finally:
         exchange.close()
@@ -80,66 +87,6 @@ def attach(
 def say(text: str) -> None:
     """One line for the person who started the job."""
     print(f"[reft] {text}", file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user passed, and what it must be."""
-
-    model: Any
-    optimizers: Sequence[Any]
-    schedule: Any
-    state: Mapping[str, Any]
-    tolerate: int | None
-    protect: str
-    every: int
-
-    def subjects(self) -> Subjects:
-        """Models and optimizers, checked.
-
-        Raises:
-            ConfigError: something is of the wrong kind.
-        """
-        models = list(self.model) if isinstance(self.model, (list, tuple, nn.ModuleList)) else [self.model]
-        for value in models:
-            if not isinstance(value, nn.Module):
-                raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
-        for value in self.optimizers:
-            if not isinstance(value, torch.optim.Optimizer):
-                raise ConfigError(f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected.")
-        if self.every < 1:
-            raise ConfigError(f"every is {self.every}; it must be at least 1.")
-        if self.protect not in ("auto", "none"):
-            raise ConfigError(
-                f"protect={self.protect!r} is not in this version, which survives lost processes only.",
-                "protect='auto'",
-            )
-        modules = {f"model.{i}": value for i, value in enumerate(models)}
-        check_owners(models, self.optimizers)
-        modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
-        scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
-        return Subjects(modules, tuple(self.optimizers), scalers)
-
-    def objects(self) -> dict[str, Any]:
-        """What of `state` is neither a module nor a scaler."""
-        return {n: v for n, v in self.state.items() if not isinstance(v, (nn.Module, torch.amp.GradScaler))}
-
-    def check_tolerance(self, nodes: int) -> None:
-        """Raises ConfigError if more is asked than this version gives."""
-        if self.tolerate and nodes > 1:
-            raise ConfigError(
-                f"tolerate={self.tolerate} on {nodes} nodes: this version survives lost processes only.", "tolerate=0"
-            )
-
-    def uncovered(self) -> list[str]:
-        """What a restart would not bring back, as far as that can be seen."""
-        found = []
-        has_scheduler = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in self.state.values())
-        if not has_scheduler and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers):
-            found.append("the LR scheduler")
-        if not self.objects():
-            found.append("the data position")
-        return found
 
 
 @dataclass
@@ -165,25 +112,26 @@ class Attachment:
 
     def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
-        self.facts = self.exchange.together(self._introduce)
-        self.job, self.nodes = self._agree()
+        self.roster = Roster(self.exchange.together(self._introduce))
+        self.job, self.nodes = self.roster.job(), self.roster.nodes()
+        self._describe(self.exchange.together(self._description))
         for attempt in range(self.settings.slots + 1):
-            self._plan(self.exchange.together(self._inventory), attempt)
+            self._find(self.exchange.together(self._inventory))
+            self._plan(attempt)
             self.exchange.together(self._decide)
-            results = self.exchange.together(self._load)
-            if not any(result["damaged"] for result in results):
+            damaged = self._restore()
+            if not damaged:
                 break
-            self._erase(results)
+            self._erase(damaged)
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
             )
-        layout = pack(predicted_leaves(self.subjects, self.subjects.bind()))
-        room = layout.data_bytes * self.settings.slots * self.exchange.world
-        self.exchange.together(lambda: self._lease(layout), extra_s=room / ALLOCATION_BYTES_PER_S)
-        return self._begin(self._tree)
+        room = self.placement.part(self.exchange.rank).data_bytes * self.settings.slots * self.exchange.world
+        self.exchange.together(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
+        return self._begin()
 
-    # introduce
+    # introduce, describe
 
     def _introduce(self) -> dict[str, Any]:
         if self.launch.world > 1 and self.exchange.world == 1:
@@ -194,34 +142,42 @@ class Attachment:
         self.subjects = self.request.subjects()
         self.host = HostState(self.subjects, self.request.objects())
         capsule.encode(self.host.capture(0))
-        self.subjects.bind()
+        bindings = self.subjects.bind()
+        self.predicted = pack(predicted_leaves(self.subjects, bindings))
+        self.table = messages.table_to(self.predicted)
+        self.values = roster.value_digests(bindings) if self.exchange.world > 1 else {}
         self.address, self.hello = starter.find(self.settings)
         if self.launch.under_agent:
             die_with_parent()
         return {
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
-            "job": self.settings.job, "run_id": self.launch.run_id, "slurm": self.launch.slurm_job,
+            "domain": self.hello.domain, "job": self.settings.job, "run_id": self.launch.run_id,
+            "slurm": self.launch.slurm_job,
             "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
             "launch": launch_mark(self.launch.under_agent), "pid": os.getpid(),
             "ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32),
+            "layout": self.predicted.digest.hex(), "values": roster.combined(self.values),
         }  # fmt: skip
 
-    def _agree(self) -> tuple[Job, list[pb.Node]]:
-        """The job and its nodes, the same on every rank."""
-        first = self.facts[0]
-        for rank, facts in enumerate(self.facts):
-            if facts["job"] != first["job"]:
-                raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
-        job = identify(
-            chosen=first["job"], run_id=first["run_id"], slurm_job=first["slurm"], script=first["script"], user=first["user"],
-            launch=first["launch"],
+    def _description(self) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+        if self.roster.describes(self.exchange.rank):
+            said["table"] = text_of(self.table)
+        if self.roster.may_differ:
+            said["values"] = self.values
+        return said
+
+    def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
+        """What the new manifest says of layouts."""
+        first = self.roster.facts[0]
+        tables, index = self.roster.layouts(described)
+        tolerate = -1 if self.request.tolerate is None else self.request.tolerate
+        self.manifest = pb.Manifest(
+            job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.exchange.world,
+            nodes=self.nodes, script=first["script"], every=self.request.every, launch=first["launch"],
+            protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, layouts=tables,
+            layout_of=index, unequal=roster.unequal(described),
         )  # fmt: skip
-        nodes: dict[str, pb.Node] = {}
-        for rank, facts in enumerate(self.facts):
-            node = pb.Node(name=facts["node"], id=facts["node_id"], addresses=facts["addresses"])
-            nodes.setdefault(facts["node_id"], node).ranks.append(rank)
-        self.request.check_tolerance(len(nodes))
-        return job, list(nodes.values())
 
     @property
     def _is_leader(self) -> bool:
@@ -230,7 +186,10 @@ class Attachment:
 
     @property
     def _node(self) -> pb.Node:
-        return next(node for node in self.nodes if self.exchange.rank in node.ranks)
+        return self._node_of(self.exchange.rank)
+
+    def _node_of(self, rank: int) -> pb.Node:
+        return next(node for node in self.nodes if rank in node.ranks)
 
     def _call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
         """A call of this node's daemon.
@@ -250,161 +209,200 @@ class Attachment:
     def _inventory(self) -> dict[str, Any]:
         if not self._is_leader:
             return {}
-        pids = [self.facts[rank]["pid"] for rank in self._node.ranks]
-        request = pb.InventoryRequest(job=self.job.id, launch=self.facts[0]["launch"], pids=pids, fence=True)
+        pids = [self.roster.facts[rank]["pid"] for rank in self._node.ranks]
+        launch = self.roster.facts[0]["launch"]
+        request = pb.InventoryRequest(job=self.job.id, launch=launch, pids=pids, fence=True)
         return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
 
-    def _plan(self, inventories: Sequence[Mapping[str, Any]], attempt: int) -> None:
-        """Pure, from what all ranks were told: the manifest, the plan and the decision."""
+    def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
+        """What all daemons hold, those of the old manifest that do not take part any more included."""
         replies = {
-            self.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
+            self.roster.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
             for rank, inventory in enumerate(inventories)
             if inventory
         }
-        held = [messages.held_from(node, header) for node, reply in replies.items() for header in reply.slots]
-        decisions = [messages.decision_from(r.decision) for r in replies.values() if r.HasField("decision")]
-        newest = recovery.newest_decision(decisions)
-        before = next(
-            (r.manifest for r in replies.values() if newest and messages.decision_from(r.decision) == newest), None
-        )
-        self.others = [other for reply in replies.values() for other in reply.others]
-        world = before.world if before else self.exchange.world
-        self.plan = recovery.plan(held, world, newest, self.erased)
-        if self.plan.base is not None and world != self.exchange.world:
+        self.findings = Findings(replies)
+        absent = self.findings.absent(self.nodes)
+        if not absent:
+            return
+        # Any daemon that knows the job has its token; the first of them asks for all.
+        asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
+        surveys = self.exchange.together(lambda: self._survey(absent) if self.exchange.rank == asker else {})
+        survey = pb.SurveyReply.FromString(bytes_of(surveys[asker]["reply"]))
+        replies |= {each.node.id: each.reply for each in survey.nodes if each.HasField("reply")}
+        silent = tuple(each.node.name for each in survey.nodes if not each.HasField("reply"))
+        self.findings = Findings(replies, silent)
+
+    def _knows(self, rank: int) -> bool:
+        return self.findings.replies[self.roster.facts[rank]["node_id"]].HasField("decision")
+
+    def _survey(self, nodes: Sequence[pb.Node]) -> dict[str, Any]:
+        request = pb.SurveyRequest(job=self.job.id, nodes=nodes, launch=self.manifest.launch, fence=True)
+        return {"reply": text_of(self._call("Survey", request, SURVEY_DEADLINE_S).SerializeToString())}
+
+    def _plan(self, attempt: int) -> None:
+        """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
+        before = self.findings.manifest
+        self.plan = self.findings.plan(self.erased)
+        base = self.plan.base
+        if base is not None and self.findings.manifests[base.epoch].world != self.exchange.world:
             raise RestoreError(
-                f"{self.plan.base} of job {self.job.id} is held for {world} ranks, this run has {self.exchange.world}.",
-                f"start {world} ranks, or another job name",
+                f"{base} of job {self.job.id} is held for {self.findings.manifests[base.epoch].world} ranks, "
+                f"this run has {self.exchange.world}.",
+                f"start {self.findings.manifests[base.epoch].world} ranks, or another job name",
             )
-        if self.plan.base is None and (self.erased or any(reply.had_whole for reply in replies.values())):
+        if base is None and (self.erased or self.findings.had_whole):
             raise RestoreError(
-                self._what_is_lost(before), f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh"
+                self._what_is_lost(), f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh"
             )
         # A fresh random id for each try: two decisions of one attach must not look the same.
-        ident = bytes.fromhex(self.facts[0]["ident"])[16 * attempt :][:16]
-        epoch = recovery.next_epoch(decisions, held, ident)
-        self.decision = recovery.Decision(epoch, self.plan.base)
-        self.manifest = pb.Manifest(
-            job=self.job.id, named=self.job.named, token=before.token if before else bytes.fromhex(self.facts[0]["token"]),
-            world=self.exchange.world, nodes=self.nodes, script=self.facts[0]["script"], every=self.request.every,
-            launch=self.facts[0]["launch"],
-        )  # fmt: skip
+        ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
+        self.decision = recovery.Decision(recovery.next_epoch(self.findings.decisions, self.findings.held, ident), base)
+        if before is not None:
+            self.manifest.token = before.token
+        if base is not None:
+            # Random values before a restore say nothing; what was found unequal when training began, does.
+            del self.manifest.unequal[:]
+            self.manifest.unequal.extend(self.findings.manifests[base.epoch].unequal)
+        self.placement = placement_of(self.manifest)
 
-    def _what_is_lost(self, before: pb.Manifest | None) -> str:
+    def _what_is_lost(self) -> str:
         """Why a job that had a whole version has none now."""
-        here = {node.id for node in self.nodes}
-        gone = [node.name for node in before.nodes if node.id not in here] if before else []
-        parts = [f"{version}: ranks {list(ranks)[:8]} are missing" for version, ranks in self.plan.partial[:3]]
-        parts += [f"{version} on node {node}: damaged" for node, _, version in sorted(self.erased, key=str)]
-        parts += [f"node {name} does not take part, or came back empty" for name in gone]
+        names = {node.id: node.name for manifest in self.findings.manifests.values() for node in manifest.nodes}
+        parts = []
+        for shortfall in self.plan.partial[:3]:
+            manifest = self.findings.manifests[shortfall.version.epoch]
+            places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
+            parts += recovery.describe(shortfall, self.findings.placements[shortfall.version.epoch], places)
+        parts += [
+            f"{version} on node {names.get(node, node)}: damaged" for node, _, version in sorted(self.erased, key=str)
+        ]
+        parts += [f"node {name} does not answer" for name in self.findings.silent]
         return f"job {self.job.id} was held whole, but no version is whole now ({'; '.join(parts) or 'no slots are left'})."
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
-            dropped = [slot.slot for slot in self.plan.dropped if slot.node == self._node.id]
-            index = [node.id for node in self.nodes].index(self._node.id)
-            decision = messages.decision_to(self.decision)
-            self._call(
-                "Decide", pb.DecideRequest(manifest=self.manifest, decision=decision, node_index=index, dropped=dropped)
-            )
+            request = pb.DecideRequest(
+                manifest=self.manifest, decision=messages.decision_to(self.decision),
+                node_index=[node.id for node in self.nodes].index(self._node.id),
+                dropped=[slot.slot for slot in self.plan.dropped if slot.node == self._node.id],
+            )  # fmt: skip
+            if self.plan.base is not None:
+                request.base_manifest.CopyFrom(self.findings.manifests[self.plan.base.epoch])
+            self._call("Decide", request)
         return {}
 
-    # load, lease
+    # open, load, lease
 
-    def _load(self) -> dict[str, Any]:
-        """Registers as the rank's trainer, and loads; says what was damaged instead of raising, so that all go on together."""
-        self._tree = None
+    def _restore(self) -> list[int]:
+        """Registers, and brings the base back; the ranks whose slots were damaged, the same on every rank."""
+        self._tree: dict[str, Any] | None = None
+        self.exchange.together(self._register)
+        if self.plan.base is None:
+            return []
+        restoration = self._restoration(self.plan.base)
+        damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.open()}))
+        if damaged:
+            return damaged
+        group = self.exchange.group
+        transport = None if group is None else GlooTransport(group, self.settings.attach_deadline_s)
+        facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
+
+        def load() -> dict[str, Any]:
+            hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
+            return {"damaged": restoration.load(transport, hit)}
+
+        damaged = self._damaged(self.exchange.together(load))
+        if not damaged:
+            self._tree = restoration.finish()
+        return damaged
+
+    def _register(self) -> dict[str, Any]:
         self.leaser = Leaser(
-            self.address,
-            self.hello.handout,
-            self.job.id,
-            self.decision.epoch,
-            self.exchange.rank,
-            self.settings,
-            self.launch.under_agent,
-            self._on_cuda,
-        )
+            self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
+            self.launch.under_agent, self._on_cuda,
+        )  # fmt: skip
         self.leaser.register()
         self._registered = True
-        source = self.plan.sources.get(self.exchange.rank)
-        if source is None:
-            return {"damaged": ""}
-        try:
-            slot = self._local(source) if source.node == self._node.id else self._remote(source)
-            facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
-            self._tree = restore.load(
-                slot, self.subjects, lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)
-            )
-            self.host.restore(self._tree)
-        except restore.BadSlot as error:
-            return {"damaged": str(error)}
-        return {"damaged": ""}
+        return {}
 
-    def _erase(self, results: Sequence[Mapping[str, Any]]) -> None:
+    def _restoration(self, base: Version) -> Restoration:
+        manifest = self.findings.manifests[base.epoch]
+        layouts, index = layouts_of(manifest)
+        everyone = [node for each in self.findings.manifests.values() for node in each.nodes] + self.nodes
+        remote = Remote(
+            self.job.id, self.manifest.token, {node.id: list(node.addresses) for node in everyone},
+            self.settings.attach_deadline_s,
+        )  # fmt: skip
+        return Restoration(
+            self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
+            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
+            remote, self.subjects, self.host,
+        )  # fmt: skip
+
+    def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
+        return sorted({rank for result in results for rank in result["damaged"]})
+
+    def _erase(self, damaged: Sequence[int]) -> None:
         """Notes the slots that were damaged, on every rank alike, and withdraws for another try."""
-        for rank, result in enumerate(results):
-            if result["damaged"]:
-                source = self.plan.sources[rank]
-                self.erased.add((source.node, source.slot, source.version))
-                if self.exchange.rank == 0:
-                    say(f"{result['damaged']} Going back to an older version.")
+        for rank in damaged:
+            source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
+            self.erased.add((source.node, source.slot, source.version))
+            if self.exchange.rank == 0:
+                say(
+                    f"{self.plan.base} of rank {rank} is damaged: looking for it elsewhere, else going back to an older one."
+                )
         self.leaser.release()
         self._registered = False
 
-    def _local(self, source: recovery.Held) -> SlotMap:
-        return self.leaser.take([source.slot])[0].map
-
-    def _remote(self, source: recovery.Held) -> SlotMap:
-        """The bytes of a slot on another node's daemon: this rank ran there before."""
-        node = next(node for node in self.nodes if node.id == source.node)
-        base = self.plan.base
-        assert base is not None, "a source without a base"
-        request = pb.ReadRequest(job=self.job.id, slot=source.slot, version=messages.version_to(base), size=1 << 62)
-        metadata = rpc.token_metadata(self.manifest.token)
-        failures = []
-        for address in node.addresses:
-            with rpc.channel(address) as channel:
-                try:
-                    chunks = pb_grpc.DaemonStub(channel).Read(
-                        request, timeout=self.settings.attach_deadline_s, metadata=metadata
-                    )
-                    data = bytearray()
-                    for chunk in chunks:
-                        data += chunk.data
-                    return SlotMap(np.frombuffer(data, np.uint8))
-                except grpc.RpcError as error:
-                    failures.append(str(rpc.error_of(error, address)))
-        raise RestoreError(
-            f"rank {self.exchange.rank} ran on node {node.name} before, and can't read its state there: {failures}."
-        )
-
-    def _lease(self, layout: Layout) -> dict[str, Any]:
-        self.slots = self.leaser.lease(layout, messages.table_to(layout))
+    def _lease(self) -> dict[str, Any]:
+        self.slots = self.leaser.lease(self.placement.part(self.exchange.rank).data_bytes, len(self.table))
         return {}
 
     # begin
 
-    def _begin(self, tree: Mapping[str, Any] | None) -> Session:
-        epoch, base = self.decision.epoch, self.decision.base
+    def _begin(self) -> Session:
+        epoch, base, tree = self.decision.epoch, self.decision.base, self._tree
         reporter = Reporter(
             self.address, self.job.id, epoch, self.exchange.rank, self.settings.rpc_deadline_s, self.failpoints
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
-            self.slots, self.leaser,
+            self.slots, self.leaser, self.placement,
         )  # fmt: skip
         moved = any(source.node != self._node_of(rank).id for rank, source in self.plan.sources.items())
-        restored_from = None if base is None else "peers" if moved else "memory"
-        if self.exchange.rank == 0:
-            self._announce(restored_from)
+        restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
         session = Session(
             snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
             counts_calls=tree is not None and not tree["marked"], every=self.request.every,
-            seal_deadline_s=self.settings.seal_deadline_s,
-            is_protected=len(self.nodes) == 1 or self.request.tolerate == 0,
+            seal_deadline_s=self.settings.seal_deadline_s, is_protected=not exposed(self.placement),
         )  # fmt: skip
+        if self.exchange.rank == 0:
+            self._announce(restored_from)
+        snapshots.expect(self.predicted.leaves)
         if tree is not None:
             host_state.restore_random(tree["random"])
+            if self._must_protect_again:
+                session.protect_again(tree["marked"])
         return session
+
+    @property
+    def _must_protect_again(self) -> bool:
+        """Whether the base lies elsewhere than its placement says, or is to lie elsewhere from now on."""
+        before = self.findings.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
+        return bool(self.plan.capsules) or _placing(before) != _placing(self.manifest)
+
+    def _announce(self, restored_from: str | None) -> None:
+        """What was restored and what is not covered, once."""
+        lines = announcement.restored(
+            self.job.id, self.decision.base, restored_from, self.manifest, self.findings, self.plan
+        )
+        if self.decision.base is None and not self.job.named:
+            lines += announcement.earlier_runs(self.findings, self.manifest.script)
+        lines += announcement.exposure(self.placement)
+        lines += announcement.not_covered(self.request, self.subjects, self.exchange.world)
+        for line in lines:
+            say(line)
 
     @property
     def _on_cuda(self) -> bool:
@@ -417,41 +415,9 @@ class Attachment:
             return CudaCopier()
         return CpuCopier(copy_cpus())
 
-    def _node_of(self, rank: int) -> pb.Node:
-        return next(node for node in self.nodes if rank in node.ranks)
 
-    def _announce(self, restored_from: str | None) -> None:
-        """What was restored and what is not covered, once."""
-        job, base = self.job, self.decision.base
-        if base is not None:
-            say(
-                f"job {job.id}: restored {base} from {restored_from}, {self.exchange.world} ranks on {len(self.nodes)} nodes."
-            )
-        else:
-            say(f"job {job.id}: nothing held, starting fresh; {self.exchange.world} ranks on {len(self.nodes)} nodes.")
-        for version, ranks in self.plan.partial:
-            say(f"{version} was not used: ranks {list(ranks)[:8]} do not hold it.")
-        earlier = [o for o in self.others if o.HasField("newest") and o.script == self.facts[0]["script"]]
-        if base is None and not job.named and earlier:
-            last = min(earlier, key=lambda other: other.age_s)
-            say(
-                f"step {last.newest.step} of an earlier run, which ended {last.age_s:.0f} s ago, is held as job {last.job}. "
-                f"To go on from it: REFT_JOB={last.job}"
-            )
-        if len(self.nodes) > 1 and self.request.tolerate is None:
-            say("snapshots survive lost processes, not a lost node: redundancy among nodes is not in this version.")
-        if self.request.schedule is not None:
-            say("copies run beside compute; placing them by the pipeline's schedule is not in this version.")
-        if self.exchange.world > 2 and any(_regroups(module) for module in self.subjects.modules.values()):
-            say(
-                "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "
-                "last bits; find_unused_parameters=True keeps the grouping."
-            )
-        uncovered = self.request.uncovered()
-        if uncovered:
-            say(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
-
-
-def _regroups(module: nn.Module) -> bool:
-    """Whether the order in which gradients are added depends on where the process began."""
-    return isinstance(module, nn.parallel.DistributedDataParallel) and not module.find_unused_parameters
+def _placing(manifest: pb.Manifest) -> tuple[object, ...]:
+    """What of a manifest decides where bytes lie."""
+    nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
+    index = tuple(manifest.layout_of)
+    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, tuple(manifest.layouts), index

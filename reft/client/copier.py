@@ -1,16 +1,17 @@
-"""The copying engine on the CPU: copies one snapshot beside training, chunk by chunk, and digests it on the way.
+"""The copying engine on the CPU: copies one snapshot beside training, chunk by chunk, digests it on the way, adds parity.
 
-    mark:   begin(job)      staged leaves are copied aside here, in the caller; the thread starts on the rest
+    mark:   begin(job)      staged leaves are copied aside here, in the caller; the threads do the rest
             job.open        in the thread: waits for a slot if none may be reused yet
+            read            chunks: live bytes ─► slot, digest  │ parity columns: live bytes of others' shards ─► XOR ─► slot
+            job.landed      nothing reads the state any more; the digests of the parity's chunks follow
     fence:  fence()         no slot until now: given up; else waits until the last byte is read, which it almost always is
 
-A contract test runs this engine and the CUDA engine of `reft.client.cuda_copier` alike. Both call `job.landed()` after
-the last byte and `job.sealed(digests)` or `job.failed(error)` from a thread of theirs.
+A contract test runs this engine and the CUDA engine of `reft.client.cuda_copier` alike. Both call `job.landed(riders)`
+after the last byte and `job.sealed(digests)` or `job.failed(error)` from a thread of theirs.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
@@ -18,13 +19,17 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
-from reft.core.layout import Layout
+from reft.core import coding
+from reft.core.layout import Layout, align
+from reft.errors import ReftError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 
@@ -37,21 +42,22 @@ class CopyJob:
             raises if there is none.
         give_up: makes a waiting `open` raise.
         chunk_bytes: of each slot.
-        layout: where the leaves go.
-        tensors: the live leaves, by name.
+        share: what to write where.
         at_chunk: called with each chunk's index before it is copied; may raise.
+        at_parity: called with each parity column's index before it is computed; may raise.
         intact: called after the last byte was read and before anything writes the state again; raises if it was written.
-        landed, sealed, failed: what to do when the bytes are there, when the digests are, or instead of both.
+        landed: what to do when the bytes are there; takes the riders' bytes, as they were at the mark, by name.
+        sealed, failed: what to do when the digests are there, or instead of both.
     """
 
     open: Callable[[bool], SlotMap]
     give_up: Callable[[], None]
     chunk_bytes: int
-    layout: Layout
-    tensors: Mapping[str, torch.Tensor]
+    share: Share
     at_chunk: Callable[[int], object]
+    at_parity: Callable[[int], object]
     intact: Callable[[], None]
-    landed: Callable[[], None]
+    landed: Callable[[Mapping[str, bytes]], None]
     sealed: Callable[[np.ndarray], None]
     failed: Callable[[Exception], None]
 
@@ -61,6 +67,7 @@ class Copier(Protocol):
 
     copied_bytes: int
     idle_bytes: int
+    cut: Cut  # how it wants parity cut
 
     def begin(self, job: CopyJob) -> None:
         """Starts one snapshot; the earlier one must have passed its fence."""
@@ -79,50 +86,31 @@ class Copier(Protocol):
 
 
 class Piece(NamedTuple):
-    """A run of bytes of one leaf, and where it goes in the slot's data. `strided` is set if the leaf has no plain bytes."""
+    """A run of bytes of one leaf, and where it goes in the slot's data."""
 
     source: Bytes
     offset: int
-    strided: torch.Tensor | None = None
 
 
 def pieces_of(layout: Layout, tensors: Mapping[str, torch.Tensor], staged: bool) -> list[Piece]:
-    """The runs of all leaves that are staged, or of all that are not; views of the live tensors' memory."""
-    found = []
-    for leaf, offset in zip(layout.leaves, layout.offsets, strict=True):
-        if leaf.staged is not staged or not leaf.nbytes:
-            continue
-        tensor = tensors[leaf.name]
-        if is_dense(tensor):
-            found.append(Piece(flat_bytes(tensor).numpy(), offset))
-        else:
-            found.append(Piece(np.empty(0, np.uint8), offset, tensor.detach()))
-    return found
+    """The runs of all leaves that are staged, or of all that are not; views of the live tensors' memory, which is dense."""
+    return [
+        Piece(flat_bytes(tensors[leaf.name]).numpy(), offset)
+        for leaf, offset in zip(layout.leaves, layout.offsets, strict=True)
+        if leaf.staged is staged and leaf.nbytes
+    ]
 
 
 def by_chunk(pieces: list[Piece], chunk_bytes: int, chunks: int) -> list[list[Piece]]:
-    """The pieces cut at chunk borders; a strided leaf goes whole to the chunk in which it begins."""
+    """The pieces cut at chunk borders."""
     table: list[list[Piece]] = [[] for _ in range(chunks)]
     for piece in pieces:
-        if piece.strided is not None:
-            table[piece.offset // chunk_bytes].append(piece)
-            continue
         at, end = piece.offset, piece.offset + piece.source.nbytes
         while at < end:
             stop = min(end, (at // chunk_bytes + 1) * chunk_bytes)
             table[at // chunk_bytes].append(Piece(piece.source[at - piece.offset : stop - piece.offset], at))
             at = stop
     return table
-
-
-def copy_piece(piece: Piece, data: Bytes) -> None:
-    """Copies one piece into the slot's data."""
-    if piece.strided is None:
-        np.copyto(data[piece.offset : piece.offset + piece.source.nbytes], piece.source)
-        return
-    nbytes = piece.strided.numel() * piece.strided.element_size()
-    target = torch.from_numpy(data[piece.offset : piece.offset + nbytes]).view(piece.strided.dtype)
-    target.view(piece.strided.shape).copy_(piece.strided)
 
 
 def copy_cpus() -> list[int]:
@@ -141,12 +129,89 @@ def copy_cpus() -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to copy, cut and in order; made again only when the tensors are others."""
+    """What to copy, cut and in order; made again only when the share is another.
 
-    tensors: Mapping[str, torch.Tensor]
-    staged: list[Piece]
-    mark: Bytes  # the staged leaves as they were at the mark: the beginning of a slot's data
-    table: list[list[Piece]]
+    Attributes:
+        at_mark: copies aside, in the caller, what forward mutates.
+        later: copies aside, in the thread, other riders, and leaves whose elements are not one run.
+        sources: the bytes of each leaf of the share, live or aside.
+        scratch: memory for the registers of one column, for each thread.
+        zeros: as many as the widest column has bytes.
+    """
+
+    share: Share
+    at_mark: list[Callable[[], object]]
+    later: list[Callable[[], object]]
+    sources: list[Bytes]
+    scratch: list[Bytes]
+    zeros: Bytes
+
+    @classmethod
+    def of(cls, share: Share, chunk_bytes: int, threads: int) -> Plan:
+        """The plan of a share.
+
+        Raises:
+            ReftError: slots have other chunks than the share was cut for, so that its sections don't begin at chunks.
+        """
+        if chunk_bytes != share.chunk_bytes:
+            raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
+        sources, at_mark, later = _sources(share)
+        room = max(((column.rows - len(column.outputs)) * column.nbytes for column in share.columns), default=0)
+        assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
+        scratch = [np.empty(room, np.uint8) for _ in range(threads)]
+        zeros = np.zeros(max((column.nbytes for column in share.columns), default=0), np.uint8)
+        return cls(share, at_mark, later, sources, scratch, zeros)
+
+    # Made in the thread that needs them first: the mark does not wait for them.
+
+    @cached_property
+    def table(self) -> list[list[Piece]]:
+        """The pieces of each chunk; none in the parity section."""
+        pieces = [Piece(self.sources[run.leaf][run.begin : run.begin + run.nbytes], run.at) for run in self.share.runs]
+        return by_chunk(pieces, self.share.chunk_bytes, -(-self.share.data_bytes // self.share.chunk_bytes))
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """The bytes that the tasks move, int64, added up: chunks first, then columns."""
+        moved = [sum(piece.source.nbytes for piece in pieces) for pieces in self.table]
+        moved += [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
+        return np.cumsum(moved, dtype=np.int64)
+
+    def bounds(self, threads: int) -> list[int]:
+        """Where each thread's tasks begin and end, so that all move about as many bytes."""
+        if not len(self.work):
+            return [0] * (threads + 1)
+        ends = np.searchsorted(self.work, [self.work[-1] * i // threads for i in range(1, threads)])
+        return [0, *ends.tolist(), len(self.work)]
+
+
+def _sources(share: Share) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
+    """The bytes of each leaf: live ones, or where they are copied aside; what copies them at the mark, and what later."""
+    riders = set(share.riders)
+    tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
+    is_aside = [leaf.staged or i in riders or not is_dense(tensors[i]) for i, leaf in enumerate(share.leaves)]
+    sizes = [leaf.nbytes if aside else 0 for leaf, aside in zip(share.leaves, is_aside, strict=True)]
+    memory = np.zeros(sum(align(size) for size in sizes), np.uint8)
+    sources: list[Bytes] = []
+    at_mark: list[Callable[[], object]] = []
+    later: list[Callable[[], object]] = []
+    end = 0
+    for leaf, tensor, aside, size in zip(share.leaves, tensors, is_aside, sizes, strict=True):
+        if not aside:
+            sources.append(flat_bytes(tensor).numpy())
+            continue
+        sources.append(memory[end : end + size])
+        end += align(size)
+        if size:
+            (at_mark if leaf.staged else later).append(_gathering(tensor, sources[-1]))
+    return sources, at_mark, later
+
+
+def _gathering(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
+    """Copies a leaf's bytes: in the order of its memory if it is dense, else in row-major order."""
+    if is_dense(tensor):
+        return partial(np.copyto, target, flat_bytes(tensor).numpy())
+    return partial(torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_, tensor)
 
 
 class CpuCopier:
@@ -159,20 +224,24 @@ class CpuCopier:
     def __init__(self, cpus: list[int]) -> None:
         self.copied_bytes = 0
         self.idle_bytes = 0
+        self.cut = Cut()
         self._reading = threading.Event()
         self._reading.set()  # set: nothing is being read
         self._is_idle = False
+        self._counting = threading.Lock()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
 
     def begin(self, job: CopyJob) -> None:
-        plan = self._planned(job)
-        for piece in plan.staged:
-            copy_piece(piece, plan.mark)
+        if self._plan is None or self._plan.share is not job.share:
+            self._plan = Plan.of(job.share, job.chunk_bytes, len(self._threads))
+        plan = self._plan
+        for copy_aside in plan.at_mark:
+            copy_aside()
         self._reading.clear()
         self._job = job
-        self._threads[0].submit(lambda: self._copy(job, plan))
+        self._threads[0].submit(lambda: self._take(job, plan))
 
     def fence(self) -> float:
         if self._reading.is_set() or self._job is None:
@@ -192,55 +261,112 @@ class CpuCopier:
         for thread in self._threads:
             thread.close()
 
-    def _planned(self, job: CopyJob) -> Plan:
-        if self._plan is None or self._plan.tensors is not job.tensors:
-            pieces = pieces_of(job.layout, job.tensors, staged=False)
-            table = by_chunk(pieces, job.chunk_bytes, -(-job.layout.data_bytes // job.chunk_bytes))
-            staged = pieces_of(job.layout, job.tensors, staged=True)
-            mark = np.zeros(job.layout.staged_bytes, np.uint8)
-            self._plan = Plan(job.tensors, staged, mark, table)
-        return self._plan
-
-    def _copy(self, job: CopyJob, plan: Plan) -> None:
-        """One snapshot, in the first thread; the others take their share of the chunks."""
-        digests = np.zeros(len(plan.table), np.uint64)
-        bounds = np.linspace(0, len(digests), len(self._threads) + 1, dtype=int).tolist()
+    def _take(self, job: CopyJob, plan: Plan) -> None:
+        """One snapshot, in the first thread; the others take their share of the work."""
         try:
+            digests = np.zeros(len(plan.table), np.uint64)
             slot = job.open(True)
-            np.copyto(slot.data[: len(plan.mark)], plan.mark)
-            shares = [
-                thread.submit(functools.partial(self._copy_chunks, job, slot, plan, digests, range(first, last)))
-                for thread, first, last in zip(self._threads[1:], bounds[1:], bounds[2:], strict=False)
-            ]
-            try:
-                self._copy_chunks(job, slot, plan, digests, range(bounds[0], bounds[1]))
-            finally:
-                # Whatever happened here, nothing may read the state once the fence is open.
-                failures = [share.exception() for share in shares]
-            for failure in filter(None, failures):
-                raise failure
+            data = slot.data
+            for offset, size in plan.share.zeros if slot.is_new_layout else ():
+                data[offset : offset + size] = 0
+            for copy_aside in plan.later:
+                copy_aside()
+            self._together(plan.bounds, lambda i, tasks: self._read(job, plan, data, digests, i, tasks))
             job.intact()
-            job.landed()
+            job.landed({plan.share.leaves[i].name: plan.sources[i].tobytes() for i in plan.share.riders})
         except Exception as error:
             job.failed(error)
             return
         finally:
             self._reading.set()
+        # The optimizer may run now: only the slot is read from here on.
+        parity = plan.share.parity_chunks
+        self._together(
+            lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
+            lambda _, chunks: _digest(slot, digests, chunks),
+        )
         job.sealed(digests)
 
-    def _copy_chunks(self, job: CopyJob, slot: SlotMap, plan: Plan, digests: np.ndarray, chunks: range) -> None:
+    def _together(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
+        """Runs work(thread's index, its tasks) in all threads; returns when all have ended, and raises what one raised."""
+        at = bounds(len(self._threads))
+        others = [
+            thread.submit(partial(work, i, range(at[i], at[i + 1]))) for i, thread in enumerate(self._threads[1:], 1)
+        ]
+        try:
+            work(0, range(at[0], at[1]))
+        finally:
+            # Whatever happened here, nothing may read the state once the fence is open.
+            failures = [other.exception() for other in others]
+        for failure in filter(None, failures):
+            raise failure
+
+    def _read(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, tasks: range) -> None:
+        """Chunks are the first tasks, columns the others."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
-        data, size = slot.data[: job.layout.data_bytes], job.chunk_bytes
-        for index in chunks:
-            job.at_chunk(index)
-            pieces, chunk = plan.table[index], data[index * size : (index + 1) * size]
-            for piece in pieces:
-                copy_piece(piece, data)
-            # The source is still in the core's cache; the slot is not. A chunk of several leaves has padding between.
-            is_whole = len(pieces) == 1 and pieces[0].source.nbytes == chunk.nbytes
-            digests[index] = chunk_digest(pieces[0].source if is_whole else chunk)
-            self.copied_bytes += chunk.nbytes
-            self.idle_bytes += chunk.nbytes if self._is_idle else 0
+        copied = idle = 0
+        chunks, parity = len(plan.table), plan.share.parity_chunks
+        for task in tasks:
+            if task >= chunks:
+                job.at_parity(task - chunks)
+                column = plan.share.columns[task - chunks]
+                _compute(plan, column, data, plan.scratch[thread])
+                moved = column.nbytes * len(column.outputs)
+            elif task in parity:
+                continue
+            else:
+                job.at_chunk(task)
+                moved = _copy_chunk(plan.table[task], data[: plan.share.data_bytes], digests, task, job.chunk_bytes)
+            copied += moved
+            idle += moved if self._is_idle else 0
+        with self._counting:
+            self.copied_bytes += copied
+            self.idle_bytes += idle
+
+
+def _copy_chunk(pieces: list[Piece], data: Bytes, digests: np.ndarray, index: int, size: int) -> int:
+    """Copies and digests one chunk; how many bytes were copied."""
+    chunk, copied = data[index * size : (index + 1) * size], 0
+    for source, offset in pieces:
+        np.copyto(data[offset : offset + source.nbytes], source)
+        copied += source.nbytes
+    # The source is still in the core's cache; the slot is not. A chunk of several leaves has padding between.
+    is_whole = len(pieces) == 1 and copied == chunk.nbytes
+    digests[index] = chunk_digest(pieces[0].source if is_whole else chunk)
+    return copied
+
+
+def _compute(plan: Plan, column: Column, data: Bytes, scratch: Bytes) -> None:
+    """XORs one column of parity from live bytes into the slot."""
+    n, program, used = column.nbytes, column.program, 0
+    inputs = []
+    for runs in column.inputs:
+        if not runs:
+            inputs.append(plan.zeros[:n])
+        elif plan.share.is_direct(runs, n):
+            inputs.append(plan.sources[runs[0].leaf][runs[0].begin : runs[0].begin + n])
+        else:
+            inputs.append(scratch[used : used + n])
+            used += n
+            _compose(plan.sources, runs, inputs[-1])
+    rows = [scratch[used + i * n : used + (i + 1) * n] for i in range(program.scratch)]
+    coding.run(program, inputs, [data[offset : offset + n] for offset in column.outputs], rows)
+
+
+def _compose(sources: list[Bytes], runs: tuple[Run, ...], target: Bytes) -> None:
+    """Puts together a register from several runs, zeros between."""
+    end = 0
+    for leaf, begin, size, at in runs:
+        if end < at:
+            target[end:at] = 0
+        np.copyto(target[at : at + size], sources[leaf][begin : begin + size])
+        end = at + size
+    target[end:] = 0
+
+
+def _digest(slot: SlotMap, digests: np.ndarray, chunks: range) -> None:
+    for index in chunks:
+        digests[index] = chunk_digest(slot.chunk(index))
 
 
 class Worker:

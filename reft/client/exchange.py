@@ -31,19 +31,22 @@ class Exchange:
     Args:
         deadline_s: the longest that one exchange may take.
 
+    Attributes:
+        group: the process group of reft's own; None if there is only one rank.
+
     Raises:
         AttachError: the group can't be made.
     """
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._group = None
+        self.group = None
         self.rank, self.world = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if self.world > 1:
             try:
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
             except RuntimeError as error:
                 raise AttachError(
                     f"the ranks can't meet to attach: {error}.", "do all ranks call reft.attach?"
@@ -74,7 +77,7 @@ class Exchange:
         return [reply["ok"] for reply in replies]
 
     def _gather(self, payload: bytes, deadline_s: float) -> list[dict[str, Any]]:
-        if self._group is None:
+        if self.group is None:
             return [json.loads(payload)]
         if len(payload) > FACTS_MAX:
             payload = json.dumps({"error": f"facts of {len(payload)} bytes; the limit is {FACTS_MAX}"}).encode()
@@ -95,14 +98,14 @@ class Exchange:
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def _all_gather(self, into: list[torch.Tensor], mine: torch.Tensor, end: float) -> None:
-        work = dist.all_gather(into, mine, group=self._group, async_op=True)
+        work = dist.all_gather(into, mine, group=self.group, async_op=True)
         work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
 
     def close(self) -> None:
         """Gives the group back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
 
 
 def text_of(data: bytes) -> str:

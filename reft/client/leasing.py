@@ -9,7 +9,7 @@ import grpc
 
 from reft.client.mapping import MappedSlot
 from reft.config import Config
-from reft.core.layout import Layout, align
+from reft.core.layout import align
 from reft.core.version import Epoch
 from reft.errors import AttachError
 from reft.wire import handout, messages, rpc
@@ -19,6 +19,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 SPARE_TABLE = 4096  # bytes, so that a step counter that moves to another device does not outgrow the table
+SPARE_DATA = 64 << 10  # bytes, so that a few small leaves that come later need no larger slots
 ALLOCATION_BYTES_PER_S = 100 << 20  # slower than any machine makes pages; stretches the deadline of a lease
 
 
@@ -47,14 +48,15 @@ class Leaser:
         """Makes this process known as the rank's trainer, so that the daemon notices its death."""
         self._call(self._request(0, 0, 0))
 
-    def lease(self, layout: Layout, table: bytes) -> list[MappedSlot]:
-        """Slots with room for a layout, mapped, every page touched. Blocks for as long as memory takes to be made.
+    def lease(self, data_bytes: int, table_bytes: int) -> list[MappedSlot]:
+        """Slots with room for so much, mapped, every page touched. Blocks for as long as memory takes to be made.
 
         Raises:
             NoRoom: they don't fit.
         """
-        data_bytes = align(layout.data_bytes, PAGE)
-        request = self._request(self.settings.slots, data_bytes, align(len(table) + SPARE_TABLE, PAGE))
+        request = self._request(
+            self.settings.slots, align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
+        )
         reply = self._call(request)
         slots = self.take([slot.name for slot in reply.slots], is_memfd=reply.backing == "memfd")
         for slot in slots:

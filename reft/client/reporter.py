@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 log = logging.getLogger("reft")
 ANSWERS_MAX = 16
 CALLS_MAX = 4
+NO_CELLS: Mapping[int, int] = MappingProxyType({})
 MARGIN_S = 0.5  # by which a call's deadline exceeds the time that the daemon may hold the reply back
 
 
@@ -47,6 +49,7 @@ class Reporter:
         self._stub = pb_grpc.DaemonStub(self._channel)
         self._changed = threading.Condition()
         self._answers: dict[int, Answer] = {}
+        self._digests: dict[int, Mapping[int, int]] = {}
         self._under_way = 0
         self._trouble = ""
         self._outcome = Outcome()
@@ -65,16 +68,18 @@ class Reporter:
         whole = Version(self._epoch, outcome.whole) if outcome.whole >= 0 else None
         return whole, frozenset(Version(self._epoch, step) for step in outcome.voids)
 
-    def answer(self, step: int, answer: Answer, trouble: str = "") -> None:
+    def answer(self, step: int, answer: Answer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
         """Reports a step; returns at once.
 
         Args:
             trouble: why the snapshot failed; empty if it did not.
+            digests: cell → digest of what this rank has in it, with a sealed step.
         """
         with self._changed:
-            self._answers.setdefault(step, answer)
+            if step not in self._answers:
+                self._answers[step], self._digests[step] = answer, digests
             for old in sorted(self._answers)[:-ANSWERS_MAX]:
-                del self._answers[old]
+                self._forget(old)
             self._trouble = trouble
         self._send()
 
@@ -85,7 +90,8 @@ class Reporter:
             self._under_way += 1
             request = pb.ReportRequest(
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
-                answers=messages.answers_to(self._answers), wait_ms=int(self._deadline_s * 1000), trouble=self._trouble,
+                answers=messages.answers_to(self._answers, self._digests),
+                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble,
             )  # fmt: skip
         self._stub.Report.future(request, timeout=self._deadline_s + MARGIN_S).add_done_callback(self._replied)
 
@@ -115,7 +121,16 @@ class Reporter:
         if heard.whole >= self._outcome.whole:
             self._outcome = heard
         for step in [step for step in self._answers if self._outcome.decides(step)]:
-            del self._answers[step]
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        del self._answers[step]
+        del self._digests[step]
+
+    @property
+    def unlike(self) -> frozenset[int]:
+        """Cells whose replicas were found to differ: as long as they do, nothing becomes whole."""
+        return self._outcome.unlike
 
     def wait(self, step: int, deadline_s: float) -> bool:
         """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step."""

@@ -128,6 +128,15 @@ class Session:
             self._window_open = True
         self._taken = self.step
 
+    def protect_again(self, is_marked: bool) -> None:
+        """Takes the restored state as the first version of this epoch: what a lost node held is spread anew.
+
+        For attach, before the first step; the version that was restored stays held until this one is whole.
+        """
+        if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
+            self._window_open = True
+        self._taken = self.step
+
     def _close_window(self) -> None:
         if self._window_open and self._snapshots is not None:
             self._window_open = False

@@ -23,15 +23,16 @@ from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
 from reft.client.mapping import MappedSlot
 from reft.client.reporter import Reporter
+from reft.client.share import Cut, Share, share_of
 from reft.client.state import Bindings, Subjects
-from reft.core.layout import Layout
+from reft.core.layout import Leaf
+from reft.core.placement import Placement
 from reft.core.round import Answer
 from reft.core.slots import choose
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
 from reft.wire import capsule
-from reft.wire.messages import table_to
 from reft.wire.slot_format import SlotMap
 
 log = logging.getLogger("reft")
@@ -49,23 +50,22 @@ class Counts:
 
 @dataclass(frozen=True)
 class Held:
-    """The layout in force, as every snapshot needs it."""
+    """The leaves that exist and where their bytes go, as every snapshot needs it."""
 
     bindings: Bindings
-    layout: Layout
-    digest: bytes
-    table: bytes
+    share: Share
 
     @classmethod
-    def of(cls, bindings: Bindings) -> Held:
-        layout = bindings.layout()
-        return cls(bindings, layout, layout.digest, table_to(layout))
+    def of(cls, bindings: Bindings, placement: Placement, rank: int, cut: Cut, before: Share | None) -> Held:
+        leaves = bindings.layout().leaves
+        same = before.with_tensors(leaves, bindings.tensors) if before else None
+        return cls(bindings, same or share_of(placement, rank, leaves, bindings.tensors, cut))
 
     def fits(self, slots: Sequence[MappedSlot]) -> bool:
         """Whether every slot has room for the data and the table."""
         geometries = [slot.map.header.geometry for slot in slots]
         return bool(geometries) and all(
-            g.data_capacity >= self.layout.data_bytes and g.table_capacity >= len(self.table) for g in geometries
+            g.data_capacity >= self.share.data_bytes and g.table_capacity >= len(self.share.table) for g in geometries
         )
 
 
@@ -74,8 +74,9 @@ class Snapshots:
     """See the module.
 
     Args:
-        leaser: gets slots with room for a layout; blocks, so it is called in a thread of its own.
+        leaser: gets slots with room for a share; blocks, so it is called in a thread of its own.
         base: the version that this attach started from: known to be whole.
+        placement: where the bytes of this epoch lie; it stays when leaves come and go.
     """
 
     subjects: Subjects
@@ -88,8 +89,10 @@ class Snapshots:
     base: Version | None
     slots: list[MappedSlot]
     leaser: Leaser
+    placement: Placement
     counts: Counts = field(default_factory=Counts)
     _held: Held | None = None
+    _expected: Share | None = None
     _trouble: str = ""
     _floor: int = -1
     _leasing: threading.Thread | None = None
@@ -112,21 +115,29 @@ class Snapshots:
             self._void(step, reason)
         return not reason
 
+    def expect(self, leaves: Sequence[Leaf]) -> None:
+        """Cuts the work for the leaves that attach foresees, so that the first mark finds it done."""
+        self._expected = share_of(self.placement, self.rank, leaves, {}, self.copier.cut)
+
     def fence(self) -> None:
         """Makes sure that nothing reads the state any more."""
         self.counts.stall_s += self.copier.fence()
 
     def discard(self, until: int) -> None:
-        """Drops what was taken in this epoch, and takes nothing up to step `until`: it was counted wrongly."""
+        """Drops what was counted wrongly in this epoch, and takes nothing up to step `until`.
+
+        The base's own step was counted before it: taken again to protect it anew, it stays.
+        """
         log.warning(
             "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that.",
             self.rank,
             until,
         )
         self._floor = until
+        start = self.base.step if self.base else 0
         for slot in self.slots:
             version = slot.map.header.version
-            if version is not None and version.epoch == self.epoch:
+            if version is not None and version.epoch == self.epoch and version.step > start:
                 slot.map.empty()
 
     def _begin(self, step: int, is_marked: bool) -> str:
@@ -162,7 +173,8 @@ class Snapshots:
         if slot is None:
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
         self._under_way.add(slot.index)
-        slot.map.begin(Version(self.epoch, step), held.digest, held.table, held.layout.data_bytes)
+        share = held.share
+        slot.map.begin(Version(self.epoch, step), share.digest, share.table, share.data_bytes)
         return slot
 
     def _free_slot(self) -> MappedSlot | None:
@@ -194,9 +206,10 @@ class Snapshots:
                 if tensor._version != before and name not in held.bindings.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
 
-        def landed() -> None:
+        def landed(riders: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
-            opened[0].map.put_capsule(capsule.encode(tree))
+            whole = {**tree, "riders": dict(riders), "absent": list(held.share.absent)}
+            opened[0].map.put_capsule(capsule.encode(whole))
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
 
@@ -214,8 +227,9 @@ class Snapshots:
             self._void(step, str(error))
 
         return CopyJob(
-            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.layout, tensors,
+            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
+            at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
             intact=intact, landed=landed, sealed=sealed, failed=failed,
         )  # fmt: skip
 
@@ -239,7 +253,14 @@ class Snapshots:
 
     def _current(self) -> Held:
         if self._held is None or not self._held.bindings.hold():
-            self._held = Held.of(self.subjects.bind())
+            before = self._held.share if self._held else self._expected
+            self._held = Held.of(self.subjects.bind(), self.placement, self.rank, self.copier.cut, before)
+            extra = self._held.share.extra
+            if self.placement.lanes and extra != (before.extra if before else ()):
+                log.warning(
+                    "rank %d: %d leaves were not foreseen by attach and are lost with their node, e.g. %s.",
+                    self.rank, len(extra), ", ".join(extra[:3]),
+                )  # fmt: skip
         return self._held
 
     def _room_for(self, held: Held) -> bool:
@@ -259,13 +280,16 @@ class Snapshots:
 
     def _lease(self, held: Held) -> None:
         try:
-            self._leased = self.leaser.lease(held.layout, held.table)
+            self._leased = self.leaser.lease(held.share.data_bytes, len(held.share.table))
         except Exception as error:
             log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
 
     def bytes_per_snapshot(self) -> int:
-        """Bytes that one snapshot writes into its slot."""
-        return self._held.layout.payload_bytes if self._held else 0
+        """Bytes that one snapshot writes into its slot: live ones, parity, and the capsule's riders."""
+        if self._held is None:
+            return 0
+        share = self._held.share
+        return share.written_bytes + sum(share.leaves[i].nbytes for i in share.riders)
 
     def newest_known_whole(self) -> int:
         """The newest step known to be whole, in this epoch or as its base; -1 if none."""

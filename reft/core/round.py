@@ -10,6 +10,8 @@ Invariants
      skipped s and sealed s+1 holds nothing of s.
   3. void(s) is announced as soon as one rank said void; s never becomes whole after that.
   4. Outcomes only permit reuse. Recovery never trusts them: it reads slot headers.
+  5. Ranks that hold replicas say with "sealed" what the bytes of each cell look like: a digest of all of it, or of a
+     window that wanders with the step. Two that differ make s void: shards of unlike replicas are no state.
 
 A lost answer leaves s undecided: its slot is kept until a newer step is whole. Each message repeats all that is still
 undecided below its sender, so the next one repairs the loss. Late and repeated messages change nothing.
@@ -19,12 +21,16 @@ One `Round` belongs to one epoch; messages of another epoch never reach it (the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from types import MappingProxyType
 
 FAN_OUT = 16
 UNDECIDED_MAX = 16  # steps kept without a decision: more than a rank has slots, so nothing useful is forgotten
 VOIDS_MAX = 64  # voids remembered: a rank asks about at most as many as it has slots
+Digests = Mapping[int, Mapping[int, int]]  # step → cell → digest
+NO_DIGESTS: Digests = MappingProxyType({})
+_NOBODY = ("node", -1)  # whose answer is the verdict of a comparison
 
 
 class Answer(IntEnum):
@@ -34,10 +40,12 @@ class Answer(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided: the newest whole step (-1: none yet) and the steps newer than it that are void."""
+    """What is decided: the newest whole step (-1: none yet), the steps newer than it that are void, and the cells whose
+    replicas were once found to differ."""
 
     whole: int = -1
     voids: frozenset[int] = frozenset()
+    unlike: frozenset[int] = frozenset()
 
     def decides(self, step: int) -> bool:
         return step <= self.whole or step in self.voids
@@ -69,36 +77,46 @@ class Round:
     ranks: frozenset[int]
     outcome: Outcome = field(default_factory=Outcome)
     _answers: dict[int, dict[tuple[str, int], Answer]] = field(default_factory=dict)
+    _digests: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, answers: Mapping[int, Answer]) -> bool:
+    def hear_rank(self, rank: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS) -> bool:
         """Takes a local rank's answers; True if something changed and must be passed on.
+
+        Args:
+            digests: step → cell → digest, of the steps that are sealed.
 
         Raises:
             ValueError: the rank does not train on this node.
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of this node's ranks {sorted(self.ranks)}")
-        return self._hear(("rank", rank), answers)
+        return self._hear(("rank", rank), answers, digests)
 
-    def hear_node(self, child: int, answers: Mapping[int, Answer]) -> bool:
+    def hear_node(
+        self, child: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS, unlike: Iterable[int] = ()
+    ) -> bool:
         """Takes the answers of the subtree below `child`; True if something changed.
+
+        Args:
+            unlike: cells that were found to differ below it.
 
         Raises:
             ValueError: the node does not report to this one.
         """
         if child not in children_of(self.index, self.nodes):
             raise ValueError(f"node {child} does not report to node {self.index}")
-        return self._hear(("node", child), answers)
+        is_news = self._note_unlike(unlike)
+        return self._hear(("node", child), answers, digests) or is_news
 
     def hear_outcome(self, outcome: Outcome) -> bool:
         """Takes what the coordinator decided; True if it was news."""
         whole = max(self.outcome.whole, outcome.whole)
         voids = frozenset(step for step in self.outcome.voids | outcome.voids if step > whole)
-        merged = Outcome(whole, frozenset(sorted(voids)[-VOIDS_MAX:]))
+        merged = Outcome(whole, frozenset(sorted(voids)[-VOIDS_MAX:]), self.outcome.unlike | outcome.unlike)
         is_news = merged != self.outcome
         self.outcome = merged
         for step in [step for step in self._answers if merged.decides(step)]:
-            del self._answers[step]
+            self._forget(step)
         return is_news
 
     def undecided(self) -> dict[int, Answer]:
@@ -106,7 +124,12 @@ class Round:
         found = {step: self._subtree(answers) for step, answers in self._answers.items()}
         return {step: answer for step, answer in found.items() if answer is not None}
 
-    def _hear(self, source: tuple[str, int], answers: Mapping[int, Answer]) -> bool:
+    def digests(self) -> dict[int, dict[int, int]]:
+        """The digests that go with `undecided`, of its sealed steps."""
+        sealed = [step for step, answer in self.undecided().items() if answer is Answer.SEALED]
+        return {step: dict(self._digests[step]) for step in sealed if step in self._digests}
+
+    def _hear(self, source: tuple[str, int], answers: Mapping[int, Answer], digests: Digests) -> bool:
         changed = False
         for step, answer in answers.items():
             if step < 0 or self.outcome.decides(step):
@@ -114,11 +137,25 @@ class Round:
             heard = self._answers.setdefault(step, {})
             if source not in heard:
                 heard[source] = answer
+                self._compare(step, digests.get(step, {}))
                 changed = True
         self._forget_oldest()
         if changed and self.index == 0:
             self._decide()
         return changed
+
+    def _compare(self, step: int, digests: Mapping[int, int]) -> None:
+        """Holds a source's digests against those of the others; the source itself is not to blame, so the step is void."""
+        known = self._digests.setdefault(step, {})
+        unlike = {cell for cell, digest in digests.items() if known.setdefault(cell, digest) != digest}
+        if unlike:
+            self._answers[step][_NOBODY] = Answer.VOID
+            self._note_unlike(unlike)
+
+    def _note_unlike(self, cells: Iterable[int]) -> bool:
+        before = self.outcome
+        self.outcome = replace(before, unlike=before.unlike | frozenset(cells))
+        return self.outcome != before
 
     def _subtree(self, heard: Mapping[tuple[str, int], Answer]) -> Answer | None:
         if Answer.VOID in heard.values():
@@ -133,7 +170,11 @@ class Round:
 
     def _forget_oldest(self) -> None:
         for step in sorted(self._answers)[:-UNDECIDED_MAX]:
-            del self._answers[step]
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        self._answers.pop(step, None)
+        self._digests.pop(step, None)
 
 
 def _steps(answers: Mapping[int, Answer], wanted: Answer) -> Iterable[int]:

@@ -64,7 +64,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
     loader = Loader(manual(), options.batch, Shape.context, rank, world, options.seed)
 
-    session = reft.attach(ddp, optimizer, state={"lr": schedule, "data": loader})
+    session = reft.attach(ddp, optimizer, state={"lr": schedule, "data": loader}, tolerate=options.tolerate)
     record.add("attached", restored_from=session.restored_from, step=session.step)
     for step in session.steps(options.steps):
         inputs, targets = next(loader)
@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batch", type=int, default=4, help="sequences of one rank in a step")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tolerate", type=int, help="lost nodes to survive; attach's own choice if not given")
     return parser.parse_args()
 
 

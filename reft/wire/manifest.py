@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
-from reft.core.cells import divide
+from reft.core.cells import RIDERS_MAX, divide
 from reft.core.layout import Layout
-from reft.core.placement import Placement, place
+from reft.core.placement import Placement, Scheme, place
 from reft.errors import FormatError
 from reft.wire.messages import table_from
 from reft.wire.v1 import daemon_pb2 as pb
@@ -48,11 +49,21 @@ def node_domains(nodes: Sequence[pb.Node]) -> list[int]:
 def placement_of(manifest: pb.Manifest) -> Placement:
     """Where every byte of every rank's state lies, the same for everyone who holds the manifest.
 
+    With protect "none" every rank keeps all that it has, whether others have the same or not.
+
     Raises:
         FormatError: the manifest contradicts itself.
     """
     layouts, index = layouts_of(manifest)
     keys = [layout.digest for layout in layouts]
-    division = divide(dict(zip(keys, layouts, strict=True)), [keys[i] for i in index], frozenset(manifest.unequal))
+    scheme = next((each for each in get_args(Scheme) if each == manifest.protect), None)
+    if scheme is None:
+        raise FormatError(
+            f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
+        )
+    own = {leaf.name for layout in layouts for leaf in layout.leaves} if scheme == "none" else set(manifest.unequal)
+    domains = domains_of(manifest)
+    riders_max = RIDERS_MAX if len(set(domains)) > 1 else 0  # with one domain, a capsule has nowhere to go
+    division = divide(dict(zip(keys, layouts, strict=True)), [keys[i] for i in index], own, riders_max)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
-    return place(division, domains_of(manifest), manifest.protect or "none", tolerate, manifest.chunk_bytes)
+    return place(division, domains, scheme, tolerate, manifest.chunk_bytes)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from reft.core.layout import Layout, Leaf
-from reft.core.recovery import Decision, Held
-from reft.core.round import Answer, Outcome
+from reft.core.recovery import Copy, Decision, Held
+from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 1  # daemons and clients of unlike numbers refuse each other
+PROTOCOL = 2  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 
@@ -51,8 +51,23 @@ def held_from(node_id: str, header: pb.SlotHeader) -> Held:
     return Held(node_id, header.rank, header.slot, SlotState(header.state), version, header.layout)
 
 
-def answers_to(answers: Mapping[int, Answer]) -> list[pb.StepAnswer]:
-    return [pb.StepAnswer(step=step, answer=pb.Answer.Name(answer)) for step, answer in sorted(answers.items())]
+def copy_from(node_id: str, header: pb.CopyHeader) -> Copy:
+    return Copy(node_id, header.rank, version_from(header.version), header.kept_bytes)
+
+
+def answers_to(answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS) -> list[pb.StepAnswer]:
+    return [
+        pb.StepAnswer(
+            step=step, answer=pb.Answer.Name(answer),
+            cells=[pb.CellDigest(cell=cell, digest=digest) for cell, digest in sorted(digests.get(step, {}).items())],
+        )
+        for step, answer in sorted(answers.items())
+    ]  # fmt: skip
+
+
+def digests_from(messages: Iterable[pb.StepAnswer]) -> dict[int, dict[int, int]]:
+    """What ranks say that they have in their cells: step → cell → digest."""
+    return {message.step: {each.cell: each.digest for each in message.cells} for message in messages}
 
 
 def answers_from(messages: Iterable[pb.StepAnswer]) -> dict[int, Answer]:
@@ -71,38 +86,45 @@ def answers_from(messages: Iterable[pb.StepAnswer]) -> dict[int, Answer]:
 
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
-    return pb.Outcome(job=job, epoch=epoch_to(epoch), whole=outcome.whole, voids=sorted(outcome.voids))
+    return pb.Outcome(
+        job=job, epoch=epoch_to(epoch), whole=outcome.whole, voids=sorted(outcome.voids), unlike=sorted(outcome.unlike)
+    )
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
-    return Outcome(message.whole, frozenset(message.voids))
+    return Outcome(message.whole, frozenset(message.voids), frozenset(message.unlike))
 
 
-def table_to(layout: Layout) -> bytes:
-    """The leaf table's bytes, always the same for the same layout."""
-    entries = [
-        pb.LeafEntry(
-            name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes,
-            staged=leaf.staged, global_shape=leaf.global_shape, global_offset=leaf.global_offset, offset=offset,
-        )
-        for leaf, offset in zip(layout.leaves, layout.offsets, strict=True)
-    ]  # fmt: skip
+def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:
+    """The leaf table's bytes, always the same for the same layout and places.
+
+    Args:
+        layout: the leaves; offsets of those that are not KEPT are not written.
+        places: name → pb.CELL or pb.RIDER, of the leaves that are not KEPT.
+    """
+    entries = []
+    for leaf, offset in zip(layout.leaves, layout.offsets, strict=True):
+        place = places.get(leaf.name, pb.KEPT) if places else pb.KEPT
+        entries.append(
+            pb.LeafEntry(
+                name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes,
+                staged=leaf.staged, global_shape=leaf.global_shape, global_offset=leaf.global_offset,
+                offset=offset if place == pb.KEPT else 0, place=pb.Place.Name(place),
+            )
+        )  # fmt: skip
     return pb.LeafTable(leaves=entries, data_bytes=layout.data_bytes).SerializeToString(deterministic=True)
 
 
 def table_from(data: bytes) -> Layout:
-    """The layout that a leaf table describes.
+    """The layout that a leaf table describes; the offset of a leaf that is not KEPT is 0 and says nothing.
 
     Raises:
-        FormatError: the bytes are no leaf table, or a leaf lies outside the data.
+        FormatError: the bytes are no leaf table, or a KEPT leaf lies outside the data.
     """
-    try:
-        table = pb.LeafTable.FromString(data)
-    except DecodeError as error:
-        raise FormatError(f"the leaf table can't be read: {error}.") from error
+    table = _table(data)
     leaves = []
     for entry in table.leaves:
-        if entry.offset + entry.nbytes > table.data_bytes:
+        if entry.place == pb.KEPT and entry.offset + entry.nbytes > table.data_bytes:
             raise FormatError(f"leaf {entry.name!r} lies outside the data.")
         leaves.append(
             Leaf(
@@ -110,4 +132,25 @@ def table_from(data: bytes) -> Layout:
                 tuple(entry.global_shape), tuple(entry.global_offset),
             )
         )  # fmt: skip
-    return Layout(tuple(leaves), tuple(entry.offset for entry in table.leaves), table.data_bytes)
+    offsets = tuple(entry.offset if entry.place == pb.KEPT else 0 for entry in table.leaves)
+    return Layout(tuple(leaves), offsets, table.data_bytes)
+
+
+def places_from(data: bytes) -> dict[str, int]:
+    """Where each leaf of a leaf table is to be found: name → pb.KEPT, pb.CELL or pb.RIDER.
+
+    Raises:
+        FormatError: the bytes are no leaf table, or name a place that we don't know.
+    """
+    places = {entry.name: int(entry.place) for entry in _table(data).leaves}
+    for name, place in places.items():
+        if place not in (pb.KEPT, pb.CELL, pb.RIDER):
+            raise FormatError(f"leaf {name!r} lies in place {place}, which this reft does not know.")
+    return places
+
+
+def _table(data: bytes) -> pb.LeafTable:
+    try:
+        return pb.LeafTable.FromString(data)
+    except DecodeError as error:
+        raise FormatError(f"the leaf table can't be read: {error}.") from error

@@ -6,7 +6,8 @@
     8192              leaf table          table_capacity       protobuf LeafTable, the same for all versions of a layout
     …                 digests             8 × chunks           xxh3_64 of each chunk of the data, little-endian
     …                 capsule             CAPSULE_MAX          see reft.wire.capsule
-    …                 data                data_capacity        leaves at the offsets that the table names
+    …                 data                data_capacity        data shards | parity shards | kept leaves; the table says
+                                                               what is where, with the placement of the version's epoch
     every part begins at a multiple of 4096
 
 A header is the struct HEADER below, little-endian, and the xxh3_64 of what stands before it. The copies are written in
@@ -15,8 +16,11 @@ The sequence number also tells a reader whether anything happened since it looke
 
 The writer sets state WRITING before the first byte of table, capsule or data; LANDED after the last byte; SEALED once
 the digests are there too. Anyone who holds the slot after its writer died may turn LANDED into SEALED. A reader trusts
-nothing but a SEALED slot, and checks digests of what it reads. Versions of this format: a reader refuses a greater major
-number by name, and reads any minor number of its own major.
+nothing but a SEALED slot, and checks digests of what it reads. The header names a layout only once a version of it has
+landed here: then the table is in the slot, and so are the zeros between its live bytes, which are written once.
+
+Versions of this format: a reader refuses other major numbers by name, and reads any minor number of its own major. In
+format 1 all leaves lay in the data, each at its offset; since format 2 they may lie in other slots and in capsules.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import FormatError
 
 MAGIC: Final = b"REFTSLOT"
-MAJOR: Final = 1
+MAJOR: Final = 2
 MINOR: Final = 0
 PAGE: Final = 4096
 TABLE_MAX: Final = 64 << 20
@@ -115,16 +119,17 @@ def decode_header(data: bytes) -> Header:
     """One header copy.
 
     Raises:
-        FormatError: wrong magic, checksum, newer major version, or sizes that can't be.
+        FormatError: wrong magic, checksum, other major version, or sizes that can't be.
     """
     body = data[: HEADER.size]
     if len(data) < HEADER.size + CHECKSUM.size or body[:8] != MAGIC:
         raise FormatError("this is not a slot: the magic number is missing.")
     fields = HEADER.unpack(body)
     major, minor = fields[1], fields[2]
-    if major > MAJOR:
+    if major != MAJOR:
         raise FormatError(
-            f"the slot has format {major}.{minor}; this reft reads up to {MAJOR}.", "use the reft that wrote it"
+            f"the slot has format {major}.{minor}; this reft reads {MAJOR}.",
+            "use the reft that wrote it, or purge the job",
         )
     if CHECKSUM.unpack_from(data, HEADER.size)[0] != xxhash.xxh3_64_intdigest(body):
         raise FormatError("the header's checksum is wrong.")
@@ -160,6 +165,18 @@ def newest_header(slot: Bytes) -> Header:
     Raises:
         FormatError: neither copy is valid, or the mapping is smaller than the slot.
     """
+    header = best_header(slot)
+    if header.geometry.file_bytes > slot.nbytes:
+        raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {slot.nbytes}.")
+    return header
+
+
+def best_header(slot: Bytes) -> Header:
+    """The same from a slot's first two pages alone.
+
+    Raises:
+        FormatError: neither copy is valid.
+    """
     found: list[Header] = []
     reason, hint = "the slot has no header.", ""
     for offset in (0, PAGE):
@@ -170,14 +187,16 @@ def newest_header(slot: Bytes) -> Header:
             reason, hint = error.message, error.hint
     if not found:
         raise FormatError(reason, hint)
-    header = max(found, key=lambda header: header.seq)
-    if header.geometry.file_bytes > slot.nbytes:
-        raise FormatError(f"the slot says {header.geometry.file_bytes} bytes, but its file has {slot.nbytes}.")
-    return header
+    return max(found, key=lambda header: header.seq)
 
 
 class SlotMap:
     """A mapped slot: reads and writes its parts. Whoever writes must be the slot's only writer.
+
+    Attributes:
+        header: what the slot's newest header says.
+        is_new_layout: whether no version of the layout that was begun last has landed here, so that its zeros are to be
+            written; they stay for the versions after it.
 
     Args:
         slot: all bytes of the slot's file, writable if anything is to be written.
@@ -189,6 +208,8 @@ class SlotMap:
     def __init__(self, slot: Bytes) -> None:
         self._slot = slot
         self.header = newest_header(slot)
+        self.is_new_layout = True
+        self._coming: dict[str, object] = {}
 
     @classmethod
     def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int) -> SlotMap:
@@ -233,16 +254,17 @@ class SlotMap:
         geometry = self.header.geometry
         if len(table) > geometry.table_capacity or data_bytes > geometry.data_capacity:
             raise FormatError(f"{len(table)} + {data_bytes} bytes don't fit into a slot of {geometry.file_bytes}.")
-        has_table = self.header.layout == layout and self.header.table_bytes == len(table)
-        # A writer that dies before it has written its table must leave no header that promises one.
-        kept = {} if has_table else {"layout": bytes(16), "table_bytes": 0, "table_digest": 0}
+        self.is_new_layout = self.header.layout != layout or self.header.table_bytes != len(table)
+        # A writer that fails or dies before it has landed must leave no header that promises its table and zeros.
+        kept = {"layout": bytes(16), "table_bytes": 0, "table_digest": 0} if self.is_new_layout else {}
         self._write(
             state=SlotState.WRITING, version=version, data_bytes=data_bytes, capsule_bytes=0, capsule_digest=0, **kept
         )
-        if not has_table:
+        self._coming = {}
+        if self.is_new_layout:
             self._put(geometry.table_offset, table)
             digest = xxhash.xxh3_64_intdigest(table)
-            self.header = replace(self.header, layout=layout, table_bytes=len(table), table_digest=digest)
+            self._coming = {"layout": layout, "table_bytes": len(table), "table_digest": digest}
 
     def put_capsule(self, capsule: bytes) -> None:
         """Writes the capsule; `landed` makes it count.
@@ -251,14 +273,18 @@ class SlotMap:
             FormatError: it is larger than CAPSULE_MAX.
         """
         if len(capsule) > CAPSULE_MAX:
-            raise FormatError(f"the capsule has {len(capsule)} bytes; the limit is {CAPSULE_MAX}.")
+            raise FormatError(
+                f"the capsule has {len(capsule)} bytes; the limit is {CAPSULE_MAX}.",
+                "keep less in what you pass as state=",
+            )
         self._put(self.header.geometry.capsule_offset, capsule)
         digest = xxhash.xxh3_64_intdigest(capsule)
         self.header = replace(self.header, capsule_bytes=len(capsule), capsule_digest=digest)
 
     def landed(self) -> None:
         """LANDED: every byte of this version is in the slot."""
-        self._write(state=SlotState.LANDED)
+        self._write(state=SlotState.LANDED, **self._coming)
+        self._coming = {}
 
     def sealed(self, digests: npt.NDArray[np.uint64]) -> None:
         """SEALED, with the digest of each chunk of this version."""

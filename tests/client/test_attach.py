@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ import reft
 from reft import errors
 from reft.client import attach as attach_module
 from reft.config import Config, Launch
+from reft.wire.slot_format import PAGE, best_header
 from tests.client.test_state_kinds import Keeper, step_once, train
 from tests.support.daemons import purge_and_stop, until
 from tests.support.trainers import Spec, Trainers, run
@@ -81,7 +83,7 @@ def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach,
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "at least 1"), ({"protect": "aec"}, "not in this version"),
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "at least 1"), ({"protect": "aor"}, "not in this version"),
         ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no address"),
     ],
 )  # fmt: skip
@@ -232,12 +234,13 @@ def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
 # Damage
 
 
-def flip(folder: Path, name: str, offset_from_end: int) -> None:
-    path = folder / name
-    with open(path, "r+b") as file:
-        file.seek(-offset_from_end, os.SEEK_END)
+def flip(folder: Path, name: str) -> None:
+    """Turns one bit of a slot's data."""
+    with open(folder / name, "r+b") as file:
+        at = best_header(np.frombuffer(file.read(2 * PAGE), np.uint8)).geometry.data_offset + 1000
+        file.seek(at)
         byte = file.read(1)
-        file.seek(-offset_from_end, os.SEEK_END)
+        file.seek(at)
         file.write(bytes([byte[0] ^ 1]))
 
 
@@ -250,7 +253,7 @@ def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_befor
     trainers.kill()
     headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
     newest = next(header for header in headers if header.rank == 1 and header.version.step == 8)
-    flip(daemon.folder / "job", newest.slot, 8192)
+    flip(daemon.folder / "job", newest.slot)
     after = run(Spec(daemon.address), 2)
     assert after[0]["began"] == after[1]["began"] < 8
     for mine, reference in zip(after, plain, strict=True):
@@ -273,7 +276,7 @@ def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
 def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
     run(Spec(daemon.address))
     for path in (daemon.folder / "job").glob("rank-0.slot-*"):
-        flip(daemon.folder / "job", path.name, 8192)
+        flip(daemon.folder / "job", path.name)
     trainers = Trainers(Spec(daemon.address))
     assert trainers.wait() == [1]
     assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()

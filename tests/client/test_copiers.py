@@ -1,24 +1,32 @@
 """The contract of a copying engine, held by the CPU engine, with one thread and with two, and by the CUDA engine.
 
+One process alone keeps everything; in a group each member writes its data shards and parity, and any D - f members' slots
+give the whole state back. What a share is, without an engine, is tested in test_share.py.
+
 Without a GPU the CUDA engine runs on a device that does at once what a stream would do later; with one, on CUDA as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from reft.client.copier import CopyJob, CpuCopier
+from reft.client import share
+from reft.client.copier import CopyJob, CpuCopier, Plan
 from reft.client.cuda_copier import CudaCopier, Device
-from reft.client.state import Bindings
+from reft.client.share import Cut, share_of
+from reft.client.state import Bindings, flat_bytes, is_dense
+from reft.core import coding
+from reft.core.cells import divide
+from reft.core.placement import Placement, place
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError
-from reft.wire.messages import table_to
 from reft.wire.slot_format import Geometry, SlotMap
 
 VERSION = Version(Epoch(1, bytes(range(16))), 7)
@@ -68,40 +76,62 @@ def engine(request):
     copier.close()
 
 
+CUT = Cut(4096, 8192, 1 << 20)  # several columns even for small tensors
+
+
+def placement_of(bindings: Bindings, D: int = 1, f: int = 0, each: int = 1, scheme: str = "aec") -> Placement:
+    """D domains with `each` ranks, which all hold the same leaves."""
+    layout = bindings.layout()
+    division = divide({layout.digest: layout}, [layout.digest] * (D * each))
+    return place(division, [rank // each for rank in range(D * each)], scheme, f, 4096)
+
+
 class Taken:
     """One snapshot taken by an engine, and what it reported."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], staged: set[str], chunk_bytes: int = 4096) -> None:
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], staged: set[str], placement: Placement | None = None, rank: int = 0,
+        cut: Cut = CUT,
+    ) -> None:  # fmt: skip
         bindings = Bindings(tensors, staged)
-        self.layout = bindings.layout()
-        geometry = Geometry(1 << 16, self.layout.data_bytes, chunk_bytes)
+        self.placement = placement or placement_of(bindings)
+        self.share = share_of(self.placement, rank, bindings.layout().leaves, tensors, cut)
+        geometry = Geometry(1 << 16, self.share.data_bytes, 4096)
         self.pages = np.zeros(geometry.file_bytes, np.uint8)
-        self.slot = SlotMap.create(self.pages, geometry, "job", 0)
-        self.slot.begin(VERSION, self.layout.digest, table_to(self.layout), self.layout.data_bytes)
-        self.slot.put_capsule(b"capsule")
+        self.slot = SlotMap.create(self.pages, geometry, "job", rank)
+        self.slot.data[:] = 0xA5  # of whoever had the slot before
+        self.parity: list[int] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self.slot.begin(VERSION, self.share.digest, self.share.table, self.share.data_bytes)
         self.states: list[SlotState] = []
+        self.chunks: list[int] = []
         self.ended = threading.Event()
         self.error: Exception | None = None
+        self.riders: dict[str, bytes] = {}
         self.job = CopyJob(
-            lambda may_wait: self.slot,
-            lambda: None,
-            chunk_bytes,
-            bindings.layout(),
-            tensors,
-            self.at_chunk,
-            self.intact,
-            self.landed,
-            self.sealed,
-            self.failed,
-        )
+            lambda may_wait: self.slot, lambda: None, 4096, self.share, self.at_chunk, self.parity.append, self.intact,
+            self.landed, self.sealed, self.failed,
+        )  # fmt: skip
+
+    def by(self, copier) -> Taken:
+        """Takes it, to the end."""
+        copier.begin(self.job)
+        copier.fence()
+        assert self.ended.wait(20) and self.error is None, self.error
+        return self
 
     def at_chunk(self, index: int) -> None:
+        self.chunks.append(index)
         self.states.append(self.slot.header.state)
 
     def intact(self) -> None:
         self.states.append(self.slot.header.state)
 
-    def landed(self) -> None:
+    def landed(self, riders) -> None:
+        self.riders = dict(riders)
+        self.slot.put_capsule(b"capsule")
         self.slot.landed()
         self.states.append(self.slot.header.state)
 
@@ -115,9 +145,18 @@ class Taken:
         self.ended.set()
 
     def bytes_of(self, name: str) -> bytes:
-        leaves = zip(self.layout.leaves, self.layout.offsets, strict=True)
+        """Of a rider or a kept leaf."""
+        if name in self.riders:
+            return self.riders[name]
+        leaves = zip(self.share.layout.leaves, self.share.layout.offsets, strict=True)
         leaf, offset = next((leaf, offset) for leaf, offset in leaves if leaf.name == name)
         return self.slot.data[offset : offset + leaf.nbytes].tobytes()
+
+
+def bytes_in(tensor: torch.Tensor) -> np.ndarray:
+    """In the order that a leaf has: that of memory, or row-major if there are gaps."""
+    host = tensor.detach().cpu()
+    return flat_bytes(host if is_dense(host) else host.contiguous()).numpy()
 
 
 def tensors_on(device: str) -> dict[str, torch.Tensor]:
@@ -126,35 +165,34 @@ def tensors_on(device: str) -> dict[str, torch.Tensor]:
         "large": torch.randn(64, 1024, device=device), "turned": torch.randn(700, 50, device=device).t(),
         "small": torch.randn(3, dtype=torch.bfloat16, device=device), "empty": torch.empty(0, 4, device=device),
         "buffer": torch.arange(10, device=device), "on host": torch.tensor(4.0),
-        "gapped": torch.randn(9, 9, device=device)[::2, ::3],
+        "gapped": torch.randn(9, 9, device=device)[::2, ::3], "medium": torch.randn(20000, device=device),
     }  # fmt: skip
 
 
 def test_every_byte_lands_and_the_states_come_in_order(engine):
     copier, device = engine
-    taken = Taken(tensors_on(device), {"buffer"})
-    copier.begin(taken.job)
-    copier.fence()
-    assert taken.ended.wait(20) and taken.error is None
+    taken = Taken(tensors_on(device), {"buffer"}).by(copier)
     for name, tensor in tensors_on(device).items():
-        expected = tensor.t() if name == "turned" else tensor
-        assert taken.bytes_of(name) == expected.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
+        assert taken.bytes_of(name) == bytes_in(tensor).tobytes(), name
     assert taken.states[-2:] == [SlotState.LANDED, SlotState.SEALED]
     assert set(taken.states[:-2]) == {SlotState.WRITING}
     assert taken.slot.bad_chunks() == [] and taken.slot.capsule() == b"capsule"
-    assert copier.copied_bytes == taken.layout.data_bytes
+    assert copier.copied_bytes == taken.share.written_bytes
 
 
-def test_staged_leaves_are_taken_at_the_mark(engine):
+@pytest.mark.parametrize("D", [1, 3])
+def test_riders_and_staged_leaves_are_as_at_the_mark(engine, D):
     copier, device = engine
-    tensors = tensors_on(device)
-    taken = Taken(tensors, {"buffer"})
-    before = tensors["buffer"].cpu().numpy().tobytes()
+    tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}  # too large for a capsule
+    taken = Taken(tensors, {"buffer", "cache"}, placement_of(Bindings(tensors, {"buffer", "cache"}), D, D - 1))
+    assert "cache" not in [taken.share.leaves[i].name for i in taken.share.riders]
+    before = {name: bytes_in(tensors[name]).tobytes() for name in ("buffer", "cache")}
     copier.begin(taken.job)
-    tensors["buffer"].add_(1)  # as forward does
+    for name in before:
+        tensors[name].add_(1)  # as forward does
     copier.fence()
-    assert taken.ended.wait(20)
-    assert taken.bytes_of("buffer") == before
+    assert taken.ended.wait(20) and taken.error is None
+    assert {name: taken.bytes_of(name) for name in before} == before
 
 
 def test_nothing_is_read_after_the_fence(engine):
@@ -199,7 +237,235 @@ def test_idle_bytes_are_those_copied_in_idle_times(engine):
     copier.begin(second.job)
     copier.fence()
     assert second.ended.wait(20)
-    assert copier.idle_bytes == first.layout.data_bytes and copier.copied_bytes == 2 * copier.idle_bytes
+    assert copier.idle_bytes == first.share.written_bytes and copier.copied_bytes == 2 * copier.idle_bytes
+
+
+# Groups
+
+
+def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tensor]) -> np.ndarray:
+    """What a cell must hold: live bytes, and zeros between and for absent leaves."""
+    cell = placement.division.cells[number]
+    whole = np.zeros(cell.nbytes, np.uint8)
+    for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+        if leaf.name in tensors:
+            whole[offset : offset + leaf.nbytes] = bytes_in(tensors[leaf.name])
+    return whole
+
+
+def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray]) -> np.ndarray:
+    """A lane from the slots of some ranks' data, padding included, decoded where a member is missing."""
+    lane = placement.lanes[lane_number]
+    k, packet = lane.code.k, lane.packet_bytes
+    found = {
+        (block.stripe, block.shard): slots[rank][block.offset : block.offset + block.nbytes]
+        for rank in slots
+        for block in placement.part(rank).blocks
+        if block.lane == lane_number
+    }
+    whole = np.zeros((lane.D, k, lane.shard_bytes), np.uint8)
+    for stripe in range(lane.D):
+        lost = [shard for shard in range(k) if (stripe, shard) not in found]
+        for shard in set(range(k)) - set(lost):
+            whole[stripe, shard] = found[stripe, shard]
+        if lost:
+            program = coding.decode_program(
+                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in found]
+            )
+            inputs = [found[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
+            outputs = [whole[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.outputs]
+            coding.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])
+    return whole.reshape(-1)
+
+
+def assert_any_survivors_have_it_all(placement: Placement, slots: dict[int, np.ndarray], tensors, f: int) -> None:
+    domains = sorted(set(placement.domains))
+    for lost in itertools.combinations(domains, f):
+        alive = {rank: data for rank, data in slots.items() if placement.domains[rank] not in lost}
+        for number, lane in enumerate(placement.lanes):
+            expected = np.zeros(lane.padded_bytes, np.uint8)
+            expected[: lane.nbytes] = cell_bytes(placement, lane.cell, tensors)[lane.begin : lane.begin + lane.nbytes]
+            assert np.array_equal(gathered(placement, number, alive), expected), f"lane {number} without {lost}"
+
+
+def live_bytes(placement: Placement, rank: int, tensors: dict[str, torch.Tensor]) -> int:
+    """Live bytes in a rank's data shards and kept leaves, and its parity, counted without a share."""
+    part, total = placement.part(rank), 0
+    for block in part.blocks[: part.data_blocks]:
+        lane = placement.lanes[block.lane]
+        cell = placement.division.cells[lane.cell]
+        begin, end = lane.data_range(block.stripe, block.shard)
+        end = min(end, lane.begin + lane.nbytes)
+        for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+            if leaf.name in tensors:
+                total += max(0, min(end, offset + leaf.nbytes) - max(begin, offset))
+    total += sum(block.nbytes for block in part.blocks[part.data_blocks :])
+    return total + sum(leaf.nbytes for leaf in part.kept.leaves if leaf.name in tensors)
+
+
+GROUPS = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 3, 2), (5, 2, 2), (6, 1, 1), (6, 3, 1)]
+
+
+@pytest.mark.parametrize(("D", "f", "each"), GROUPS)
+@pytest.mark.parametrize("scheme", ["aec", "arc"])
+def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, scheme):
+    copier, device = engine
+    tensors = tensors_on(device)
+    placement = placement_of(Bindings(tensors, {"buffer"}), D, f, each, scheme)
+    slots, copied = {}, 0
+    for rank in range(D * each):
+        taken = Taken(tensors, {"buffer"}, placement, rank).by(copier)
+        assert taken.slot.bad_chunks() == [] and taken.riders["buffer"] == bytes_in(tensors["buffer"]).tobytes()
+        assert sorted(taken.parity) == list(range(len(taken.share.columns)))
+        assert copier.copied_bytes - copied == taken.share.written_bytes == live_bytes(placement, rank, tensors)
+        slots[rank], copied = taken.slot.data, copier.copied_bytes
+    assert_any_survivors_have_it_all(placement, slots, tensors, f)
+
+
+def test_members_with_engines_of_their_own_at_the_same_time():
+    tensors = tensors_on("cpu")
+    placement = placement_of(Bindings(tensors, set()), 4, 2)
+    copiers = [CpuCopier([]), CpuCopier([0, 0]), CudaCopier(Inline()), CpuCopier([])]
+    members = [Taken(tensors, set(), placement, rank) for rank in range(4)]
+    for copier, member in zip(copiers, members, strict=True):
+        copier.begin(member.job)
+    for copier, member in zip(copiers, members, strict=True):
+        copier.fence()
+        assert member.ended.wait(20) and member.error is None
+        copier.close()
+    assert_any_survivors_have_it_all(placement, {r: m.slot.data for r, m in enumerate(members)}, tensors, 2)
+
+
+def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
+    """Step counters, and the state of an optimizer that was offloaded; where there is no device, leaves play the host's."""
+    on_host = {"on host", "buffer", "medium", "small"}
+    monkeypatch.setattr(
+        share, "_apart", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
+    )
+    tensors = tensors_on("cpu")
+    for D, f in ((1, 0), (3, 2), (4, 1)):
+        placement = placement_of(Bindings(tensors, {"buffer"}), D, f)
+        slots = {}
+        for rank in range(D):
+            copier = CudaCopier(Inline())
+            taken = Taken(tensors, {"buffer"}, placement, rank)
+            before = bytes_in(tensors["buffer"]).tobytes()
+            copier.begin(taken.job)
+            tensors["buffer"].add_(1)
+            copier.fence()
+            assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+            assert taken.riders["buffer"] == before
+            assert D > 1 or taken.bytes_of("medium") == bytes_in(tensors["medium"]).tobytes()
+            slots[rank] = taken.slot.data
+            copier.close()
+        assert_any_survivors_have_it_all(placement, slots, tensors, f)
+
+
+def test_absent_leaves_are_zeros_and_extra_ones_are_kept(engine):
+    copier, device = engine
+    tensors = tensors_on(device)
+    placement = placement_of(Bindings(tensors, {"buffer"}), 3, 1)
+    missing = {"large", "small"}
+    grown = {name: tensor for name, tensor in tensors.items() if name not in missing and name != "medium"}
+    grown |= {"medium": torch.randn(7, device=device), "new": torch.randn(3000, device=device)}
+    slots = {}
+    for rank in range(3):
+        taken = Taken(grown, {"buffer"}, placement, rank).by(copier)
+        assert set(taken.share.absent) == missing and set(taken.share.extra) == {"medium", "new"}
+        assert taken.slot.bad_chunks() == []
+        for name in taken.share.extra:
+            assert taken.bytes_of(name) == bytes_in(grown[name]).tobytes()
+        slots[rank] = taken.slot.data
+    in_cells = {name: tensor for name, tensor in grown.items() if name not in ("medium", "new")}
+    assert_any_survivors_have_it_all(placement, slots, in_cells, 1)
+
+
+def test_zeros_are_written_once_into_a_slot_and_again_after_a_failure(engine):
+    copier, device = engine
+    tensors = tensors_on(device)
+    taken = Taken(tensors, {"buffer"}, placement_of(Bindings(tensors, {"buffer"}), 3, 1))
+    padding = [slice(offset, offset + size) for offset, size in taken.share.zeros]
+
+    def begin(error: Exception | None) -> None:
+        taken.begin()
+        taken.job.intact = lambda: throw(error)
+        copier.begin(taken.job)
+        copier.fence()
+        assert taken.ended.wait(20) and taken.error is error
+
+    widest = max(padding, key=lambda run: run.stop - run.start)
+    begin(ReftError("torn"))
+    taken.slot.data[:] = 0xA5
+    begin(None)
+    assert not any(taken.slot.data[run].any() for run in padding), "the first one has not landed: zeros were due"
+    taken.slot.data[widest] = 1
+    begin(None)
+    assert (taken.slot.data[widest] == 1).all(), "zeros that are there are not written again"
+
+
+def throw(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
+    copier, device = engine
+    tensors = tensors_on(device)
+    placement = placement_of(Bindings(tensors, set()), 3, 1)
+    taken = Taken(tensors, set(), placement)
+    assert len(taken.share.columns) > 3
+
+    def at_parity(index: int) -> None:
+        if index == 3:
+            raise ReftError("failpoint")
+
+    taken.job.at_parity = at_parity
+    copier.begin(taken.job)
+    copier.fence()
+    assert taken.ended.wait(20) and "failpoint" in str(taken.error)
+    assert taken.slot.reread().state is SlotState.WRITING
+    Taken(tensors, set(), placement).by(copier)
+
+
+def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
+    """Of two threads one could digest a chunk before the other has put the rest of such a leaf into it."""
+    tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}
+    for D, f in ((1, 0), (3, 1)):
+        placement = placement_of(Bindings(tensors, set()), D, f)
+        slots = {}
+        for rank in range(D):
+            copier = CpuCopier([0, 0])
+            taken = Taken(tensors, set(), placement, rank).by(copier)
+            copier.close()
+            assert taken.slot.bad_chunks() == []
+            slots[rank] = taken.slot.data
+            assert D > 1 or taken.bytes_of("gaps") == bytes_in(tensors["gaps"]).tobytes()
+        assert_any_survivors_have_it_all(placement, slots, tensors, f)
+
+
+def test_slots_with_other_chunks_than_the_placement_are_refused(engine):
+    copier, device = engine
+    taken = Taken(tensors_on(device), set())
+    taken.job.chunk_bytes = 8192
+    with pytest.raises(ReftError, match="chunks of 8192 bytes, the placement of 4096"):
+        copier.begin(taken.job)
+    Taken(tensors_on(device), set()).by(copier)
+
+
+def test_chunks_of_parity_are_not_gone_through_twice():
+    tensors = tensors_on("cpu")
+    copier = CpuCopier([0, 0])
+    taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, 2)).by(copier)
+    copier.close()
+    assert len(taken.share.parity_chunks) > 10
+    assert set(taken.chunks) == set(range(taken.slot.chunks)) - set(taken.share.parity_chunks)
+
+
+def test_threads_share_the_work_evenly():
+    tensors = {"w": torch.randn(1 << 20)}
+    plan = Plan.of(Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, 1)).share, 4096, 2)
+    _, middle, end = plan.bounds(2)
+    assert end == len(plan.work) and abs(int(plan.work[middle]) - int(plan.work[-1]) // 2) < 1 << 16
 
 
 def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy():

@@ -94,14 +94,14 @@ def test_a_write_inside_the_window_is_caught_and_not_kept(attach, monkeypatch, c
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    original = CpuCopier._copy_chunks
+    original = CpuCopier._read
 
     def scribble(self, *arguments):
         original(self, *arguments)
         with torch.no_grad():
             model.weight.add_(1)
 
-    monkeypatch.setattr(CpuCopier, "_copy_chunks", scribble)
+    monkeypatch.setattr(CpuCopier, "_read", scribble)
     with caplog.at_level(logging.WARNING, "reft"):
         step_once(model, optimizer)
         session.step_end()
@@ -115,7 +115,7 @@ def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session = attach(model, optimizer)
-    original = CpuCopier._copy_chunks
+    original = CpuCopier._read
     entered = []
 
     def held_back(self, *arguments):
@@ -124,7 +124,7 @@ def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
         original(self, *arguments)
         entered.append(torch.equal(before, model.weight))
 
-    monkeypatch.setattr(CpuCopier, "_copy_chunks", held_back)
+    monkeypatch.setattr(CpuCopier, "_read", held_back)
     for _ in session.steps(6):
         step_once(model, optimizer)
     assert session.seal(timeout=10)

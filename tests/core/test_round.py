@@ -252,3 +252,51 @@ def test_a_restarted_coordinator_is_told_again():
     for _ in range(5):
         job.tick()
     assert {each.outcome for each in job.rounds} == {Outcome(4)}
+
+
+# Replicas that differ
+
+
+def both_sealed(first: dict[int, int], second: dict[int, int]) -> Round:
+    node = Round(0, 1, frozenset({0, 1}))
+    node.hear_rank(0, {1: Answer.SEALED}, {1: first})
+    node.hear_rank(1, {1: Answer.SEALED}, {1: second})
+    return node
+
+
+def test_equal_replicas_make_a_whole_step():
+    assert both_sealed({3: 7}, {3: 7}).outcome == Outcome(1)
+
+
+def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
+    assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(-1, frozenset({1}), frozenset({3}))
+
+
+def test_ranks_of_other_cells_are_not_compared():
+    assert both_sealed({3: 7}, {4: 8}).outcome.whole == 1
+
+
+def test_replicas_on_two_nodes_are_compared_by_the_coordinator():
+    above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1}))
+    below.hear_rank(1, {1: Answer.SEALED}, {1: {0: 5}})
+    above.hear_rank(0, {1: Answer.SEALED}, {1: {0: 6}})
+    assert above.hear_node(1, below.undecided(), below.digests(), below.outcome.unlike)
+    assert above.outcome.voids == {1} and above.outcome.unlike == {0}
+    assert below.hear_outcome(above.outcome) and below.outcome.unlike == {0}
+
+
+def test_a_difference_found_below_is_told_above():
+    above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1, 2}))
+    for rank in (1, 2):
+        below.hear_rank(rank, {1: Answer.SEALED}, {1: {9: rank}})
+    assert below.undecided() == {1: Answer.VOID} and below.digests() == {}
+    assert above.hear_node(1, below.undecided(), below.digests(), below.outcome.unlike)
+    assert above.outcome == Outcome(-1, frozenset({1}), frozenset({9}))
+
+
+def test_a_repeated_answer_is_not_compared_with_itself():
+    node = Round(0, 1, frozenset({0, 1}))
+    node.hear_rank(0, {1: Answer.SEALED}, {1: {0: 1}})
+    node.hear_rank(0, {1: Answer.SEALED}, {1: {0: 2}})
+    node.hear_rank(1, {1: Answer.SEALED}, {1: {0: 1}})
+    assert node.outcome == Outcome(1)

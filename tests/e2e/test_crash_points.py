@@ -15,7 +15,7 @@ SNAPSHOT_POINTS = {
     "snapshot.begin:kill:step=5:epoch=1": 4,
     "snapshot.chunk:kill:step=5:epoch=1": 4,
     "snapshot.chunk:kill:step=5:epoch=1:chunk=3": 4,
-    "snapshot.chunk:kill:step=5:epoch=1:chunk=14": 4,
+    "snapshot.chunk:kill:step=5:epoch=1:chunk=6": 4,
     "snapshot.landing:kill:step=5:epoch=1": 4,
     "snapshot.landed:kill:step=5:epoch=1": 5,
     "snapshot.sealed:kill:step=5:epoch=1": 5,

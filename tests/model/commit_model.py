@@ -25,6 +25,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from reft.core import recovery
+from reft.core.cells import divide
+from reft.core.layout import pack
+from reft.core.placement import Placement, place
 from reft.core.recovery import Decision, Held
 from reft.core.slots import Slot, SlotState, choose
 from reft.core.version import Epoch, Version
@@ -79,6 +82,12 @@ def steps_of(mask: int) -> list[int]:
 
 
 @functools.cache
+def alone(ranks: int) -> Placement:
+    """Nothing is shared: a version needs the own slot of every rank."""
+    return place(divide({b"": pack([])}, [b""] * ranks), [0] * ranks, "none", None, 64)
+
+
+@functools.cache
 def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, voids: int, rules: Rules) -> int | None:
     """Which slot is written next; None: none may be."""
     idle = [(i, kept) for i, kept in enumerate(slots) if kept[2] != WRITING]
@@ -106,7 +115,7 @@ def planned(
                 found.append(Held("node", rank, f"{rank}.{i}", STATES[kept[2]], version))
     decision = Decision(EPOCHS[epoch], Version(EPOCHS[base[0]], base[1]) if base else None)
     is_filtered = rules.reads_decision and rules.keyed_by_epoch
-    plan = recovery.plan(found, len(held), decision if is_filtered else None)
+    plan = recovery.plan(found, (), dict.fromkeys(EPOCHS, alone(len(held))), decision if is_filtered else None)
     if plan.base is None:
         loaded = set()
     else:

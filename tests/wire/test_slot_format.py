@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import struct
 from dataclasses import replace
@@ -17,7 +18,7 @@ from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import FormatError
 from reft.wire import capsule
-from reft.wire.messages import table_from, table_to
+from reft.wire.messages import places_from, table_from, table_to
 from reft.wire.slot_format import (
     CAPSULE_MAX,
     CHECKSUM,
@@ -92,6 +93,8 @@ def test_the_golden_sealed_file_gives_everything_back():
     held, tree, data = read_all(golden.read("sealed"))
     assert held == golden.layout() and data == golden.payload().tobytes()
     assert same(tree, golden.TREE)
+    places = places_from(SlotMap(golden.read("sealed")).table())
+    assert {name: place for name, place in places.items() if place} == golden.PLACES
 
 
 @pytest.mark.parametrize("state", ["empty", "writing", "landed"])
@@ -156,7 +159,7 @@ def test_a_writer_that_dies_within_a_header_leaves_the_old_state_or_the_new(writ
 # What a reader refuses
 
 
-def with_header(header: Header, major: int = 1, minor: int = 0, size: int | None = None) -> np.ndarray:
+def with_header(header: Header, major: int = 2, minor: int = 0, size: int | None = None) -> np.ndarray:
     """A slot whose two header copies both say `header`."""
     body = bytearray(header.encode()[: HEADER.size])
     struct.pack_into("<HH", body, 8, major, minor)
@@ -171,8 +174,15 @@ GOOD = Header(golden.GEOMETRY, "job", 3, SlotState.SEALED, golden.VERSION, data_
 
 
 def test_a_newer_major_version_is_refused_by_name():
-    with pytest.raises(FormatError, match=r"format 2\.7; this reft reads up to 1.*Fix: "):
-        SlotMap(with_header(GOOD, major=2, minor=7))
+    with pytest.raises(FormatError, match=r"format 3\.7; this reft reads 2.*Fix: "):
+        SlotMap(with_header(GOOD, major=3, minor=7))
+
+
+def test_the_older_major_version_is_refused_by_name():
+    """Its table gives no places, so a reader would take the data shards of a cell for leaves."""
+    slot = np.frombuffer(gzip.decompress((golden.FOLDER / "slot-1.0-sealed.gz").read_bytes()), np.uint8)
+    with pytest.raises(FormatError, match=r"format 1\.0; this reft reads 2.*Fix: "):
+        SlotMap(slot)
 
 
 def test_any_minor_version_is_read():
@@ -308,6 +318,23 @@ def test_the_table_is_written_once_for_all_versions_of_a_layout():
     map_.begin(Version(EPOCH, 3), b"m" * 16, b"table", 3)
     map_.landed()
     assert SlotMap(slot).table() == b"table"
+
+
+def test_a_layout_is_new_until_a_version_of_it_has_landed():
+    """Zeros are written only into a slot where the layout is new: a failed snapshot must not make them look written."""
+    slot, map_ = filled(b"one")
+
+    def begin(layout: bytes) -> bool:
+        map_.begin(Version(EPOCH, 2), layout * 16, b"table", 3)
+        return map_.is_new_layout
+
+    assert not begin(b"l")
+    assert begin(b"m") and begin(b"m"), "the first of the two failed before it had landed"
+    map_.empty()
+    map_ = SlotMap(slot)
+    assert begin(b"m") and begin(b"l"), "the other layout's bytes lie over the zeros now"
+    map_.landed()
+    assert not begin(b"l") and map_.table() == b"table"
 
 
 def test_a_writer_that_died_before_its_table_leaves_no_header_that_promises_one():

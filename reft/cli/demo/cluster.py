@@ -124,9 +124,9 @@ class Cluster:
     ) -> None:  # fmt: skip
         self.ranks_per_node = ranks_per_node
         self.world = nodes * ranks_per_node
-        self.folder = _short_folder()
+        self.folder = short_folder()
         self.kept = keep or self.folder
-        self.slots = _slots_folder(self.world * ROOM_PER_RANK, self.folder)
+        self.slots = slots_folder(self.world * ROOM_PER_RANK, self.folder)
         self._daemon_environment = dict(daemon_environment or {})
         self._keeper = keeper.start([self.folder, self.slots])
         names = [f"node-{chr(ord('a') + i)}" for i in range(nodes)]
@@ -137,7 +137,7 @@ class Cluster:
             for node in self.nodes:
                 self._spawn_daemon(node)
             for node in self.nodes:
-                self._await_daemon(node)
+                await_daemon(node)
         except BaseException:
             self.close()
             raise
@@ -161,7 +161,7 @@ class Cluster:
             DemoError: it ended, or does not answer in time.
         """
         self._spawn_daemon(self.nodes[node])
-        self._await_daemon(self.nodes[node])
+        await_daemon(self.nodes[node])
 
     def signal_daemon(self, node: int, number: int) -> None:
         """Signals a node's daemon; returns after its end if the signal ends it."""
@@ -174,19 +174,7 @@ class Cluster:
     def _spawn_daemon(self, node: Node) -> None:
         command = [sys.executable, "-m", "reft_daemon", "--node", node.name, "--socket", str(node.socket),
                    "--listen", "127.0.0.1:0", "--dir", str(node.slots)]  # fmt: skip
-        node.daemon = self._spawn(command, node.log, self._daemon_environment)
-
-    def _await_daemon(self, node: Node) -> None:
-        assert node.daemon is not None
-        end = time.monotonic() + DAEMON_START_S
-        hello = pb.HelloRequest(protocol=messages.PROTOCOL)
-        while time.monotonic() < end and node.daemon.poll() is None:
-            try:
-                ask(node.address, "Hello", hello, STATUS_S)
-                return
-            except DaemonUnavailable:
-                time.sleep(POLL_S)
-        raise DemoError(f"the daemon of {node.name} did not start:\n{node.log.read_text(errors='replace')[-2000:]}")
+        node.daemon = spawn(command, node.log, self.folder, self._daemon_environment)
 
     # Jobs
 
@@ -209,27 +197,15 @@ class Cluster:
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.nodes)}",
             f"--nproc-per-node={self.ranks_per_node}", "--rdzv-backend=c10d", f"--rdzv-id={job}",
-            f"--rdzv-endpoint=127.0.0.1:{_free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}",
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}",
             "-m", module, "--out", str(out), "--steps", str(steps), *arguments,
         ]  # fmt: skip
         logs = [out / f"{node.name}.log" for node in self.nodes]
         agents = [
-            self._spawn(command, log, {**LOCAL_ONLY, "REFT_DAEMON": node.address, **(environment or {})})
+            spawn(command, log, self.folder, {**LOCAL_ONLY, "REFT_DAEMON": node.address, **(environment or {})})
             for node, log in zip(self.nodes, logs, strict=True)
         ]
         return Training(job, self.world, out, agents, logs)
-
-    def _spawn(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        own = {
-            name: value
-            for name, value in child_environment().items()
-            if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
-        }
-        with open(log, "ab") as output:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env={**own, keeper.MARK: str(self.folder), **environment},
-            )  # fmt: skip
 
     # Looking, and ending
 
@@ -269,7 +245,47 @@ class Cluster:
             ask(node.address, "Purge", pb.PurgeRequest(job=job))
 
 
-def _short_folder() -> Path:
+def spawn(
+    command: Sequence[str], log: Path, mark: Path, environment: Mapping[str, str], stdout: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which the keeper of the folder `mark` will end.
+
+    Args:
+        log: gets stderr, and stdout unless `stdout` says otherwise.
+        mark: the first folder that the keeper was given.
+        environment: added to ours, from which everything is gone that another launcher set.
+    """
+    own = {
+        name: value
+        for name, value in child_environment().items()
+        if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
+    }
+    with open(log, "ab") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output if stdout is None else stdout, stderr=output,
+            start_new_session=True, env={**own, keeper.MARK: str(mark), **environment},
+        )  # fmt: skip
+
+
+def await_daemon(node: Node) -> None:
+    """Returns when a node's daemon answers.
+
+    Raises:
+        DemoError: it ended, or does not answer in time; the end of its log is in the message.
+    """
+    assert node.daemon is not None
+    end = time.monotonic() + DAEMON_START_S
+    hello = pb.HelloRequest(protocol=messages.PROTOCOL)
+    while time.monotonic() < end and node.daemon.poll() is None:
+        try:
+            ask(node.address, "Hello", hello, STATUS_S)
+            return
+        except DaemonUnavailable:
+            time.sleep(POLL_S)
+    raise DemoError(f"the daemon of {node.name} did not start:\n{node.log.read_text(errors='replace')[-2000:]}")
+
+
+def short_folder() -> Path:
     """A new folder for sockets: their paths have a hard limit, and TMPDIR may be long."""
     folder = Path(tempfile.mkdtemp(prefix="reft-demo-"))
     if len(os.fsencode(folder / "node-a.sock.fd")) <= rpc.UNIX_PATH_MAX:
@@ -278,7 +294,7 @@ def _short_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="reft-demo-", dir="/tmp"))
 
 
-def _slots_folder(need_bytes: int, otherwise: Path) -> Path:
+def slots_folder(need_bytes: int, otherwise: Path) -> Path:
     """A new folder in shared memory if there is room: containers often have 64 MiB of it, or none."""
     shared = Path("/dev/shm")
     if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= need_bytes:
@@ -288,7 +304,7 @@ def _slots_folder(need_bytes: int, otherwise: Path) -> Path:
     return folder
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A TCP port that is free now. Somebody may take it before torchrun does; then the agents fail, and say so."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

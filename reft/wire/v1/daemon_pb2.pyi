@@ -297,13 +297,23 @@ class LeaseReply(_message.Message):
     note: str
     def __init__(self, slots: _Optional[_Iterable[_Union[LeasedSlot, _Mapping]]] = ..., backing: _Optional[str] = ..., note: _Optional[str] = ...) -> None: ...
 
+class CellDigest(_message.Message):
+    __slots__ = ("cell", "digest")
+    CELL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    cell: int
+    digest: int
+    def __init__(self, cell: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
 class StepAnswer(_message.Message):
-    __slots__ = ("step", "answer")
+    __slots__ = ("step", "answer", "cells")
     STEP_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
     step: int
     answer: Answer
-    def __init__(self, step: _Optional[int] = ..., answer: _Optional[_Union[Answer, str]] = ...) -> None: ...
+    cells: _containers.RepeatedCompositeFieldContainer[CellDigest]
+    def __init__(self, step: _Optional[int] = ..., answer: _Optional[_Union[Answer, str]] = ..., cells: _Optional[_Iterable[_Union[CellDigest, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "answers", "wait_ms", "trouble")
@@ -322,14 +332,16 @@ class ReportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "voids", "slots_missing")
+    __slots__ = ("whole", "voids", "slots_missing", "unlike")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     VOIDS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
+    UNLIKE_FIELD_NUMBER: _ClassVar[int]
     whole: int
     voids: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
-    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ...) -> None: ...
+    unlike: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -464,7 +476,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs")
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +485,9 @@ class StatusReply(_message.Message):
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    CAPSULE_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     version: str
@@ -481,7 +496,10 @@ class StatusReply(_message.Message):
     limit_bytes: int
     directory: str
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
-    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+    round_bytes_sent: int
+    capsule_bytes_sent: int
+    domain: str
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("job",)
@@ -496,28 +514,32 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "answers")
+    __slots__ = ("job", "epoch", "node_index", "answers", "unlike")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    UNLIKE_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
     answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ...) -> None: ...
+    unlike: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "voids")
+    __slots__ = ("job", "epoch", "whole", "voids", "unlike")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     VOIDS_FIELD_NUMBER: _ClassVar[int]
+    UNLIKE_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
     voids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ...) -> None: ...
+    unlike: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()
@@ -552,20 +574,22 @@ class LeaseRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ..., closed: bool = ...) -> None: ...
 
 class JobRecord(_message.Message):
-    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest")
+    __slots__ = ("manifest", "decision", "node_index", "leases", "had_whole", "base_manifest", "holders")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     node_index: int
     leases: _containers.RepeatedCompositeFieldContainer[LeaseRecord]
     had_whole: bool
     base_manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    holders: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., node_index: _Optional[int] = ..., leases: _Optional[_Iterable[_Union[LeaseRecord, _Mapping]]] = ..., had_whole: bool = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., holders: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeafEntry(_message.Message):
     __slots__ = ("name", "dtype", "shape", "stride", "nbytes", "staged", "global_shape", "global_offset", "offset", "place")

@@ -1,7 +1,8 @@
-"""Makes the golden slot files of format 1.0, one for each state: python tests/wire/golden/make.py
+"""Makes the golden slot files of format 2.0, one for each state: python tests/wire/golden/make.py
 
 They are kept gzipped, since a slot has a megabyte of room for its capsule. A test makes them again and compares them byte
-for byte, so a change of the format shows as a failure, not as a file that nobody can read any more.
+for byte, so a change of the format shows as a failure, not as a file that nobody can read any more. Of format 1.0, which
+is refused, one file is left.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ JOB, RANK = "golden-job.1", 5
 TREE = {"step": 1234, "random": (1, 2, -3.5), "seed": b"\x00\xff", "order": np.arange(4, dtype="<i8")}
 
 
+PLACES = {"model.0.running_mean": 2, "model.0.shared": 1}  # pb.RIDER, pb.CELL; the others are kept
+
+
 def layout() -> Layout:
-    """Two leaves, of two chunks and a bit."""
-    leaves = [
+    """Four leaves: two are kept, of two chunks and a bit; one rides in the capsule; one lies in a cell."""
+    kept = [
         Leaf("model.0.bias", "float32", (16,), (1,), 64, True, (16,), (0,)),
         Leaf("model.0.weight", "bfloat16", (64, 64), (64, 1), 8192, False, (128, 64), (64, 0)),
     ]
-    return pack(leaves)
+    elsewhere = (
+        Leaf("model.0.running_mean", "float32", (4,), (1,), 16, True, (4,), (0,)),
+        Leaf("model.0.shared", "float32", (1 << 20,), (1,), 4 << 20, False, (1 << 20,), (0,)),
+    )
+    packed = pack(kept)
+    return Layout(packed.leaves + elsewhere, (*packed.offsets, 0, 0), packed.data_bytes)
 
 
 def payload() -> np.ndarray:
@@ -45,7 +54,7 @@ def make(state: str) -> np.ndarray:
     if state == "empty":
         return slot
     held = layout()
-    map_.begin(VERSION, held.digest, table_to(held), held.data_bytes)
+    map_.begin(VERSION, held.digest, table_to(held, PLACES), held.data_bytes)
     map_.put_capsule(capsule.encode(TREE))
     map_.data[: held.data_bytes // 2] = payload()[: held.data_bytes // 2]
     if state == "writing":
@@ -58,7 +67,7 @@ def make(state: str) -> np.ndarray:
 
 
 def path_of(state: str) -> Path:
-    return FOLDER / f"slot-1.0-{state}.gz"
+    return FOLDER / f"slot-2.0-{state}.gz"
 
 
 def read(state: str) -> np.ndarray:

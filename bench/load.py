@@ -1,0 +1,265 @@
+"""What loading from peers costs: REFT-load without loss and with lost nodes, beside plain gloo messages of the same bytes
+between the same processes, torch.distributed.checkpoint.load from disk, and a plain copy of a rank's state.
+
+    python bench/load.py [--quick] [--rounds N] [--ranks 2,4] [--mib N] [--json FILE]
+
+Each node is one rank, each rank one process on this machine; their slots lie in a tmpfs and are mapped. In each round the
+ways take turns in random order, on all ranks at once; a way's time is that of its slowest rank.
+
+    ratio = median over rounds of (time of plain moving / time of REFT-load) of the same round
+
+Plain moving brings the same bytes into the live tensors by the plainest means: isend and irecv of what the same load sends, of
+4 MiB from the mapped slot, eight under way, and between them copies of what a rank has at hand. "messages" leaves those
+copies out. REFT-load also digests what it reads, decodes, and compares what a lost node had with its digests. The same ratio
+of processor time, summed over ranks, says more where the machine is shared. Ends with 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as processes
+
+from bench import common
+from reft.client.load import Loaded, load
+from reft.client.pieces import Piece, Sequencer, Sizes
+from reft.client.transport import GlooTransport
+from reft.core.placement import Placement
+from tests.support.shards import make_slot, placed
+
+CHUNK = 256 << 10
+DEADLINE_S = 120.0
+WINDOW = 8  # plain messages under way in each direction
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of losing nodes."""
+
+    name: str
+    ranks: int
+    scheme: str
+    tolerate: int
+    lost: tuple[int, ...]
+
+    @property
+    def goal(self) -> float:
+        """The least ratio: lower where lost shards are decoded, or where nothing is sent and digests are all there is to hide."""
+        is_local = not self.lost and self.scheme == "arc" and self.ranks <= self.tolerate + 1
+        return 0.5 if is_local or (self.lost and self.scheme == "aec") else 0.8
+
+
+CASES = [
+    Case("no loss, stored once", 2, "none", 0, ()),
+    Case("no loss, copies", 2, "arc", 1, ()),
+    Case("one of two lost, copies", 2, "arc", 1, (1,)),
+    Case("no loss, stored once", 4, "none", 0, ()),
+    Case("no loss, coded f=1", 4, "aec", 1, ()),
+    Case("one lost, copies f=1", 4, "arc", 1, (1,)),
+    Case("one lost, coded f=1", 4, "aec", 1, (1,)),
+    Case("two lost, coded f=2", 4, "aec", 2, (1, 2)),
+]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="64 MiB a rank, 2 rounds")
+    parser.add_argument("--rounds", type=int, help="rounds of each case (7)")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--mib", type=int, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    options = parser.parse_args()
+    options.rounds = options.rounds or (2 if options.quick else 7)
+    return options
+
+
+def state(mib: int) -> dict[str, torch.Tensor]:
+    """Tensors as a model of that size has them: large matrices, and a small vector beside each."""
+    width = 1024
+    count = max(mib // 16, 1)
+    generator = torch.Generator().manual_seed(0)
+    found = {f"layer{i}.weight": torch.rand((4 * width, width), generator=generator) for i in range(count)}
+    return found | {f"layer{i}.norm": torch.rand((width,), generator=generator) for i in range(count)}
+
+
+def pages(nbytes: int) -> np.ndarray:
+    """Memory of a file of a tmpfs that has no name any more; processes forked later share it."""
+    with tempfile.TemporaryFile(dir=common.SHM) as file:
+        os.ftruncate(file.fileno(), nbytes)
+        return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+
+
+class Rank:
+    """One process: its slot, its live tensors, and the ways to fill them."""
+
+    def __init__(self, rank: int, case: Case, placement: Placement, slots: list[Any], tensors: Any, disk: Path) -> None:
+        self.rank, self.case, self.placement, self.disk = rank, case, placement, disk
+        self.group = dist.new_group(backend="gloo")
+        self.have = frozenset(range(case.ranks)) - frozenset(case.lost)
+        self.slots = {rank: slots[rank]} if rank in self.have else {}
+        self.lost = {old: slots[old].digests[: slots[old].chunks].copy() for old in case.lost}
+        self.source = tensors
+        self.live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        self.mine = self._pieces()
+        self.data = next(iter(self.slots.values())).data if self.slots else np.zeros(0, np.uint8)
+
+    def _pieces(self) -> list[Piece]:
+        sequencer = Sequencer(self.placement, self.have, {old: old for old in self.have}, Sizes())
+        return [piece for group in sequencer.groups(0) for piece in group.pieces]
+
+    def reft(self) -> None:
+        found = load(
+            GlooTransport(self.group, DEADLINE_S), self.placement, self.rank, self.have,
+            {old: old for old in self.have}, self.slots, self.live, (), self.lost, lambda chunk: None,
+        )  # fmt: skip
+        if found != Loaded((), ()):
+            raise RuntimeError(f"rank {self.rank}: {found}")
+
+    def plain(self) -> None:
+        """The same bytes: messages from a mapping into the live tensors, and copies of what is at hand."""
+        self.messages(copies=True)
+
+    def messages(self, copies: bool = False) -> None:
+        """The same messages, and nothing else unless `copies`."""
+        under_way: deque[Any] = deque()
+        into = [tensor.view(-1).view(torch.uint8) for tensor in self.live.values() if tensor.nbytes >= 4 << 20]
+        data, read, written = torch.from_numpy(self.data), 0, 0
+        for piece in self.mine:
+            stream, nbytes = piece.stream, piece.end - piece.begin
+            read = read if read + nbytes <= len(data) else 0
+            target = into[written % len(into)]
+            begin = (written // len(into) * nbytes) % (len(target) - nbytes + 1)
+            if stream.sender == self.rank:
+                for to in stream.receivers:
+                    under_way.append(dist.isend(data[read : read + nbytes], group=self.group, group_dst=to))
+            elif self.rank in stream.receivers:
+                under_way.append(dist.irecv(target[begin : begin + nbytes], group=self.group, group_src=stream.sender))
+            if copies and self.rank in stream.at_hand:
+                target[begin : begin + nbytes].copy_(data[read : read + nbytes])
+            read += nbytes if self.rank in stream.at_hand else 0
+            written += 1
+            while len(under_way) > 2 * WINDOW:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+
+    def copy(self) -> None:
+        """One copy of the state."""
+        for name, tensor in self.live.items():
+            np.copyto(tensor.numpy(), self.source[name].numpy())
+
+    def dcp(self) -> None:
+        """Every rank reads its share from disk, as a job of replicas does."""
+        dcp.load({"state": self.live}, checkpoint_id=self.disk, process_group=self.group)
+
+    def timed(self, way: str) -> tuple[float, float]:
+        """Seconds of the slowest rank, and processor seconds of all."""
+        dist.barrier(self.group)
+        began, used = time.perf_counter(), time.process_time()
+        getattr(self, way)()
+        taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        spent = torch.tensor([time.process_time() - used], dtype=torch.float64)
+        dist.all_reduce(taken, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(spent, group=self.group)
+        return float(taken), float(spent)
+
+    def is_whole(self) -> bool:
+        return all(torch.equal(self.live[name], tensor) for name, tensor in self.source.items())
+
+
+def work(rank: int, case: Case, placement: Placement, slots: list[Any], tensors: Any, home: str, rounds: int) -> None:
+    """The process of one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=rank, world_size=case.ranks)
+    it = Rank(rank, case, placement, slots, tensors, Path(home) / "dcp")
+    with_dcp = not case.lost and case.scheme == "none"
+    if with_dcp:
+        dcp.save({"state": dict(tensors)}, checkpoint_id=it.disk, process_group=it.group)
+    ways = ["reft", "plain", "messages", "copy", *(["dcp"] if with_dcp else [])]
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    order = random.Random(0)
+    it.reft()
+    if not it.is_whole():
+        raise RuntimeError(f"rank {rank} is not whole")
+    for _ in range(rounds):
+        for way in order.sample(ways, len(ways)):
+            times[way].append(it.timed(way))
+    sent = sum((piece.end - piece.begin) * len(piece.stream.receivers) for piece in it.mine)
+    if rank == 0:
+        state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        Path(home, "result").write_text(json.dumps({"times": times, "sent": sent, "state": state_bytes}))
+    dist.barrier(it.group)
+    dist.destroy_process_group()
+
+
+def measure(case: Case, mib: int, rounds: int) -> dict[str, Any]:
+    """One case, in fresh processes."""
+    tensors = state(mib)
+    placement = placed([tensors] * case.ranks, list(range(case.ranks)), case.scheme, case.tolerate, CHUNK)
+    slots = [make_slot(placement, rank, tensors, pages) for rank in range(case.ranks)]
+    with common.folder() as home:
+        arguments = (case, placement, slots, tensors, str(home), rounds)
+        processes.start_processes(work, arguments, nprocs=case.ranks, start_method="fork")
+        return dict(json.loads((home / "result").read_text()))
+
+
+def row(case: Case, found: dict[str, Any]) -> tuple[list[str], bool]:
+    """A line of the table, and whether the goal is met."""
+    times = found["times"]
+
+    def ratio(way: str, clock: int = 0) -> float:
+        pairs = zip(times[way], times["reft"], strict=True)
+        return statistics.median(other[clock] / own[clock] for other, own in pairs)
+
+    passed = ratio("plain") >= case.goal
+    gib = found["state"] * case.ranks / 2**30
+    cells = [
+        "pass" if passed else "MISS", str(case.ranks), case.name, f"{gib:.2f}", f"{found['sent'] / 2**30:.2f}",
+        f"{statistics.median(seconds for seconds, _ in times['reft']):.2f}", f"{ratio('plain'):.2f}", f">= {case.goal:g}",
+        f"{ratio('plain', 1):.2f}", f"{ratio('messages'):.2f}", f"{ratio('copy'):.2f}",
+        f"{ratio('dcp'):.1f}" if "dcp" in times else "-",
+    ]  # fmt: skip
+    return cells, passed
+
+
+def main() -> int:
+    common.end_on_signals()
+    options = parse()
+    rows, results, all_passed = [], {}, True
+    for case in CASES:
+        if str(case.ranks) in options.ranks.split(","):
+            mib = options.mib or (64 if options.quick else 2048 // case.ranks)
+            found = measure(case, mib, options.rounds)
+            cells, passed = row(case, found)
+            rows.append(cells)
+            all_passed &= passed
+            results[f"{case.ranks} ranks, {case.name}"] = found
+            print(" ".join(cells), file=sys.stderr, flush=True)
+    head = ["goal", "ranks", "case", "GiB restored", "GiB sent", "s", "plain/reft", "limit", "processor", "messages/reft",
+            "copy/reft", "dcp/reft"]  # fmt: skip
+    print(common.table(head, rows))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0 if all_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""How long the recovery plan and the verdicts on losses take, by the number of nodes.
+
+    python bench/plan.py [--quick] [--result FILE]
+
+The job: 8 ranks a node, 128 model-parallel coordinates with 64 cells each, every cell held by all replicas of its
+coordinate. So there are 8,192 lanes, and D = nodes / 16 members in each. One node is lost, and one newer version is torn.
+Seconds are of the CPU: the work has one thread, and on a shared machine the clock says more about the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common import Goal, median, table
+
+from reft.core.cells import Cell, Division
+from reft.core.coding import code_for
+from reft.core.exposure import Outlook
+from reft.core.layout import Leaf, pack
+from reft.core.placement import WIDTH_MAX, Lane, Placement
+from reft.core.recovery import Copy, Decision, Held, plan
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+
+RANKS, COORDINATES, CELLS, F = 8, 128, 64, 2
+EPOCH = Epoch(1, b"plan" * 4)
+T = TypeVar("T")
+
+
+def placement_for(nodes: int) -> Placement:
+    """Lanes of 128 coordinates; no two ranks of a coordinate share a node."""
+    world = nodes * RANKS
+    D = world // COORDINATES
+    code = code_for(min(D, WIDTH_MAX) - F, F)
+    cells, lanes = [], []
+    for coordinate in range(COORDINATES):
+        holders = tuple(range(coordinate, world, COORDINATES))
+        for cell in range(CELLS):
+            leaf = Leaf(f"model.{coordinate}.{cell}", "float32", (1,), (1,), 1 << 26, False, (1,), (0,))
+            lanes.append(Lane(len(cells), 0, leaf.nbytes, holders, code, 1 << 12))
+            cells.append(Cell((leaf,), (0,), leaf.nbytes, holders))
+    division = Division(tuple(cells), (b"",) * world, {}, {b"": ()}, {b"": pack([])})
+    domains = tuple(rank // RANKS for rank in range(world))
+    return Placement(division, tuple(lanes), domains, "aec", F, 1 << 18)
+
+
+def evidence(nodes: int, lost: int) -> tuple[list[Held], list[Copy]]:
+    """Two whole versions and a torn one, two holders of each capsule; node `lost` is gone."""
+    held, copies = [], []
+    for rank in range(nodes * RANKS):
+        node = rank // RANKS
+        for step in (1, 2, 3):
+            version = Version(EPOCH, step)
+            state = SlotState.WRITING if step == 3 and rank % 2 else SlotState.SEALED
+            if node != lost:
+                held.append(Held(f"node-{node:05}", rank, f"{rank}.{step}", state, version))
+            for holder in ((node + 1) % nodes, (node + 2) % nodes):
+                if holder != lost and step < 3:
+                    copies.append(Copy(f"node-{holder:05}", rank, version, 0))
+    return held, copies
+
+
+def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Median seconds of the CPU, and what it returned."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.process_time()
+        result = work()
+        seconds.append(time.process_time() - began)
+    return median(seconds), result
+
+
+def measure(nodes: int, repeats: int) -> dict[str, Any]:
+    """Seconds of the plan and of the verdicts for one size."""
+    lost = nodes // 3
+    placement = placement_for(nodes)
+    held, copies = evidence(nodes, lost)
+    decision = Decision(EPOCH, None)
+    plan_s, found = timed(lambda: plan(held, copies, {EPOCH: placement}, decision), repeats)
+    if found.base != Version(EPOCH, 2) or len(found.capsules) != RANKS:
+        raise RuntimeError(f"{nodes} nodes: the plan found {found.base} and {len(found.capsules)} capsules")
+    keepers: dict[int, list[str]] = {}
+    for copy in copies:
+        keepers.setdefault(copy.rank, []).append(copy.node)
+    slots = {rank: slot.node for rank, slot in found.sources.items()}
+    # A fresh Outlook for each figure: it remembers what it worked out.
+    verdicts_s, verdicts = timed(lambda: Outlook(placement, slots, keepers, {}, {}).nodes(), repeats)
+    tolerated_s, tolerated = timed(lambda: Outlook(placement, slots, keepers, {}, {}).tolerated(), repeats)
+    pairs_s, _ = timed(lambda: Outlook(placement, slots, keepers, {}, {}).pairs(), 1)
+    if tolerated != 1 or not all(verdict.survives for verdict in verdicts):
+        raise RuntimeError(f"{nodes} nodes: after one of {F} losses {tolerated} may follow")
+    return {
+        "nodes": nodes, "ranks": nodes * RANKS, "lanes": len(placement.lanes), "D": placement.lanes[0].D, "slots": len(held),
+        "plan_s": plan_s, "nodes_s": verdicts_s, "tolerated_s": tolerated_s, "pairs_s": pairs_s,
+        "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="up to 512 nodes, once")
+    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    sizes = (256, 512) if options.quick else (256, 512, 1024, 2048)
+    found = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
+    head = list(found[0])
+    print(
+        table(head, [[f"{row[key]:.3f}" if key.endswith("_s") else f"{row[key]:.0f}" for key in head] for row in found])
+    )
+    last = found[-1]
+    growth = (last["plan_s"] / found[0]["plan_s"]) / (last["nodes"] / found[0]["nodes"])
+    goals = [
+        Goal(f"plan, {last['nodes']} nodes", last["plan_s"], 2, "s", "headers to plan, one core"),
+        Goal("peak memory", last["rss_mb"], 1024, "MiB", "of this process, job and headers included"),
+        Goal("growth", growth, 1.3, "x", "plan's seconds over nodes, largest by smallest; 1 is linear"),
+        Goal(f"each node's loss, {last['nodes']} nodes", last["nodes_s"], 2, "s", "Outlook.nodes"),
+        Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "Outlook.pairs, all 32,640"),
+    ]
+    print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
+    if options.result:
+        options.result.write_text(json.dumps({"rows": found, "goals": [vars(goal) for goal in goals]}))
+    sys.exit(0 if all(goal.passed for goal in goals) else 1)
+
+
+if __name__ == "__main__":
+    main()

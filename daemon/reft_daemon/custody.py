@@ -1,0 +1,123 @@
+"""The capsules of one job on this node: those of its own ranks, made from their slots, and those it keeps for others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from reft.core.capsules import Deposits
+from reft.core.placement import capsule_holders
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+from reft.errors import ConfigError, FormatError
+from reft.wire import messages, rpc
+from reft.wire.manifest import node_domains, placement_of
+from reft.wire.slot_format import SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import SlotFile
+from reft_daemon.capsules import CapsuleStore
+
+log = logging.getLogger("reft.daemon")
+BATCH_MAX: Final = rpc.MESSAGE_MAX - (64 << 10)  # bytes of the records in one message; the rest is its envelope
+LAYOUTS_MAX: Final = 256  # leaf tables whose kept bytes are remembered
+
+
+async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
+    """The nodes that keep the capsules of a node: as many as the most tolerant of the job's lanes survives losses.
+
+    Raises:
+        ConfigError, FormatError: the manifest contradicts itself.
+    """
+    if not manifest.layouts:
+        return ()
+    try:
+        # A placement of thousands of ranks takes a while, and the round of other jobs must go on.
+        placement = await asyncio.to_thread(placement_of, manifest)
+    except ValueError as error:
+        raise ConfigError(f"the manifest of job {manifest.job} can't be placed: {error}.") from error
+    tolerance = max((lane.code.f for lane in placement.lanes), default=0)
+    return capsule_holders(node_index, node_domains(manifest.nodes), tolerance)
+
+
+@dataclass
+class Custody:
+    """What this node owes to holders, and what it holds.
+
+    Args:
+        store: of the capsules of other nodes' ranks.
+    """
+
+    store: CapsuleStore
+    deposits: Deposits = field(default_factory=lambda: Deposits(()))
+    _kept_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
+
+    def batch(self, slots: Collection[SlotFile], epoch: Epoch, holder: int) -> list[pb.CapsuleRecord]:
+        """What `holder` should be sent now, as much as one message may hold, the oldest step first.
+
+        Args:
+            slots: all slots of the job on this node.
+        """
+        batch: list[pb.CapsuleRecord] = []
+        room = BATCH_MAX
+        for rank, step in self.deposits.owed(holder):
+            record = self.sealed_record(slots, rank, Version(epoch, step))
+            if record is None:
+                self.deposits.forget(rank, step)
+                continue
+            room -= record.ByteSize() + 16  # its tag and length
+            if batch and room < 0:
+                break
+            batch.append(record)
+        return batch
+
+    def record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
+        """A rank's record, from its slot or from the store; None if neither has it."""
+        return self.sealed_record(slots, rank, version) or self.store.get(rank, version)
+
+    def sealed_record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
+        """A rank's record as its own slot has it; None if no slot holds this version sealed and sound."""
+        for slot in slots:
+            if slot.rank != rank:
+                continue
+            try:
+                record = self._read(slot, version)
+            except (OSError, FormatError) as error:
+                log.error("slot=%s gives no capsule of %s: %s", slot.name, version, error)
+                continue
+            if record is not None:
+                return record
+        return None
+
+    def _read(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
+        before = slot.map.reread()
+        if before.state is not SlotState.SEALED or before.version != version:
+            return None
+        try:
+            record = pb.CapsuleRecord(
+                rank=slot.rank, version=messages.version_to(version), kept_bytes=self._kept_of(slot.map),
+                capsule=slot.map.capsule(), digests=slot.map.digests[: slot.map.chunks].tobytes(),
+            )  # fmt: skip
+        except FormatError:
+            if slot.map.reread().seq == before.seq:
+                raise
+            return None
+        # Else its trainer has begun to write it again while it was read.
+        return record if slot.map.reread().seq == before.seq else None
+
+    def _kept_of(self, slot: SlotMap) -> int:
+        """Bytes of the leaves that only this slot has."""
+        key = (slot.header.layout, slot.header.table_digest)
+        if key not in self._kept_bytes:
+            try:
+                table = pb.LeafTable.FromString(slot.table())
+            except DecodeError as error:
+                raise FormatError(f"the leaf table can't be read: {error}.") from error
+            while len(self._kept_bytes) >= LAYOUTS_MAX:
+                self._kept_bytes.pop(next(iter(self._kept_bytes)))
+            self._kept_bytes[key] = sum(leaf.nbytes for leaf in table.leaves if leaf.place == pb.KEPT)
+        return self._kept_bytes[key]

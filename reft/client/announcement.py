@@ -1,0 +1,79 @@
+"""What attach says to the person who started the job, once: lines of plain text."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from reft.client.request import Request
+from reft.client.state import Subjects
+from reft.core.placement import Placement, exposed
+from reft.core.recovery import Plan
+from reft.core.version import Version
+from reft.wire.findings import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+def restored(
+    job: str, base: Version | None, source: str | None, manifest: pb.Manifest, findings: Findings, plan: Plan
+) -> list[str]:
+    """What was restored from where, and which newer versions could not be."""
+    lines = []
+    where = f"{manifest.world} ranks on {len(manifest.nodes)} nodes"
+    if base is None:
+        lines.append(f"job {job}: nothing held, starting fresh; {where}.")
+    else:
+        lines.append(f"job {job}: restored {base} from {source}, {where}.")
+    if plan.capsules and base is not None:
+        before = findings.manifests[base.epoch]
+        lost = sorted({node.name for node in before.nodes for rank in node.ranks if rank in plan.capsules})
+        lines.append(
+            f"what ranks {sorted(plan.capsules)[:8]} held on {', '.join(lost)} was decoded from the other nodes; "
+            "the next snapshot protects it again."
+        )
+    for shortfall in plan.partial[:3]:
+        ranks = list(shortfall.ranks)[:8]
+        lines.append(f"{shortfall.version} was not used: ranks {ranks} do not hold it.")
+    return lines
+
+
+def earlier_runs(findings: Findings, script: str) -> list[str]:
+    """How to go on from an earlier run of this script, if one is held."""
+    others = [other for reply in findings.replies.values() for other in reply.others]
+    earlier = [other for other in others if other.HasField("newest") and other.script == script]
+    if not earlier:
+        return []
+    last = min(earlier, key=lambda other: other.age_s)
+    return [
+        f"step {last.newest.step} of an earlier run, which ended {last.age_s:.0f} s ago, is held as job {last.job}. "
+        f"To go on from it: REFT_JOB={last.job}"
+    ]
+
+
+def exposure(placement: Placement) -> list[str]:
+    """What a lost node would take with it."""
+    found = exposed(placement)
+    if not found:
+        return []
+    more = f" And {len(found) - 1} more: see reft-cli status." if len(found) > 1 else ""
+    return [f"not protected against a lost node: {found[0].what}{more}"]
+
+
+def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
+    """What a restart would not bring back, and what would make it differ."""
+    lines = []
+    if request.schedule is not None:
+        lines.append("copies run beside compute; placing them by the pipeline's schedule is not in this version.")
+    if world > 2 and any(_regroups(module) for module in subjects.modules.values()):
+        lines.append(
+            "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "
+            "last bits; find_unused_parameters=True keeps the grouping."
+        )
+    uncovered = request.uncovered()
+    if uncovered:
+        lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
+    return lines
+
+
+def _regroups(module: nn.Module) -> bool:
+    """Whether the order in which gradients are added depends on where the process began."""
+    return isinstance(module, nn.parallel.DistributedDataParallel) and not module.find_unused_parameters

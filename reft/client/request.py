@@ -1,0 +1,69 @@
+"""What the user passed to `reft.attach`, and what it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from reft.client.state import Subjects, check_owners
+from reft.errors import ConfigError
+
+SCHEMES = ("auto", "arc", "aec", "none")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user passed, and what it must be."""
+
+    model: Any
+    optimizers: Sequence[Any]
+    schedule: Any
+    state: Mapping[str, Any]
+    tolerate: int | None
+    protect: str
+    every: int
+
+    def subjects(self) -> Subjects:
+        """Models and optimizers, checked.
+
+        Raises:
+            ConfigError: something is of the wrong kind.
+        """
+        models = list(self.model) if isinstance(self.model, (list, tuple, nn.ModuleList)) else [self.model]
+        for value in models:
+            if not isinstance(value, nn.Module):
+                raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
+        for value in self.optimizers:
+            if not isinstance(value, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected.")
+        if self.every < 1:
+            raise ConfigError(f"every is {self.every}; it must be at least 1.")
+        if self.protect not in SCHEMES:
+            raise ConfigError(
+                f"protect={self.protect!r} is not in this version; it can be {', '.join(SCHEMES)}.", "protect='auto'"
+            )
+        if self.tolerate is not None and self.tolerate < 0:
+            raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
+        modules = {f"model.{i}": value for i, value in enumerate(models)}
+        check_owners(models, self.optimizers)
+        modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
+        scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
+        return Subjects(modules, tuple(self.optimizers), scalers)
+
+    def objects(self) -> dict[str, Any]:
+        """What of `state` is neither a module nor a scaler."""
+        return {n: v for n, v in self.state.items() if not isinstance(v, (nn.Module, torch.amp.GradScaler))}
+
+    def uncovered(self) -> list[str]:
+        """What a restart would not bring back, as far as that can be seen."""
+        found = []
+        has_scheduler = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in self.state.values())
+        if not has_scheduler and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers):
+            found.append("the LR scheduler")
+        if not self.objects():
+            found.append("the data position")
+        return found

@@ -1,0 +1,153 @@
+"""One try of one rank to bring a version back; all ranks take these steps together.
+
+open    own slot, or the capsule that a peer kept for it; the slots that this rank reads for others   ┐ damaged: an
+        live tensors for every held leaf                                                              │ erasure, and
+load    cells from all ranks' shards over the process group, lost ones decoded                        ┘ a new plan
+        what only this rank has: kept leaves from its own slot, riders and host state from the capsule
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from reft.client import load
+from reft.client.host_state import HostState
+from reft.client.leasing import Leaser
+from reft.client.reading import Remote
+from reft.client.restore import live_tensors
+from reft.client.state import Subjects, leaf_of
+from reft.client.transport import Transport
+from reft.core.gather import readers
+from reft.core.layout import Layout, Leaf
+from reft.core.placement import Placement
+from reft.core.recovery import Held, Plan
+from reft.errors import FormatError
+from reft.wire import capsule
+from reft.wire.messages import places_from, table_from
+from reft.wire.slot_format import SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass
+class Restoration:
+    """See the module.
+
+    Args:
+        plan: with a base.
+        placement: under which the base was written.
+        node: id of the node that this rank runs on.
+        nodes: node id → its ranks, of the new job.
+        predicted: the leaves that this rank had when the base's epoch began.
+    """
+
+    plan: Plan
+    placement: Placement
+    rank: int
+    node: str
+    nodes: Mapping[str, list[int]]
+    predicted: tuple[Leaf, ...]
+    leaser: Leaser
+    remote: Remote
+    subjects: Subjects
+    host: HostState
+    _slots: dict[int, SlotMap] = field(default_factory=dict)
+    _own: SlotMap | None = None
+    _tree: dict[str, Any] = field(default_factory=dict)
+    _digests: np.ndarray | None = None
+    _leaves: tuple[Leaf, ...] = ()
+    _kept: Layout | None = None
+    _order: dict[str, int] = field(default_factory=dict)
+    _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def open(self) -> list[int]:
+        """Everything that can be looked at before bytes move; the ranks whose slots or capsules are damaged."""
+        damaged = []
+        reader_of = self._readers()
+        for old, reader in reader_of.items():
+            if reader == self.rank:
+                try:
+                    self._slots[old] = self._slot(self.plan.sources[old])
+                except FormatError:
+                    damaged.append(old)
+        try:
+            self._open_own()
+        except FormatError:
+            damaged.append(self.rank)
+        if not damaged:
+            self._tensors = live_tensors(sorted(self._leaves, key=self._place_of), self.subjects)
+        return sorted(set(damaged))
+
+    def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
+        """Fills the live tensors; the ranks whose slots turned out to be damaged.
+
+        Raises:
+            RestoreError: what was decoded is not what the lost rank had.
+        """
+        lost = {} if self._digests is None else {self.rank: self._digests}
+        done = load.load(
+            transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
+            self._tensors, frozenset(self._tree["absent"]), lost, at_chunk,
+        )  # fmt: skip
+        damaged = set(done.damaged)
+        if (
+            self._own is not None
+            and self._kept is not None
+            and not load.load_kept(self._own, self._kept, self._tensors, at_chunk)
+        ):
+            damaged.add(self.rank)
+        return sorted(damaged)
+
+    def finish(self) -> dict[str, Any]:
+        """What only the capsule has: riders and host state; the capsule's tree, whose generators come back last."""
+        for name, data in self._tree["riders"].items():
+            target = self._tensors[name]
+            source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.dtype)
+            with torch.no_grad():
+                target.copy_(source.as_strided(target.shape, leaf_of(name, target, False).stride))
+        self.host.restore(self._tree)
+        return self._tree
+
+    def _place_of(self, leaf: Leaf) -> int:
+        """Where a leaf stood when it was predicted, so that optimizers get their state back in the order that they made it in."""
+        if not self._order:
+            self._order = {each.name: i for i, each in enumerate(self.predicted)}
+        return self._order.get(leaf.name, len(self._order))
+
+    def _readers(self) -> dict[int, int]:
+        return readers({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes)
+
+    def _slot(self, held: Held) -> SlotMap:
+        if held.node == self.node:
+            return self.leaser.take([held.slot])[0].map
+        return self.remote.slot(held, needs_data=True)
+
+    def _open_own(self) -> None:
+        """The capsule's tree, and which leaves this rank had.
+
+        Raises:
+            FormatError: they can't be read.
+        """
+        source = self.plan.sources.get(self.rank)
+        if source is None:
+            copy = self.plan.capsules[self.rank]
+            assert self.plan.base is not None, "a capsule without a base"
+            record = self.remote.capsule(copy.node, self.rank, self.plan.base)
+            self._tree = capsule.decode(record.capsule)
+            self._digests = np.frombuffer(record.digests, "<u8")
+            absent = set(self._tree["absent"])
+            self._leaves = tuple(leaf for leaf in self.predicted if leaf.name not in absent)
+            return
+        self._own = self._slots.get(self.rank) or self._slot(source)
+        self._tree = capsule.decode(self._own.capsule())
+        table = self._own.table()
+        layout, places = table_from(table), places_from(table)
+        self._leaves = layout.leaves
+        kept = [
+            (leaf, at) for leaf, at in zip(layout.leaves, layout.offsets, strict=True) if places[leaf.name] == pb.KEPT
+        ]
+        self._kept = Layout(tuple(leaf for leaf, _ in kept), tuple(at for _, at in kept), layout.data_bytes)

@@ -1,0 +1,95 @@
+"""Who takes part in an attach: every rank's facts, and what follows from them alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from reft.client.exchange import bytes_of
+from reft.client.state import Bindings, flat_bytes, is_dense
+from reft.core.identity import Job, identify
+from reft.errors import ConfigError
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The facts of all ranks, in the order of ranks: JSON values that each rank gave of itself."""
+
+    facts: Sequence[Mapping[str, Any]]
+
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            ConfigError: the ranks name different ones.
+        """
+        first = self.facts[0]
+        for rank, facts in enumerate(self.facts):
+            if facts["job"] != first["job"]:
+                raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
+        return identify(
+            chosen=first["job"], run_id=first["run_id"], slurm_job=first["slurm"], script=first["script"], user=first["user"],
+            launch=first["launch"],
+        )  # fmt: skip
+
+    def nodes(self) -> list[pb.Node]:
+        """The nodes that the ranks run on, in the order of their lowest ranks."""
+        nodes: dict[str, pb.Node] = {}
+        for rank, facts in enumerate(self.facts):
+            node = pb.Node(
+                name=facts["node"], id=facts["node_id"], addresses=facts["addresses"], domain=facts["domain"]
+            )
+            nodes.setdefault(facts["node_id"], node).ranks.append(rank)
+        return list(nodes.values())
+
+    def describes(self, rank: int) -> bool:
+        """Whether this rank is the one that publishes its layout: the first of those that share it."""
+        mine = self.facts[rank]["layout"]
+        return all(facts["layout"] != mine for facts in self.facts[:rank])
+
+    def layouts(self, described: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[int]]:
+        """The distinct leaf tables, and for each rank the index of its own."""
+        tables: list[bytes] = []
+        index: list[int] = []
+        found: dict[str, int] = {}
+        for facts, said in zip(self.facts, described, strict=True):
+            if facts["layout"] not in found:
+                found[facts["layout"]] = len(tables)
+                tables.append(bytes_of(said["table"]))
+            index.append(found[facts["layout"]])
+        return tables, index
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether leaves that should be replicas may differ, so that each must be compared on its own."""
+        return len({facts["values"] for facts in self.facts}) > 1
+
+
+def value_digests(bindings: Bindings) -> dict[str, str]:
+    """A digest of the bytes of each leaf that only the optimizer writes, by name."""
+    found = {}
+    for name, tensor in bindings.tensors.items():
+        if name in bindings.staged:
+            continue
+        dense = tensor if is_dense(tensor) else tensor.contiguous()
+        found[name] = xxhash.xxh3_64_hexdigest(flat_bytes(dense).to(torch.device("cpu")).numpy())
+    return found
+
+
+def combined(digests: Mapping[str, str]) -> str:
+    """One digest of all of them."""
+    return xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())
+
+
+def unequal(described: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of leaves that some ranks hold with other bytes than others."""
+    seen: dict[str, set[str]] = {}
+    for said in described:
+        for name, digest in said.get("values", {}).items():
+            seen.setdefault(name, set()).add(digest)
+    return sorted(name for name, digests in seen.items() if len(digests) > 1)

@@ -1,0 +1,99 @@
+"""What the daemons hold of a job, as all ranks were told it; and the plan that follows from it.
+
+own daemon's inventory (one rank a node) ─┐
+survey of nodes that are not here any more ┴─► Findings ─► recovery.plan: the same on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from reft.core import recovery
+from reft.core.placement import Placement
+from reft.core.recovery import Copy, Decision, Held, Plan
+from reft.core.version import Epoch, Version
+from reft.wire import messages
+from reft.wire.manifest import placement_of
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Findings:
+    """One inventory for each node that answered.
+
+    Attributes:
+        replies: node id → what its daemon holds.
+        silent: names of nodes of the newest manifest that did not answer.
+    """
+
+    replies: Mapping[str, pb.InventoryReply]
+    silent: tuple[str, ...] = ()
+
+    @cached_property
+    def decisions(self) -> list[Decision]:
+        """Every decision that a daemon remembers."""
+        return [messages.decision_from(r.decision) for r in self.replies.values() if r.HasField("decision")]
+
+    @cached_property
+    def decision(self) -> Decision | None:
+        """The one in force."""
+        return recovery.newest_decision(self.decisions)
+
+    @cached_property
+    def manifests(self) -> dict[Epoch, pb.Manifest]:
+        """The manifest under which each epoch's versions were written."""
+        found: dict[Epoch, pb.Manifest] = {}
+        for reply in self.replies.values():
+            if not reply.HasField("decision"):
+                continue
+            decision = messages.decision_from(reply.decision)
+            found.setdefault(decision.epoch, reply.manifest)
+            if decision.base is not None and reply.HasField("base_manifest"):
+                found.setdefault(decision.base.epoch, reply.base_manifest)
+        return found
+
+    @property
+    def manifest(self) -> pb.Manifest | None:
+        """The newest manifest."""
+        return self.manifests.get(self.decision.epoch) if self.decision else None
+
+    @cached_property
+    def placements(self) -> dict[Epoch, Placement]:
+        """Where the bytes of each epoch's versions lie; only epochs whose versions may still count."""
+        wanted = {self.decision.epoch} if self.decision else set()
+        if self.decision and self.decision.base:
+            wanted.add(self.decision.base.epoch)
+        return {epoch: placement_of(manifest) for epoch, manifest in self.manifests.items() if epoch in wanted}
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """The headers of all slots."""
+        return [messages.held_from(node, header) for node, reply in self.replies.items() for header in reply.slots]
+
+    @cached_property
+    def copies(self) -> list[Copy]:
+        """The headers of all capsules that nodes keep for ranks of other nodes."""
+        return [messages.copy_from(node, copy) for node, reply in self.replies.items() for copy in reply.copies]
+
+    @property
+    def had_whole(self) -> bool:
+        """Whether a version of the job was whole once: it must be found, or its loss be said."""
+        return any(reply.had_whole for reply in self.replies.values())
+
+    def plan(self, erased: Collection[tuple[str, str, Version]]) -> Plan:
+        """The recovery plan.
+
+        Args:
+            erased: (node, name, version) of slots and kept capsules that failed their digests.
+        """
+        return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
+
+    def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:
+        """The nodes of the newest manifest, and of the base's, that are not among `nodes`: they may still hold something."""
+        here = {node.id for node in nodes} | set(self.replies)
+        found = {
+            node.id: node for manifest in self.manifests.values() for node in manifest.nodes if node.id not in here
+        }
+        return [found[ident] for ident in sorted(found)]

@@ -1,0 +1,168 @@
+"""A rank's snapshots under a placement: what goes into the capsule, leaves that come and go, and what stays held."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from reft.client.copier import CpuCopier
+from reft.client.host_state import HostState
+from reft.client.predict import predicted_leaves
+from reft.client.snapshots import Snapshots
+from reft.client.state import Subjects
+from reft.core.cells import divide
+from reft.core.layout import pack
+from reft.core.placement import place
+from reft.core.round import Answer
+from reft.core.slots import Slot, SlotState
+from reft.core.version import Epoch, Version
+from reft.failpoints import Failpoints
+from reft.wire import capsule
+from reft.wire.messages import places_from
+from reft.wire.slot_format import Geometry, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+
+OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
+
+
+class Line:
+    """A reporter without a daemon; whole is what the test says."""
+
+    is_fenced = slots_missing = False
+
+    def __init__(self) -> None:
+        self.whole: Version | None = None
+        self.answers: dict[int, tuple[Answer, str]] = {}
+        self.answered = threading.Semaphore(0)
+
+    def knowledge(self):
+        return self.whole, frozenset()
+
+    def wait_for(self, found):
+        return found()
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def answer(self, step, answer, trouble="", **_) -> None:
+        self.answers[step] = (answer, trouble)
+        self.answered.release()
+
+
+class Room:
+    """Slots without a daemon."""
+
+    def __init__(self, count: int, data_bytes: int) -> None:
+        self.slots = []
+        for index in range(count):
+            geometry = Geometry(1 << 16, data_bytes, 4096)
+            map_ = SlotMap.create(np.zeros(geometry.file_bytes, np.uint8), geometry, "job", 0)
+            slot = SimpleNamespace(index=index, map=map_, descriptor=-1)
+            slot.view = lambda slot=slot: Slot(slot.index, slot.map.header.state, slot.map.header.version)
+            self.slots.append(slot)
+
+
+class Rank:
+    """One rank of a job of three nodes, training by itself."""
+
+    def __init__(self, base: Version | None = None, state=None) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.subjects = Subjects({"model.0": self.model}, (self.optimizer,), {})
+        self.leaves = pack(predicted_leaves(self.subjects, self.subjects.bind())).leaves
+        layout = pack(self.leaves)
+        division = divide({layout.digest: layout}, [layout.digest] * 3)
+        self.placement = place(division, range(3), "aec", 1, 4096)
+        self.copier, self.line = CpuCopier([]), Line()
+        self.snapshots = Snapshots(
+            self.subjects, HostState(self.subjects, state or {}), self.copier, self.line, Failpoints(), 0, NEW, base,
+            Room(3, self.placement.part(0).data_bytes).slots, None, self.placement,
+        )  # fmt: skip
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 300)).sum().backward()
+        self.optimizer.step()
+
+    def take(self, step: int) -> tuple[Answer, str]:
+        self.snapshots.take(step, is_marked=True)
+        self.snapshots.fence()
+        assert self.line.answered.acquire(timeout=20)
+        return self.line.answers[step]
+
+    def slot(self, step: int) -> SlotMap:
+        return next(slot.map for slot in self.snapshots.slots if slot.map.header.version == Version(NEW, step))
+
+
+@pytest.fixture
+def rank():
+    rank = Rank()
+    yield rank
+    rank.copier.close()
+
+
+def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
+    assert rank.take(1) == (Answer.SEALED, "")
+    before = {name: tensor.numpy().tobytes() for name, tensor in rank.model.named_buffers()}
+    slot = rank.slot(1)
+    tree = capsule.decode(slot.capsule())
+    assert {name.removeprefix("model.0."): data for name, data in tree["riders"].items()} == before
+    assert len(tree["absent"]) == 12 and all(name.startswith("optimizer.0.") for name in tree["absent"])
+    assert set(places_from(slot.table()).values()) == {pb.CELL, pb.RIDER} and not slot.bad_chunks()
+    rank.step()
+    assert rank.take(2) == (Answer.SEALED, "")
+    assert capsule.decode(rank.slot(2).capsule())["absent"] == []
+    assert rank.slot(2).header.layout != slot.header.layout and rank.slot(2).header.data_bytes == slot.header.data_bytes
+
+
+def test_a_share_that_was_expected_is_used(rank):
+    rank.snapshots.expect(rank.leaves)
+    rank.step()
+    rank.take(1)
+    held = rank.snapshots._held.share
+    assert held.runs is rank.snapshots._expected.runs and held.extra == held.absent == ()
+    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes
+
+
+def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):
+    rank.step()
+    rank.take(1)
+    rank.model[0].register_buffer("late", torch.randn(4))
+    rank.snapshots.slots[:] = Room(3, 1 << 20).slots
+    with caplog.at_level(logging.WARNING, "reft"):
+        assert rank.take(2) == (Answer.SEALED, "")
+    assert "1 leaves were not foreseen by attach and are lost with their node, e.g. model.0.0.late" in caplog.text
+    assert places_from(rank.slot(2).table())["model.0.0.late"] == pb.KEPT
+    caplog.clear()
+    rank.take(3)
+    assert not caplog.records, "it is said once"
+
+
+def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
+    big = SimpleNamespace(state_dict=lambda: {"x": bytes(2 << 20)}, load_state_dict=None)
+    rank = Rank(state={"big": big})
+    answer, trouble = rank.take(1)
+    assert answer is Answer.VOID and "the capsule has 2" in trouble and "Fix: keep less" in trouble
+    rank.copier.close()
+
+
+def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_dropped():
+    rank = Rank(base=Version(OLD, 7))
+    rank.step()
+    held = rank.snapshots.slots[0].map
+    held.begin(Version(OLD, 7), b"x" * 16, b"", 0)
+    held.landed()
+    assert rank.take(7) == (Answer.SEALED, "")
+    assert held.header.version == Version(OLD, 7), "the base stays until the new version is whole"
+    assert rank.take(8) == (Answer.SEALED, "")
+    rank.snapshots.discard(8)
+    states = {slot.map.header.version: slot.map.header.state for slot in rank.snapshots.slots}
+    assert states[Version(NEW, 7)] is SlotState.SEALED and Version(NEW, 8) not in states
+    rank.copier.close()

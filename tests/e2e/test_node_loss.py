@@ -1,0 +1,193 @@
+"""A node dies, at the worst moments, and a replacement goes on with what the others hold: bit for bit as undisturbed."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from reft.cli.demo.keeper import marked
+from reft.cli.demo.records import Result, compare
+from tests.support.daemons import ROOT, until
+from tests.support.nodes import Nodes, stop_at
+
+STEPS = 24
+POINTS = ["snapshot.chunk", "snapshot.parity", "restore.chunk", "snapshot.landed"]
+HITS = {"snapshot.chunk": 6, "snapshot.parity": 3, "restore.chunk": 6, "snapshot.landed": 1}  # pass up to so many
+pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a node is lost: while one of its ranks stands at this point of its work."""
+
+    point: str
+    rank: int
+    step: int
+    after: int
+    silently: bool
+
+    @classmethod
+    def drawn(cls, seed: int, world: int) -> Moment:
+        """The moment of a seed: the points take turns, all else is random."""
+        chance = random.Random(seed)
+        point = POINTS[seed % len(POINTS)]
+        return cls(
+            point,
+            chance.randrange(world),
+            chance.randrange(3, 12),
+            chance.randrange(HITS[point]),
+            chance.random() < 0.5,
+        )
+
+    @property
+    def in_restore(self) -> bool:
+        return self.point == "restore.chunk"
+
+    @property
+    def failpoint(self) -> str:
+        """The value of REFT_FAILPOINTS. A restore is that of the second attach: the first has nothing to restore."""
+        if self.in_restore:
+            return stop_at(self.point, rank=self.rank, epoch=2, after=self.after)
+        return stop_at(self.point, rank=self.rank, step=self.step, after=self.after)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The same training with no loss, once for each number of ranks. They share a node, which no sum can see."""
+    results: dict[int, Result] = {}
+
+    def of(world: int) -> Result:
+        if world not in results:
+            with Nodes(1, world) as nodes:
+                nodes.launch("plain", STEPS)
+                results[world] = nodes.await_end()
+        return results[world]
+
+    return of
+
+
+def assert_went_on(result: Result, lost_s: float, whole: int) -> None:
+    """Every rank went on from one and the same step, none older than what was whole before the loss."""
+    bases = {
+        rank: next((attempt.base for attempt in attempts if attempt.started_s > lost_s and attempt.steps), None)
+        for rank, attempts in result.attempts.items()
+    }
+    assert len(set(bases.values())) == 1 and (bases[0] or 0) >= whole, (bases, whole)
+
+
+def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
+    """Waits for the moment and lets its node be replaced; when it was lost, and which step was whole before."""
+    job = "job"
+    whole = 0
+    if moment.in_restore:
+        nodes.await_step(moment.step)
+        whole = nodes.whole(job)[1]
+        nodes.kill_ranks((moment.rank + 1) % nodes.world)
+    node = nodes.await_stop()
+    whole = whole or nodes.whole(job)[1]
+    nodes.note(f"step {whole} is whole")
+    lost_s = nodes.lose(node, silently=moment.silently)
+    nodes.replace()
+    nodes.await_recovery(lost_s)
+    return lost_s, whole
+
+
+def check_moment(seed: int, plain: Result, lose_again: bool) -> None:
+    with Nodes(4, ranks_per_node=2) as nodes:
+        moment = Moment.drawn(seed, nodes.world)
+        nodes.note(str(moment))
+        nodes.launch("job", STEPS, failpoints=moment.failpoint)
+        losses = [lose_at(nodes, moment)]
+        if lose_again:
+            nodes.await_protection(epoch=3 if moment.in_restore else 2)
+            chosen = random.Random(seed).choice(nodes.living)
+            whole = nodes.whole("job")[1]
+            losses.append((nodes.lose(chosen), whole))
+            nodes.replace()
+            nodes.await_recovery(losses[-1][0])
+        result = nodes.await_end()
+    for lost_s, whole in losses:
+        assert_went_on(result, lost_s, whole)
+    assert compare(result, plain, STEPS).differences == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_is_lost(seed, undisturbed):
+    assert len(undisturbed(8).attempts) == 8
+    check_moment(seed, undisturbed(8), lose_again=False)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(3, 23))
+def test_random_losses(seed, undisturbed):
+    assert len(undisturbed(8).attempts) == 8
+    check_moment(seed, undisturbed(8), lose_again=seed % 2 == 1)
+
+
+def test_two_nodes_are_lost_at_once(undisturbed):
+    plain = undisturbed(6)
+    with Nodes(6, ranks_per_node=1) as nodes:
+        nodes.launch("job", STEPS, arguments=["--tolerate", "2"])
+        nodes.await_step(5)
+        whole = nodes.whole("job")[1]
+        lost_s = nodes.lose(*random.Random(6).sample(nodes.living, 2))
+        nodes.replace(2)
+        nodes.await_recovery(lost_s)
+        result = nodes.await_end()
+    assert_went_on(result, lost_s, whole)
+    assert compare(result, plain, STEPS).differences == []
+
+
+def test_one_node_too_many_is_said_plainly():
+    with Nodes(3, ranks_per_node=1) as nodes:
+        training = nodes.launch("job", 400, restarts=1)
+        nodes.await_step(3)
+        lost = nodes.living[1:]
+        nodes.lose(*lost)
+        survivor = nodes.living[0]
+        nodes.replace(2)
+
+        def message() -> str:
+            texts = (log.read_text(errors="replace") for log in training.logs)
+            return next((line for text in texts for line in text.splitlines() if "RestoreError: " in line), "")
+
+        said = nodes.until(message, "the message about what is missing")
+        until(lambda: survivor.agent.poll() is not None, 120, "the end of the survivor's agent")
+        assert survivor.agent.returncode != 0
+    assert "no version is whole now" in said
+    assert all(re.search(rf"\b{machine.name}\b", said) for machine in lost), said
+    assert re.search(r"\bcells?\b", said), said
+
+
+def test_a_lost_node_leaves_nothing_and_its_replacement_is_another():
+    with Nodes(2, ranks_per_node=1) as nodes:
+        first, second = nodes.living
+        path, mark = first.socket, nodes.folder
+        before = len(marked(mark))
+        nodes.lose(first, silently=True)
+        assert not path.exists() and nodes.living == [second]
+        assert len(marked(mark)) < before
+        (third,) = nodes.replace()
+        assert third.inside != second.inside or third.socket != second.socket
+    assert not marked(mark) and not mark.exists()
+
+
+def test_nothing_is_left_when_the_test_itself_is_killed():
+    code = "from tests.support.nodes import Nodes\nn = Nodes(2, 1).__enter__()\nprint(n.folder, flush=True)\ninput()"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'daemon')]}\n{code}"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert owner.stdout is not None
+    lines = iter(owner.stdout.readline, "")
+    folder = Path(next(line.strip() for line in lines if line.startswith("/")))
+    assert marked(folder)
+    owner.kill()
+    owner.communicate()
+    until(lambda: not folder.exists() and not marked(folder), what="that nothing is left")

@@ -1,0 +1,182 @@
+"""Slots as a job's ranks would have written them under a placement, made in one process; and messages between threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from reft.client.state import flat_bytes, leaf_of
+from reft.core.cells import divide
+from reft.core.coding import encode_program, run
+from reft.core.layout import Layout, pack
+from reft.core.placement import Lane, Placement, place
+from reft.core.version import Epoch, Version
+from reft.errors import RestoreError
+from reft.wire.messages import table_to
+from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
+
+VERSION = Version(Epoch(1, bytes(range(16))), 7)
+Tensors = dict[str, torch.Tensor]
+
+
+def plain_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes as a slot holds them."""
+    layout = leaf_of("", tensor, False)
+    plain = torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype)
+    return flat_bytes(plain.copy_(tensor)).numpy()
+
+
+def placed(
+    ranks: Sequence[Tensors], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int
+) -> Placement:
+    """The placement of a job whose ranks have these tensors."""
+    layouts: dict[bytes, Layout] = {}
+    layout_of = []
+    for tensors in ranks:
+        layout = pack(leaf_of(name, tensor, False) for name, tensor in tensors.items())
+        layouts[layout.digest] = layout
+        layout_of.append(layout.digest)
+    return place(divide(layouts, layout_of), domains, scheme, tolerate, chunk_bytes)
+
+
+def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:
+    """What the data of a rank's slot are, uint8."""
+    part = placement.part(rank)
+    data = np.zeros(part.data_bytes, np.uint8)
+    cells = {}
+    for index in placement.division.cells_of[placement.division.layout_of[rank]]:
+        cell = placement.division.cells[index]
+        cells[index] = np.zeros(cell.nbytes, np.uint8)
+        for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+            cells[index][offset : offset + leaf.nbytes] = plain_bytes(tensors[leaf.name])
+    for block in part.blocks:
+        lane = placement.lanes[block.lane]
+        whole = data[block.offset : block.offset + block.nbytes]
+        if block.shard < lane.code.k:
+            _shard(lane, block.stripe, block.shard, cells[lane.cell], whole)
+        else:
+            _parity(lane, block.stripe, block.shard, cells[lane.cell], whole)
+    for leaf, offset in zip(part.kept.leaves, part.kept.offsets, strict=True):
+        at = part.kept_offset + offset
+        data[at : at + leaf.nbytes] = plain_bytes(tensors[leaf.name])
+    return data
+
+
+def _shard(lane: Lane, stripe: int, shard: int, cell: np.ndarray, out: np.ndarray) -> None:
+    begin, end = lane.data_range(stripe, shard)
+    limit = lane.begin + lane.nbytes
+    begin, end = min(begin, limit), min(end, limit)
+    out[: end - begin] = cell[begin:end]
+
+
+def _parity(lane: Lane, stripe: int, shard: int, cell: np.ndarray, out: np.ndarray) -> None:
+    shards = np.zeros((lane.code.k, lane.shard_bytes), np.uint8)
+    for each in range(lane.code.k):
+        _shard(lane, stripe, each, cell, shards[each])
+    packets = shards.reshape(lane.code.k, lane.code.w, lane.packet_bytes)
+    program = encode_program(lane.code, shard - lane.code.k)
+    rows = out.reshape(lane.code.w, lane.packet_bytes)
+    scratch = list(np.zeros((program.scratch, lane.packet_bytes), np.uint8))
+    run(program, [packets[i, r] for i, r in program.inputs], [rows[r] for _, r in program.outputs], scratch)
+
+
+def make_slot(
+    placement: Placement, rank: int, tensors: Tensors, pages: Callable[[int], np.ndarray] | None = None
+) -> SlotMap:
+    """A sealed slot.
+
+    Args:
+        pages: makes so many bytes of memory; numpy's if None.
+    """
+    data = slot_data(placement, rank, tensors)
+    layout = pack(leaf_of(name, tensor, False) for name, tensor in tensors.items())
+    geometry = Geometry(1 << 16, max(data.nbytes, 1), placement.chunk_bytes)
+    room = (pages or (lambda n: np.zeros(n, np.uint8)))(geometry.file_bytes)
+    slot = SlotMap.create(room, geometry, "job", rank)
+    slot.begin(VERSION, layout.digest, table_to(layout), data.nbytes)
+    slot.data[: data.nbytes] = data
+    slot.put_capsule(b"capsule")
+    slot.landed()
+    slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+    return slot
+
+
+class Postbox:
+    """Messages between threads. A message is copied when both sides have asked for it, as gloo does it.
+
+    Args:
+        deadline_s: as of a transport.
+        reached: called with (sender, receiver) when a message is sent; may raise.
+    """
+
+    def __init__(self, deadline_s: float = 20.0, reached: Callable[[int, int], None] = lambda a, b: None) -> None:
+        self.deadline_s = deadline_s
+        self.reached = reached
+        self.lock = threading.Lock()
+        self.waiting: dict[tuple[int, int, int, bool], deque[_Message]] = {}
+        self.sent_bytes: dict[tuple[int, int], int] = {}
+
+    def of(self, rank: int) -> _Box:
+        return _Box(self, rank)
+
+    def post(self, key: tuple[int, int, int], is_send: bool, data: np.ndarray) -> _Message:
+        mine = _Message(data, threading.Event(), self.deadline_s)
+        with self.lock:
+            others = self.waiting.setdefault((*key, not is_send), deque())
+            if others:
+                other = others.popleft()
+                source, target = (mine, other) if is_send else (other, mine)
+                assert source.data.nbytes == target.data.nbytes, "the two sides disagree on a message"
+                target.data[:] = source.data
+                mine.done.set()
+                other.done.set()
+            else:
+                self.waiting.setdefault((*key, is_send), deque()).append(mine)
+            if is_send:
+                self.sent_bytes[key[:2]] = self.sent_bytes.get(key[:2], 0) + data.nbytes
+        return mine
+
+
+class _Message:
+    def __init__(self, data: np.ndarray, done: threading.Event, deadline_s: float) -> None:
+        self.data, self.done, self.deadline_s = data, done, deadline_s
+
+    def wait(self) -> None:
+        if not self.done.wait(self.deadline_s):
+            raise RestoreError("no sign of the other rank")
+
+
+class _Box:
+    def __init__(self, office: Postbox, rank: int) -> None:
+        self.office, self.rank = office, rank
+
+    def send(self, data: np.ndarray, to: int, tag: int) -> _Message:
+        self.office.reached(self.rank, to)
+        return self.office.post((self.rank, to, tag), True, data)
+
+    def receive(self, into: np.ndarray, source: int, tag: int) -> _Message:
+        return self.office.post((source, self.rank, tag), False, into)
+
+
+def on_all(world: int, act: Callable[[int], Any]) -> list[Any]:
+    """Runs `act(rank)` in a thread for each rank; what each returned, or the exception that it raised."""
+
+    def one(rank: int) -> Any:
+        try:
+            return act(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(one, range(world)))
+
+
+def alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
+    """Whether the tensors are the same in bits."""
+    return all(np.array_equal(plain_bytes(one[name]), plain_bytes(other[name])) for name in names)
