@@ -12,7 +12,7 @@ import asyncio
 import collections
 import functools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import grpc
 from google.protobuf.message import Message
@@ -35,11 +35,16 @@ Send = Callable[[pb.Node], Awaitable[None]]
 class Peers:
     """Channels to other daemons, one an address, opened when first used.
 
+    Args:
+        tls: of this daemon.
+        own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
+
     Attributes:
         sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
     """
 
-    def __init__(self, tls: rpc.Tls | None) -> None:
+    def __init__(self, tls: rpc.Tls | None, own: Collection[str]) -> None:
+        self._own = frozenset(own)
         self.sent: collections.Counter[str] = collections.Counter()
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -54,6 +59,8 @@ class Peers:
         """
         error: grpc.RpcError | None = None
         for address in node.addresses:
+            if address in self._own:
+                continue
             if address not in self._channels:
                 self._channels[address] = rpc.peer_channel(address, self._tls)
             stub = service(self._channels[address])

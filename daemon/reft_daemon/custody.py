@@ -75,6 +75,22 @@ class Custody:
             batch.append(record)
         return batch
 
+    def of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
+        """The records of all ranks whose slots hold a version here, in as many lists as messages are needed."""
+        batches: list[list[pb.CapsuleRecord]] = [[]]
+        room = BATCH_MAX
+        for rank in sorted({slot.rank for slot in slots}):
+            record = self.sealed_record(slots, rank, version)
+            if record is None:
+                continue
+            nbytes = record.ByteSize() + 16  # its tag and length
+            if batches[-1] and nbytes > room:
+                batches.append([])
+                room = BATCH_MAX
+            batches[-1].append(record)
+            room -= nbytes
+        return [batch for batch in batches if batch]
+
     def record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
         """A rank's record, from its slot or from the store; None if neither has it."""
         return self.sealed_record(slots, rank, version) or self.store.get(rank, version)

@@ -90,8 +90,8 @@ async def serve(settings: Settings) -> None:
     socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes)
-    registry = Registry(arena, Peers(settings.tls), settings.ttl_s, failpoints)
     server, addresses = _server(settings)
+    registry = Registry(arena, Peers(settings.tls, addresses), settings.ttl_s, failpoints)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
     identity = Identity(settings.node, settings.domain, addresses, str(handout.path), settings.memory_bytes)
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
@@ -144,8 +144,8 @@ def _server(settings: Settings) -> tuple[grpc.aio.Server, tuple[str, ...]]:
         server.add_insecure_port(unix)
     finally:
         os.umask(before)
-    # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to a daemon
-    # that does not know the token.
+    # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to that host's own
+    # daemon, so nobody calls another node by an address of his own.
     return server, (*addresses, unix)
 
 

@@ -6,14 +6,18 @@ import asyncio
 import logging
 import time
 
+import grpc
+
 from reft.core.budget import size
 from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, NoRoom
 from reft.failpoints import Failpoints
+from reft.wire import messages
 from reft.wire.messages import MANIFEST_MAX
 from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena import Arena, SlotFile
-from reft_daemon.couriers import Couriers, Peers
+from reft_daemon.couriers import KEEP_DEADLINE_S, Couriers, Peers, reason_of
 from reft_daemon.custody import holders_of
 from reft_daemon.job import HeldJob
 
@@ -85,6 +89,37 @@ class Registry:
         if name in self._couriers:
             self._couriers.pop(name).close()
         self._start_couriers(job)
+
+    async def secure(self, request: pb.SecureRequest) -> None:
+        """Sends the capsules of the decision's base to this node's holders, and returns once they keep them.
+
+        The base may be a version that never became whole: every rank had sealed it, but not every capsule had arrived.
+        The next snapshots will write over what was whole before it, so its capsules must lie elsewhere first.
+
+        Raises:
+            StaleEpoch: a newer decision is in force.
+            AttachError: a holder does not take them.
+        """
+        job = self.get(request.job)
+        job.check_epoch(request.epoch)
+        base = messages.decision_from(job.record.decision).base
+        if base is None:
+            return
+        batches = job.custody.of_version(job.all_slots.values(), base)
+        nodes, token = job.record.manifest.nodes, job.record.manifest.token
+
+        async def to(holder: int) -> None:
+            for capsules in batches:
+                keep = pb.KeepRequest(job=job.id, epoch=request.epoch, capsules=capsules)
+                try:
+                    await self.peers.call(nodes[holder], token, pb_grpc.PeerStub, "Keep", keep, KEEP_DEADLINE_S)
+                except (grpc.RpcError, OSError) as error:
+                    raise AttachError(
+                        f"node {nodes[holder].name} does not keep the capsules of {base}: {reason_of(error)}.",
+                        "look at its daemon",
+                    ) from error
+
+        await asyncio.gather(*(to(holder) for holder in job.record.holders))
 
     def _start_couriers(self, job: HeldJob) -> None:
         if job.record.HasField("decision"):

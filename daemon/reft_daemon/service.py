@@ -181,6 +181,12 @@ class DaemonService(pb_grpc.DaemonServicer):
         )
 
     @translated
+    async def Secure(self, request: pb.SecureRequest, context: Context) -> pb.SecureReply:
+        await authorise(self._registry, request.job, context)
+        await self._registry.secure(request)
+        return pb.SecureReply()
+
+    @translated
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
         await authorise(self._registry, request.job, context)
         self._registry.get(request.job).release(request)

@@ -6,7 +6,8 @@
     plan        the same pure functions on every rank: base version and who reads what, or a fresh start; the new placement
     decide      one rank a node: the decision record, before anyone loads
     open, load  every rank: register as trainer, slots ─► live tensors    (a damaged slot: back to inventory, without it)
-    lease       every rank: slots for the snapshots to come, every page touched
+    lease       one rank a node: the base's capsules lie with their holders again; every rank: slots for the snapshots to
+                come, every page touched
     begin       host state, random generators last; if the base had lost a node, the first snapshot is taken now
 
 Each step ends in an exchange: an error of one rank is raised on all, within a deadline, and nobody hangs.
@@ -330,10 +331,13 @@ class Attachment:
         manifest = self.findings.manifests[base.epoch]
         layouts, index = layouts_of(manifest)
         everyone = [node for each in self.findings.manifests.values() for node in each.nodes] + self.nodes
-        remote = Remote(
-            self.job.id, self.manifest.token, {node.id: list(node.addresses) for node in everyone},
-            self.settings.attach_deadline_s,
-        )  # fmt: skip
+        # On another host the path of our own socket leads to us.
+        own = set(self._node.addresses)
+        addresses = {
+            node.id: [each for each in node.addresses if node.id == self._node.id or each not in own]
+            for node in everyone
+        }
+        remote = Remote(self.job.id, self.manifest.token, addresses, self.settings.attach_deadline_s)
         return Restoration(
             self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
             {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
@@ -356,6 +360,9 @@ class Attachment:
         self._registered = False
 
     def _lease(self) -> dict[str, Any]:
+        if self._is_leader and self.plan.base is not None:
+            epoch = messages.epoch_to(self.decision.epoch)
+            self._call("Secure", pb.SecureRequest(job=self.job.id, epoch=epoch))
         self.slots = self.leaser.lease(self.placement.part(self.exchange.rank).data_bytes, len(self.table))
         return {}
 
@@ -368,7 +375,7 @@ class Attachment:
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
-            self.slots, self.leaser, self.placement,
+            self.slots, self.leaser, self.placement, (base.step if base else 0) + 2 * self.request.every,
         )  # fmt: skip
         moved = any(source.node != self._node_of(rank).id for rank, source in self.plan.sources.items())
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
@@ -412,7 +419,7 @@ class Attachment:
         if self._on_cuda:
             from reft.client.cuda_copier import CudaCopier
 
-            return CudaCopier()
+            return CudaCopier(parity_scratch_bytes=self.settings.parity_scratch_bytes)
         return CpuCopier(copy_cpus())
 
 

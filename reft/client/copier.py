@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from reft.client.comparing import Sample, digest
 from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
 from reft.core import coding
@@ -48,6 +49,8 @@ class CopyJob:
         intact: called after the last byte was read and before anything writes the state again; raises if it was written.
         landed: what to do when the bytes are there; takes the riders' bytes, as they were at the mark, by name.
         sealed, failed: what to do when the digests are there, or instead of both.
+        samples: what of the cells to digest for comparison with other ranks.
+        compared: takes the samples' digests, by cell, before `landed`.
     """
 
     open: Callable[[bool], SlotMap]
@@ -60,6 +63,8 @@ class CopyJob:
     landed: Callable[[Mapping[str, bytes]], None]
     sealed: Callable[[np.ndarray], None]
     failed: Callable[[Exception], None]
+    samples: Callable[[], Sequence[Sample]]
+    compared: Callable[[Mapping[int, int]], None]
 
 
 class Copier(Protocol):
@@ -68,6 +73,7 @@ class Copier(Protocol):
     copied_bytes: int
     idle_bytes: int
     cut: Cut  # how it wants parity cut
+    compares_all: bool  # whether it may be asked to digest all live bytes of a snapshot
 
     def begin(self, job: CopyJob) -> None:
         """Starts one snapshot; the earlier one must have passed its fence."""
@@ -225,6 +231,7 @@ class CpuCopier:
         self.copied_bytes = 0
         self.idle_bytes = 0
         self.cut = Cut()
+        self.compares_all = True
         self._reading = threading.Event()
         self._reading.set()  # set: nothing is being read
         self._is_idle = False
@@ -272,7 +279,9 @@ class CpuCopier:
             for copy_aside in plan.later:
                 copy_aside()
             self._together(plan.bounds, lambda i, tasks: self._read(job, plan, data, digests, i, tasks))
+            found = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
             job.intact()
+            job.compared(found)
             job.landed({plan.share.leaves[i].name: plan.sources[i].tobytes() for i in plan.share.riders})
         except Exception as error:
             job.failed(error)

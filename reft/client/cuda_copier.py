@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from reft.client import coding
+from reft.client.comparing import Sample, digest_of
 from reft.client.copier import CopyJob, Worker
 from reft.client.share import Column, Cut, Share
 from reft.client.state import flat_bytes, is_dense
@@ -117,6 +118,7 @@ class CudaCopier:
         self.idle_bytes = 0
         # A launch costs more than a small column, so columns are as wide as the scratch allows.
         self.cut = Cut(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
+        self.compares_all = False  # all bytes of a cell over PCIe would undo what sharding saves
         self._device = device or Device()
         self._transfers: Transfers | None = None
         self._worker = Worker("reft-copier", None)
@@ -135,14 +137,16 @@ class CudaCopier:
         on_cuda = transfers.gathered.device.type != "cpu"
         aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
         verdict: Future[None] = Future()
+        compared: list[tuple[Sample, list[torch.Tensor]]] = []
         try:
             self._enqueue(job, transfers, aside, torch.from_numpy(slot.data))
+            compared = self._enqueue_samples(job, transfers, on_cuda)
         except Exception as error:
             # What is enqueued already still reads the state, so there is a fence, and then the failure.
             verdict.set_exception(error)
         done = self._device.record_side()
         self._job, self._verdict, self._done = job, verdict, done
-        self._worker.submit(lambda: self._finish(job, slot, transfers, aside, done, verdict))
+        self._worker.submit(lambda: self._finish(job, slot, transfers, aside, compared, done, verdict))
 
     def fence(self) -> float:
         if self._job is not None and self._verdict is not None:
@@ -206,9 +210,25 @@ class CudaCopier:
                 data[offset + at : offset + at + part.nbytes].copy_(part, non_blocking=True)
                 index += 1
 
+    def _enqueue_samples(
+        self, job: CopyJob, transfers: Transfers, on_cuda: bool
+    ) -> list[tuple[Sample, list[torch.Tensor]]]:
+        """Copies of what is compared with other ranks, a small window of each cell, in host memory of their own."""
+        found = []
+        with torch.no_grad(), self._device.on_side():
+            for sample in job.samples():
+                parts = []
+                for leaf, begin, nbytes, _ in sample.runs:
+                    part = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
+                    part.copy_(transfers.sources[leaf][begin : begin + nbytes], non_blocking=True)
+                    parts.append(part)
+                found.append((sample, parts))
+        return found
+
     def _finish(
-        self, job: CopyJob, slot: SlotMap, transfers: Transfers, aside: torch.Tensor, done: Any, verdict: Future[None]
-    ) -> None:
+        self, job: CopyJob, slot: SlotMap, transfers: Transfers, aside: torch.Tensor,
+        compared: list[tuple[Sample, list[torch.Tensor]]], done: Any, verdict: Future[None],
+    ) -> None:  # fmt: skip
         """In the worker: what follows the last byte."""
         try:
             self._device.host_waits(done)
@@ -219,6 +239,9 @@ class CudaCopier:
                 np.copyto(data[offset : offset + size], memory[begin : begin + size])
             for offset, size in job.share.zeros if slot.is_new_layout else ():
                 data[offset : offset + size] = 0
+            job.compared(
+                {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in compared}
+            )
             leaves = [(job.share.leaves[i], transfers.places[i]) for i in job.share.riders]
             job.landed({leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves})
             digests = np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,13 @@ class Remote:
     Args:
         job: its name.
         token: of the manifest under which the other daemons hold it.
-        nodes: node id → its addresses.
+        nodes: node id → its addresses. An address of this node's own daemon must not stand for another node.
         deadline_s: of one call.
     """
 
     job: str
     token: bytes
-    nodes: dict[str, Sequence[str]]
+    nodes: Mapping[str, Sequence[str]]
     deadline_s: float
 
     def slot(self, held: Held, needs_data: bool) -> SlotMap:

@@ -47,6 +47,14 @@ class Run(NamedTuple):
     at: int
 
 
+class CellRuns(NamedTuple):
+    """The live bytes of one cell; `at` of its runs counts from the beginning of the cell."""
+
+    cell: int
+    nbytes: int
+    runs: tuple[Run, ...]
+
+
 class Column(NamedTuple):
     """One parity shard between two offsets of its packets: every register has `nbytes`.
 
@@ -96,6 +104,7 @@ class Share:
         runs: in the order of their place in the slot.
         columns: the parity, in the order of its place in the slot.
         zeros: (offset, size) of what nobody else writes.
+        cells: all live bytes of the cells that this rank holds.
         riders: numbers of the leaves that travel in the capsule.
         absent: predicted leaves that do not exist.
         extra: leaves that exist and were not predicted.
@@ -113,6 +122,7 @@ class Share:
     runs: tuple[Run, ...]
     columns: tuple[Column, ...]
     zeros: tuple[tuple[int, int], ...]
+    cells: tuple[CellRuns, ...]
     riders: tuple[int, ...]
     absent: tuple[str, ...]
     extra: tuple[str, ...]
@@ -220,7 +230,8 @@ class _Builder:
         return Share(
             tensors=self.tensors, leaves=self.leaves, part=self.part, chunk_bytes=self.placement.chunk_bytes, cut=self.cut,
             layout=layout, runs=tuple(runs), columns=tuple(c for block in parity for c in self._columns(block)),
-            zeros=tuple(_gaps(runs, parity, data_bytes)), riders=tuple(riders), absent=self._absent(),
+            zeros=tuple(_gaps(runs, parity, data_bytes)), cells=tuple(self._live_cells()),
+            riders=tuple(riders), absent=self._absent(),
             extra=tuple(leaf.name for leaf in extra.leaves), apart=self.apart, table=table, digest=self._digest(table),
         )  # fmt: skip
 
@@ -275,6 +286,12 @@ class _Builder:
             if number >= 0 and first < last:
                 yield Run(number, first - offset, last - first, at + first - begin)
             index += 1
+
+    def _live_cells(self) -> Iterator[CellRuns]:
+        for c in self.cells:
+            cell = self.placement.division.cells[c]
+            found = zip(self.members[c], cell.leaves, cell.offsets, strict=True)
+            yield CellRuns(c, cell.nbytes, tuple(Run(n, 0, leaf.nbytes, at) for n, leaf, at in found if n >= 0))
 
     def _block_runs(self, block: Block) -> Iterator[Run]:
         lane = self.lanes[block.lane]

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from reft.client.comparing import samples
 from reft.client.copier import Copier, CopyJob
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
@@ -77,6 +78,7 @@ class Snapshots:
         leaser: gets slots with room for a share; blocks, so it is called in a thread of its own.
         base: the version that this attach started from: known to be whole.
         placement: where the bytes of this epoch lie; it stays when leaves come and go.
+        compares_all_until: up to this step ranks compare all of their cells, then a window of them.
     """
 
     subjects: Subjects
@@ -90,6 +92,7 @@ class Snapshots:
     slots: list[MappedSlot]
     leaser: Leaser
     placement: Placement
+    compares_all_until: int
     counts: Counts = field(default_factory=Counts)
     _held: Held | None = None
     _expected: Share | None = None
@@ -189,6 +192,7 @@ class Snapshots:
         versions = [tensor._version for tensor in tensors.values()]
         given_up = threading.Event()
         opened: list[MappedSlot] = []
+        cells: dict[int, int] = {}
 
         def open_slot(may_wait: bool) -> SlotMap:
             if not may_wait:
@@ -213,6 +217,9 @@ class Snapshots:
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
 
+        def compared(found: Mapping[int, int]) -> None:
+            cells.update(found)
+
         def sealed(digests: np.ndarray) -> None:
             opened[0].map.sealed(digests)
             self._under_way.discard(opened[0].index)
@@ -220,7 +227,7 @@ class Snapshots:
             self.counts.snapshots += 1
             self.counts.sealed_step = step
             self._settle("")
-            self.reporter.answer(step, Answer.SEALED)
+            self.reporter.answer(step, Answer.SEALED, digests=cells)
 
         def failed(error: Exception) -> None:
             self._under_way.difference_update(slot.index for slot in opened)
@@ -230,7 +237,8 @@ class Snapshots:
             open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
             at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
-            intact=intact, landed=landed, sealed=sealed, failed=failed,
+            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared,
+            samples=lambda: samples(held.share.cells, step, self.copier.compares_all and step <= self.compares_all_until),
         )  # fmt: skip
 
     def _facts(self, step: int) -> dict[str, int]:

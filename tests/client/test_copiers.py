@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from reft.client import share
+from reft.client.comparing import samples
 from reft.client.copier import CopyJob, CpuCopier, Plan
 from reft.client.cuda_copier import CudaCopier, Device
 from reft.client.share import Cut, share_of
@@ -110,9 +111,10 @@ class Taken:
         self.ended = threading.Event()
         self.error: Exception | None = None
         self.riders: dict[str, bytes] = {}
+        self.cells: dict[int, int] = {}
         self.job = CopyJob(
             lambda may_wait: self.slot, lambda: None, 4096, self.share, self.at_chunk, self.parity.append, self.intact,
-            self.landed, self.sealed, self.failed,
+            self.landed, self.sealed, self.failed, lambda: samples(self.share.cells, 1, in_whole=True), self.cells.update,
         )  # fmt: skip
 
     def by(self, copier) -> Taken:
@@ -478,3 +480,16 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     copier.close()
     order = [entry for entry in device.order if not entry.startswith("host")]
     assert order == ["record compute", "side waits for compute", "record side", "compute waits for side"]
+
+
+def test_replicas_agree_on_their_cells_whatever_the_engine():
+    tensors = {name: torch.randn(300, 70) for name in ("a", "b")}
+    placement = placement_of(Bindings(tensors, set()), D=2, f=1)
+    taken = [
+        Taken(tensors, set(), placement, rank).by(engine)
+        for rank in range(2)
+        for engine in (CpuCopier([]), CudaCopier(Inline()))
+    ]
+    assert taken[0].cells and all(each.cells == taken[0].cells for each in taken)
+    other = {**tensors, "b": tensors["b"] + 1}
+    assert Taken(other, set(), placement, 1).by(CpuCopier([])).cells != taken[0].cells

@@ -83,7 +83,7 @@ class Rank:
         self.copier, self.line = CpuCopier([]), Line()
         self.snapshots = Snapshots(
             self.subjects, HostState(self.subjects, state or {}), self.copier, self.line, Failpoints(), 0, NEW, base,
-            Room(3, self.placement.part(0).data_bytes).slots, None, self.placement,
+            Room(3, self.placement.part(0).data_bytes).slots, None, self.placement, 0,
         )  # fmt: skip
 
     def step(self) -> None:

@@ -415,6 +415,18 @@ class KeepReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SecureRequest(_message.Message):
+    __slots__ = ("job", "epoch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: Epoch
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ...) -> None: ...
+
+class SecureReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("job", "deep")
     JOB_FIELD_NUMBER: _ClassVar[int]

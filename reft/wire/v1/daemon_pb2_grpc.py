@@ -29,6 +29,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
                 )
+        self.Secure = channel.unary_unary(
+                '/reft.v1.Daemon/Secure',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.SecureRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.SecureReply.FromString,
+                )
         self.Lease = channel.unary_unary(
                 '/reft.v1.Daemon/Lease',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.LeaseRequest.SerializeToString,
@@ -87,6 +92,12 @@ class DaemonServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decide(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Secure(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,6 +168,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Decide,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.DecideRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.DecideReply.SerializeToString,
+            ),
+            'Secure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Secure,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.SecureRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.SecureReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -256,6 +272,23 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Decide',
             reft_dot_v1_dot_daemon__pb2.DecideRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.DecideReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Secure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Secure',
+            reft_dot_v1_dot_daemon__pb2.SecureRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.SecureReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

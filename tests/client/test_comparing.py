@@ -1,0 +1,51 @@
+"""What replicas compare: the same bytes give the same digest, others do not, and every byte is looked at in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reft.client.comparing import WINDOW_BYTES, digest, samples
+from reft.client.share import CellRuns, Run
+
+A, B = 3 * WINDOW_BYTES + 100, 77
+
+
+def cell() -> CellRuns:
+    return CellRuns(5, A + 128 + B, (Run(0, 0, A, 0), Run(1, 0, B, A + 128)))
+
+
+def bytes_of(seed: int) -> list[np.ndarray]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(0, 256, size, dtype=np.uint8) for size in (A, B)]
+
+
+def digests(sources: list[np.ndarray], step: int, in_whole: bool, runs: CellRuns | None = None) -> list[int]:
+    return [digest(sample, sources) for sample in samples([runs or cell()], step, in_whole)]
+
+
+def test_equal_bytes_agree_and_a_bit_differs():
+    one, other = bytes_of(1), bytes_of(1)
+    assert digests(one, 3, True) == digests(other, 3, True)
+    other[1][-1] ^= 1
+    assert digests(one, 3, True) != digests(other, 3, True)
+
+
+@pytest.mark.parametrize("at", [0, WINDOW_BYTES - 1, WINDOW_BYTES, A - 1])
+def test_windows_find_any_difference_that_lasts(at):
+    one, other = bytes_of(1), bytes_of(1)
+    other[0][at] ^= 1
+    assert [digests(one, step, False) != digests(other, step, False) for step in range(4)].count(True) == 1
+
+
+def test_a_missing_leaf_is_a_difference():
+    sources = bytes_of(1)
+    sources[1][:] = 0
+    without = cell()._replace(runs=cell().runs[:1])
+    assert digests(sources, 0, True) != digests(sources, 0, True, without)
+
+
+def test_a_small_cell_is_always_compared_in_whole():
+    small = CellRuns(0, B, (Run(1, 0, B, 0),))
+    (sample,) = samples([small], 9, in_whole=False)
+    assert sample.runs == small.runs
