@@ -22,6 +22,7 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ class Attachment:
             damaged = self._restore()
             if not damaged:
                 break
-            self._erase(damaged)
+            # Together: an inventory must not find a rank that has not withdrawn yet.
+            self.exchange.together(partial(self._erase, damaged))
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
@@ -172,12 +174,13 @@ class Attachment:
         """What the new manifest says of layouts."""
         first = self.roster.facts[0]
         tables, index = self.roster.layouts(described)
+        names = {leaf.name for table in tables for leaf in messages.table_from(table).leaves}
         tolerate = -1 if self.request.tolerate is None else self.request.tolerate
         self.manifest = pb.Manifest(
             job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.exchange.world,
             nodes=self.nodes, script=first["script"], every=self.request.every, launch=first["launch"],
             protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, layouts=tables,
-            layout_of=index, unequal=roster.unequal(described),
+            layout_of=index, unequal=roster.unequal(described, names),
         )  # fmt: skip
 
     @property
@@ -271,15 +274,18 @@ class Attachment:
         """Why a job that had a whole version has none now."""
         names = {node.id: node.name for manifest in self.findings.manifests.values() for node in manifest.nodes}
         parts = []
-        for shortfall in self.plan.partial[:3]:
+        for shortfall in self.plan.partial[:1]:
             manifest = self.findings.manifests[shortfall.version.epoch]
             places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
             parts += recovery.describe(shortfall, self.findings.placements[shortfall.version.epoch], places)
         parts += [
-            f"{version} on node {names.get(node, node)}: damaged" for node, _, version in sorted(self.erased, key=str)
+            f"{version} on node {names.get(node, node)} is damaged."
+            for node, _, version in sorted(self.erased, key=str)
         ]
-        parts += [f"node {name} does not answer" for name in self.findings.silent]
-        return f"job {self.job.id} was held whole, but no version is whole now ({'; '.join(parts) or 'no slots are left'})."
+        parts += [f"Node {name} does not answer." for name in self.findings.silent]
+        return (
+            f"job {self.job.id} was held whole, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
+        )
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
@@ -347,7 +353,7 @@ class Attachment:
     def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
         return sorted({rank for result in results for rank in result["damaged"]})
 
-    def _erase(self, damaged: Sequence[int]) -> None:
+    def _erase(self, damaged: Sequence[int]) -> dict[str, Any]:
         """Notes the slots that were damaged, on every rank alike, and withdraws for another try."""
         for rank in damaged:
             source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
@@ -358,6 +364,7 @@ class Attachment:
                 )
         self.leaser.release()
         self._registered = False
+        return {}
 
     def _lease(self) -> dict[str, Any]:
         if self._is_leader and self.plan.base is not None:

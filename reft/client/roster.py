@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from reft.client.state import Bindings, flat_bytes, is_dense
 from reft.core.identity import Job, identify
 from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
+
+CONSTANT = "constant "  # before a digest
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,16 @@ class Roster:
 
 
 def value_digests(bindings: Bindings) -> dict[str, str]:
-    """A digest of the bytes of each leaf that only the optimizer writes, by name."""
+    """A digest of the bytes of each leaf that only the optimizer writes, by name; after CONSTANT if all elements are equal."""
     found = {}
     for name, tensor in bindings.tensors.items():
         if name in bindings.staged:
             continue
         dense = tensor if is_dense(tensor) else tensor.contiguous()
-        found[name] = xxhash.xxh3_64_hexdigest(flat_bytes(dense).to(torch.device("cpu")).numpy())
+        data = flat_bytes(dense).to(torch.device("cpu")).numpy()
+        size = tensor.element_size()
+        is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
+        found[name] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
     return found
 
 
@@ -86,10 +91,21 @@ def combined(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_64_hexdigest(repr(sorted(digests.items())).encode())
 
 
-def unequal(described: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of leaves that some ranks hold with other bytes than others."""
+def unequal(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """Names of leaves that ranks hold with unlike bytes, or will.
+
+    The optimizer's state of such a leaf goes with it. So do leaves of one repeated value once anything differs: that zeros
+    are equal proves nothing.
+
+    Args:
+        names: all leaves of all layouts, also those that do not exist yet.
+    """
     seen: dict[str, set[str]] = {}
     for said in described:
         for name, digest in said.get("values", {}).items():
             seen.setdefault(name, set()).add(digest)
-    return sorted(name for name, digests in seen.items() if len(digests) > 1)
+    differ = {name for name, digests in seen.items() if len(digests) > 1}
+    if not differ:
+        return []
+    differ |= {name for name, digests in seen.items() if all(digest.startswith(CONSTANT) for digest in digests)}
+    return sorted({name for name in names if name in differ or any(name.endswith(f".{each}") for each in differ)})

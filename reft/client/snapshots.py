@@ -226,8 +226,9 @@ class Snapshots:
             self.failpoints.hit("snapshot.sealed", **facts)
             self.counts.snapshots += 1
             self.counts.sealed_step = step
-            self._settle("")
-            self.reporter.answer(step, Answer.SEALED, digests=cells)
+            trouble = self._unlike()
+            self._settle(trouble)
+            self.reporter.answer(step, Answer.SEALED, trouble, cells)
 
         def failed(error: Exception) -> None:
             self._under_way.difference_update(slot.index for slot in opened)
@@ -240,6 +241,17 @@ class Snapshots:
             intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared,
             samples=lambda: samples(held.share.cells, step, self.copier.compares_all and step <= self.compares_all_until),
         )  # fmt: skip
+
+    def _unlike(self) -> str:
+        """Why nothing becomes whole although every rank seals; empty if replicas are alike."""
+        cells = sorted(self.reporter.unlike)
+        if not cells:
+            return ""
+        leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
+        return (
+            f"ranks hold different bytes where they should be replicas: some of {len(leaves)} leaves, e.g. {leaves[0]}. "
+            "Train them alike (DDP does), or attach with protect='none', and each rank keeps its own."
+        )
 
     def _facts(self, step: int) -> dict[str, int]:
         return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}

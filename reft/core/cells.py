@@ -137,7 +137,7 @@ def _seat(leaves: Iterable[Leaf], room: int) -> tuple[tuple[str, ...], Layout]:
     riders: list[str] = []
     kept: list[Leaf] = []
     for leaf in sorted(leaves, key=lambda leaf: (leaf.nbytes, leaf.name)):
-        if (leaf.staged or leaf.nbytes < SMALL_BYTES) and 0 < leaf.nbytes <= room:
+        if (leaf.staged or leaf.nbytes < SMALL_BYTES) and leaf.nbytes <= room:
             riders.append(leaf.name)
             room -= leaf.nbytes
         else:

@@ -283,7 +283,7 @@ def cells_lost(placement: Placement, lanes: Sequence[int], ranks: Collection[int
     more = f" and {len(cells) - 1} more cells" if len(cells) > 1 else ""
     leaves = f" and {len(first.leaves) - 1} more leaves" if len(first.leaves) > 1 else ""
     return (
-        f"{first.leaves[0].name}{leaves}{more} can't be decoded: {lost} of {lane.D} slots are gone, "
+        f"the cell of {first.leaves[0].name}{leaves}{more} can't be decoded: {lost} of {lane.D} slots are gone, "
         f"and with them more than {lane.code.f} of the {lane.code.k + lane.code.f} shards of a stripe."
     )
 

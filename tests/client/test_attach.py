@@ -299,3 +299,32 @@ def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):
 def pair_of_models(daemon):
     """Two ranks, of which the second can't be held."""
     return Trainers(Spec(daemon.address, options={"bad_rank": 1}), 2)
+
+
+# Replicas that are none
+
+
+def test_ranks_that_train_apart_are_never_taken_for_replicas(daemon):
+    """Equal at attach, other data, no gradient exchanged: shards of both would make a state that nobody ever had."""
+    trainers = Trainers(Spec(daemon.address, options={"apart": True, "seal_s": 2}), 2)
+    assert trainers.wait() == [0, 0]
+    assert all(result["sealed"] == [False, -1] for result in trainers.results())
+    assert "ranks hold different bytes where they should be replicas" in trainers.errors()
+
+
+def test_ranks_that_train_apart_keep_their_own_with_protect_none(daemon):
+    options = {"apart": True, "protect": "none"}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    assert plain[0]["digests"] != plain[1]["digests"]
+    Trainers(Spec(daemon.address, options={**options, "seal_at": [5, 6], "die_at": 6}), 2).wait()
+    after = run(Spec(daemon.address, options=options), 2)
+    assert after[0]["began"] > 0
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["digests"] == reference["digests"]
+
+
+def test_replicas_that_differ_at_attach_are_kept_by_every_rank(daemon):
+    """Random weights without a common seed: each leaf that differs is each rank's own."""
+    options = {"apart": True, "seed_by_rank": True}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    assert plain[0]["sealed"] == [True, 12] and plain[0]["digests"] != plain[1]["digests"]

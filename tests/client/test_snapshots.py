@@ -128,7 +128,7 @@ def test_a_share_that_was_expected_is_used(rank):
     rank.take(1)
     held = rank.snapshots._held.share
     assert held.runs is rank.snapshots._expected.runs and held.extra == held.absent == ()
-    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes
+    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes + sum(held.leaves[i].nbytes for i in held.riders)
 
 
 def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):

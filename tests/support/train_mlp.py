@@ -71,13 +71,15 @@ def _train(spec: dict[str, Any]) -> None:
     if world > 1:
         store = f"tcp://127.0.0.1:{spec['port']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    if options.get("seed_by_rank"):
+        options = {**options, "seed": rank}
     model, optimizer, schedule = build(options)
     torch.manual_seed(100 + rank)
     np.random.seed(rank)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 and not options.get("apart") else model
     if options.get("bad_rank") == rank:
         model.register_buffer("bad", torch.empty(3, device="meta"))
-    arguments = {key: options[key] for key in ("slots", "every") if key in options}
+    arguments = {key: options[key] for key in ("slots", "every", "protect") if key in options}
     session = reft.attach(
         wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
     )
