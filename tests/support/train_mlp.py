@@ -76,10 +76,13 @@ def _train(spec: dict[str, Any]) -> None:
     model, optimizer, schedule = build(options)
     torch.manual_seed(100 + rank)
     np.random.seed(rank)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 and not options.get("apart") else model
+    wrapped = model
+    if world > 1 and not options.get("apart"):
+        # With more than two ranks DDP's own regrouping would change the order of its sums at a restart.
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=world > 2)
     if options.get("bad_rank") == rank:
         model.register_buffer("bad", torch.empty(3, device="meta"))
-    arguments = {key: options[key] for key in ("slots", "every", "protect") if key in options}
+    arguments = {key: options[key] for key in ("slots", "every", "protect", "tolerate") if key in options}
     session = reft.attach(
         wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
     )

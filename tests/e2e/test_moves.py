@@ -1,0 +1,220 @@
+"""Nodes go, come, and change places, with real daemons and trainers: what was held is found, decoded, or refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reft.wire.slot_format import PAGE, best_header
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import DaemonProcess, until
+from tests.support.equality import assert_equal
+from tests.support.trainers import Spec, Trainers, run
+
+OPTIONS = {"seal_at": [4, 5, 6], "width": 96}
+STOP_AT = 6
+
+
+class Site:
+    """Daemons of pretend nodes: they reach each other over TCP, as nodes do."""
+
+    def __init__(self) -> None:
+        self.daemons: list[DaemonProcess] = []
+
+    def add(self, count: int) -> list[DaemonProcess]:
+        """New nodes, empty."""
+        made = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(count)]
+        self.daemons += made
+        return made
+
+    def close(self) -> None:
+        for daemon in self.daemons:
+            daemon.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Undisturbed runs by number of ranks, on one node each: no sum can see where ranks run."""
+    found: dict[int, list] = {}
+    daemon = DaemonProcess()
+
+    def of(world: int) -> list:
+        if world not in found:
+            found[world] = run(Spec(daemon.address, job=f"plain-{world}", options=OPTIONS), world)
+        return found[world]
+
+    yield of
+    daemon.close()
+
+
+def spec_of(**options: object) -> Spec:
+    return Spec("", options={**OPTIONS, **options})
+
+
+def train(daemons: Sequence[DaemonProcess], **options: object) -> list:
+    """Trains to the end, one rank on each node."""
+    return run(spec_of(**options), len(daemons), [daemon.address for daemon in daemons])
+
+
+def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", **options: object) -> None:
+    """Trains until the mark after STOP_AT, which is whole by then, and ends all ranks."""
+    spec = spec_of(pause_at=[STOP_AT], **options)
+    spec.failpoints = failpoints
+    trainers = Trainers(spec, len(daemons), [daemon.address for daemon in daemons])
+    trainers.wait_for(STOP_AT)
+    until(lambda: daemons[0].status("job").whole == STOP_AT, what=f"step {STOP_AT}")
+    trainers.kill()
+
+
+def vanish(*daemons: DaemonProcess) -> None:
+    """Nodes that die with their memory."""
+    for daemon in daemons:
+        daemon.kill()
+        shutil.rmtree(daemon.folder)
+
+
+def flip(daemon: DaemonProcess) -> None:
+    """Turns one bit in the data of a node's newest slot."""
+    headers = daemon.call("Inventory", pb.InventoryRequest(job="job")).slots
+    newest = max(headers, key=lambda header: header.version.step)
+    path: Path = daemon.folder / "job" / newest.slot
+    with open(path, "r+b") as file:
+        at = best_header(np.frombuffer(file.read(2 * PAGE), np.uint8)).geometry.data_offset + 100
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_any_node_of_three_is_replaced(site, plain, lost):
+    nodes = site.add(3)
+    stop(nodes)
+    vanish(nodes[lost])
+    nodes[lost] = site.add(1)[0]
+    after = train(nodes)
+    assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+def test_two_nodes_of_four_are_replaced_if_that_was_asked_for(site, plain):
+    nodes = site.add(4)
+    stop(nodes, tolerate=2)
+    vanish(nodes[1], nodes[2])
+    nodes[1:3] = site.add(2)
+    after = train(nodes, tolerate=2)
+    assert after[0]["began"] == STOP_AT
+    assert_equal(after, plain(4))
+
+
+def test_ranks_that_change_places_find_what_they_had(site, plain):
+    nodes = site.add(3)
+    stop(nodes)
+    after = train([nodes[2], nodes[0], nodes[1]])
+    assert after[0]["from"] == "peers" and after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+def test_a_node_that_takes_no_part_any_more_still_gives_what_it_holds(site, plain):
+    """Two places change hands at f = 1: without the memory of the nodes that were left out nothing could be decoded."""
+    nodes = site.add(3)
+    stop(nodes)
+    after = train([*site.add(2), nodes[2]])
+    assert after[0]["from"] == "peers" and after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+def test_fewer_nodes_hold_the_same_ranks(site, plain):
+    nodes = site.add(3)
+    stop(nodes)
+    vanish(nodes[2])
+    after = train([nodes[0], nodes[1], nodes[1]])
+    assert after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+def test_a_damaged_slot_is_decoded_not_given_up(site, plain):
+    nodes = site.add(3)
+    stop(nodes)
+    flip(nodes[1])
+    after = train(nodes)
+    assert after[0]["began"] == STOP_AT, "the version is whole without that slot"
+    assert_equal(after, plain(3))
+
+
+def test_one_node_too_many_is_refused_and_what_is_left_stays(site):
+    nodes = site.add(3)
+    stop(nodes)
+    vanish(nodes[1], nodes[2])
+    again = [nodes[0], *site.add(2)]
+    for _ in range(2):
+        trainers = Trainers(spec_of(), 3, [daemon.address for daemon in again])
+        assert 1 in trainers.wait()
+        said = trainers.errors()
+        assert "no version is whole now" in said and "the cell of" in said and f"step {STOP_AT}" in said
+
+
+def test_a_second_loss_is_survived_once_the_first_is_made_good(site, plain):
+    nodes = site.add(3)
+    stop(nodes)
+    vanish(nodes[0])
+    nodes[0] = site.add(1)[0]
+    trainers = Trainers(spec_of(pause_at=[STOP_AT]), 3, [daemon.address for daemon in nodes])
+    trainers.wait_for(STOP_AT)  # the first mark after the restore is still to come: what is whole is the restored step
+    until(lambda: nodes[1].status("job").whole == STOP_AT, what="protection")
+    trainers.kill()
+    vanish(nodes[1])
+    nodes[1] = site.add(1)[0]
+    after = train(nodes)
+    assert after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+def test_a_second_loss_before_that_is_refused(site):
+    nodes = site.add(3)
+    stop(nodes)
+    vanish(nodes[0])
+    nodes[0] = site.add(1)[0]
+    spec = spec_of()
+    spec.failpoints = "snapshot.begin:kill:epoch=2"  # nothing of the new epoch is written
+    Trainers(spec, 3, [daemon.address for daemon in nodes]).wait()
+    vanish(nodes[1])
+    nodes[1] = site.add(1)[0]
+    trainers = Trainers(spec_of(), 3, [daemon.address for daemon in nodes])
+    assert 1 in trainers.wait()
+    assert "no version is whole now" in trainers.errors()
+
+
+def test_a_version_sealed_by_all_whose_capsules_never_left_is_made_safe_before_anything_is_written(site, plain):
+    """It is newer than what was whole, so it is the base; the snapshots that follow write over the older one."""
+    nodes = site.add(3)
+    for daemon in nodes:
+        daemon.environment = {"REFT_FAILPOINTS": "capsules.send:drop:after=4"}
+        daemon.kill()
+        daemon.start()
+    spec = spec_of(seal_at=[2, 3])
+    spec.failpoints = "snapshot.begin:kill:step=9:epoch=1"
+    Trainers(spec, 3, [daemon.address for daemon in nodes]).wait()
+    for daemon in nodes:
+        daemon.environment = {}
+        daemon.kill()
+        daemon.start()
+    spec = spec_of()
+    spec.failpoints = "snapshot.begin:kill:epoch=2"
+    Trainers(spec, 3, [daemon.address for daemon in nodes]).wait()
+    vanish(nodes[1])
+    nodes[1] = site.add(1)[0]
+    after = train(nodes)
+    assert after[0]["began"] > 2
+    assert_equal(after, plain(3))
