@@ -196,25 +196,33 @@ def test_a_second_loss_before_that_is_refused(site):
     assert "no version is whole now" in trainers.errors()
 
 
+def restarted(nodes: Sequence[DaemonProcess], failpoints: str) -> None:
+    """Daemons as they are after a restart, with these failpoints."""
+    for daemon in nodes:
+        daemon.environment = {"REFT_FAILPOINTS": failpoints}
+        daemon.kill()
+        daemon.start()
+
+
 def test_a_version_sealed_by_all_whose_capsules_never_left_is_made_safe_before_anything_is_written(site, plain):
     """It is newer than what was whole, so it is the base; the snapshots that follow write over the older one."""
     nodes = site.add(3)
-    for daemon in nodes:
-        daemon.environment = {"REFT_FAILPOINTS": "capsules.send:drop:after=4"}
-        daemon.kill()
-        daemon.start()
-    spec = spec_of(seal_at=[2, 3])
-    spec.failpoints = "snapshot.begin:kill:step=9:epoch=1"
-    Trainers(spec, 3, [daemon.address for daemon in nodes]).wait()
-    for daemon in nodes:
-        daemon.environment = {}
-        daemon.kill()
-        daemon.start()
-    spec = spec_of()
-    spec.failpoints = "snapshot.begin:kill:epoch=2"
-    Trainers(spec, 3, [daemon.address for daemon in nodes]).wait()
+    restarted(nodes, "capsules.send:drop:after=4")
+    spec = spec_of(seal_at=[2, 3], pause_at=[6, 9], seal_s=1)
+    trainers = Trainers(spec, 3, [daemon.address for daemon in nodes])
+    trainers.wait_for(6)
+    trainers.kill()
+    whole = nodes[0].status("job").whole
+    trainers = Trainers(spec, 3, [daemon.address for daemon in nodes])
+    trainers.wait_for(6)
+    trainers.let_go(6)
+    trainers.wait_for(9)
+    trainers.kill()
+    base = nodes[0].status("job").base.step
+    assert whole < base, "the newest version that all ranks sealed had not become whole"
     vanish(nodes[1])
+    restarted([nodes[0], nodes[2]], "")
     nodes[1] = site.add(1)[0]
     after = train(nodes)
-    assert after[0]["began"] > 2
+    assert after[0]["began"] >= base
     assert_equal(after, plain(3))
