@@ -24,8 +24,8 @@ from typing import Final
 import xxhash
 from google.protobuf.message import DecodeError
 
-from reft.core.capsules import DIGESTS_MAX, counts, surplus
-from reft.core.recovery import Decision
+from reft.core.capsules import DIGESTS_MAX, surplus
+from reft.core.recovery import Decision, counts
 from reft.core.round import Outcome
 from reft.core.version import Version
 from reft.errors import ConfigError, FormatError, NoRoom, StaleEpoch

@@ -13,14 +13,17 @@ import collections
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection
+from typing import TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 
 from reft.core.round import children_of, parent_of
-from reft.errors import ReftError
+from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
 from reft.wire import messages, rpc
+from reft.wire.slot_format import Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.job import HeldJob
@@ -30,6 +33,7 @@ DEADLINE_S = 1.0
 KEEP_DEADLINE_S = 5.0  # a full message takes 1.4 s at 100 Mbit/s
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
+T = TypeVar("T")
 
 
 class Peers:
@@ -49,6 +53,10 @@ class Peers:
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
+    def is_own(self, node: pb.Node) -> bool:
+        """Whether an address of the node is this daemon's."""
+        return not self._own.isdisjoint(node.addresses)
+
     async def call(
         self, node: pb.Node, token: bytes, service: type, method: str, request: Message, deadline_s: float
     ) -> object:
@@ -57,18 +65,45 @@ class Peers:
         Raises:
             grpc.RpcError: the last address failed too.
         """
+
+        async def ask(channel: grpc.aio.Channel) -> object:
+            stub, metadata = service(channel), rpc.token_metadata(token)
+            reply: object = await getattr(stub, method)(request, timeout=deadline_s, metadata=metadata)
+            self.sent[method] += request.ByteSize()
+            return reply
+
+        return await self._first(node, ask)
+
+    async def read(self, node: pb.Node, token: bytes, request: pb.ReadRequest, into: Bytes, deadline_s: float) -> None:
+        """Fills `into` with bytes of a slot of `node`.
+
+        Raises:
+            grpc.RpcError: the last address failed too.
+            FormatError: fewer or more bytes came.
+        """
+
+        async def ask(channel: grpc.aio.Channel) -> None:
+            stub, metadata = pb_grpc.DaemonStub(channel), rpc.token_metadata(token)
+            at = 0
+            async for chunk in stub.Read(request, timeout=deadline_s, metadata=metadata):
+                if at + len(chunk.data) <= into.nbytes:
+                    into[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
+                at += len(chunk.data)
+            if at != into.nbytes:
+                raise FormatError(f"slot {request.slot} on {node.name} gave {at} of {into.nbytes} bytes.")
+
+        await self._first(node, ask)
+
+    async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+        """What the first address of the node that can be reached gives."""
         error: grpc.RpcError | None = None
         for address in node.addresses:
             if address in self._own:
                 continue
             if address not in self._channels:
                 self._channels[address] = rpc.peer_channel(address, self._tls)
-            stub = service(self._channels[address])
             try:
-                metadata = rpc.token_metadata(token)
-                reply: object = await getattr(stub, method)(request, timeout=deadline_s, metadata=metadata)
-                self.sent[method] += request.ByteSize()
-                return reply
+                return await ask(self._channels[address])
             except grpc.RpcError as failure:
                 error = failure
         if error is None:

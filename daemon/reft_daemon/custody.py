@@ -15,7 +15,7 @@ from reft.core.placement import capsule_holders
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
-from reft.wire import messages, rpc
+from reft.wire import messages
 from reft.wire.manifest import node_domains, placement_of
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -23,7 +23,7 @@ from reft_daemon.arena import SlotFile
 from reft_daemon.capsules import CapsuleStore
 
 log = logging.getLogger("reft.daemon")
-BATCH_MAX: Final = rpc.MESSAGE_MAX - (64 << 10)  # bytes of the records in one message; the rest is its envelope
+BATCH_MAX: Final = 17 << 20  # bytes of the records in one message: at 100 Mbit/s it must arrive in time
 LAYOUTS_MAX: Final = 256  # leaf tables whose kept bytes are remembered
 
 

@@ -27,6 +27,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
 from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
+from reft_daemon.degraded import Degraded
 from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
@@ -66,6 +67,7 @@ class HeldJob:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
     round: Round | None = None
+    degraded: Degraded = field(default_factory=Degraded)
     custody: Custody = field(init=False)
 
     def __post_init__(self) -> None:

@@ -58,16 +58,20 @@ def check_listen(settings: Settings) -> None:
     """Raises ConfigError if the daemon would offer state to a network in plain text without being told to."""
     if not settings.listen or settings.tls or settings.insecure:
         return
-    host = settings.listen.rpartition(":")[0].strip("[]")
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
+    if not is_loopback(settings.listen):
         raise ConfigError(
             f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
             "give --tls-cert, --tls-key and --tls-ca, or --insecure on a network that you trust",
         )
+
+
+def is_loopback(listen: str) -> bool:
+    """Whether only this host reaches the address."""
+    host = listen.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_domain(label: str) -> str:
@@ -93,7 +97,10 @@ async def serve(settings: Settings) -> None:
     server, addresses = _server(settings)
     registry = Registry(arena, Peers(settings.tls, addresses), settings.ttl_s, failpoints)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
-    identity = Identity(settings.node, settings.domain, addresses, str(handout.path), settings.memory_bytes)
+    trusts_peers = settings.tls is not None or settings.insecure or is_loopback(settings.listen)
+    identity = Identity(
+        settings.node, settings.domain, addresses, str(handout.path), settings.memory_bytes, trusts_peers
+    )
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
     pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
     health = health_service.aio.HealthServicer()

@@ -51,6 +51,7 @@ class Registry:
         """Takes over what an earlier daemon left in the arena."""
         for record in self.arena.records():
             job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self.wake)
+            job.degraded.decided(record)
             job.adopt()
             self._start_couriers(job)
             self.wake(job)  # what the slots say may be news to the other nodes
@@ -85,7 +86,10 @@ class Registry:
         before = job.record.manifest.token
         if before and before != manifest.token:
             raise ConfigError(f"job {name} is held with another token.", "choose another name, or reft-cli purge it")
+        is_new = not job.record.HasField("decision") or job.epoch != messages.epoch_from(request.decision.epoch)
         job.decide(request, holders)
+        if is_new:
+            job.degraded.decided(job.record)
         if name in self._couriers:
             self._couriers.pop(name).close()
         self._start_couriers(job)
@@ -127,6 +131,8 @@ class Registry:
 
     def wake(self, job: HeldJob) -> None:
         """Tells the other nodes of a job what is true now."""
+        if job.round is not None:
+            job.degraded.heard(job.round.outcome.whole)
         if job.id in self._couriers:
             self._couriers[job.id].wake()
 

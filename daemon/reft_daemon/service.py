@@ -13,21 +13,22 @@ from typing import Any
 import grpc
 
 from reft.core.round import Outcome
-from reft.core.slots import SlotState
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon import __version__
+from reft_daemon import __version__, reading
 from reft_daemon.couriers import reason_of
 from reft_daemon.job import HeldJob
+from reft_daemon.rebuild import Rebuild
 from reft_daemon.registry import NoSuchJob, Registry
+from reft_daemon.surveying import without_repeats
 
-READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
 REPORT_WAIT_MAX_S = 10.0
 STATUS_DEADLINE_S = 1.0
 SURVEY_DEADLINE_S = 3.0
+REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
 Context = grpc.aio.ServicerContext
 
 
@@ -40,6 +41,7 @@ class Identity:
     addresses: tuple[str, ...]
     handout: str
     limit_bytes: int
+    trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
 
 
 def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -76,6 +78,7 @@ class DaemonService(pb_grpc.DaemonServicer):
     def __init__(self, registry: Registry, identity: Identity) -> None:
         self._registry = registry
         self._identity = identity
+        self._rebuilding = asyncio.Lock()  # one at a time: each takes its share of memory
 
     @translated
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
@@ -114,11 +117,10 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
         await authorise(self._registry, request.job, context)
-        token = self._registry.get(request.job).record.manifest.token
+        record = self._registry.get(request.job).record
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch, fence=request.fence)
-        return pb.SurveyReply(
-            nodes=await asyncio.gather(*(self._ask(node, token, inventory) for node in request.nodes))
-        )
+        calls = (self._ask(node, record.manifest.token, inventory) for node in request.nodes)
+        return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
     async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest) -> pb.Surveyed:
         """One node's inventory, or why there is none."""
@@ -195,17 +197,38 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
         """Bytes of a sealed slot, for a rank that now runs on another node."""
         await authorise(self._registry, request.job, context)
-        job = self._registry.jobs.get(request.job)
-        slot = job.all_slots.get(request.slot) if job else None
-        if slot is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
-        slot.check_size()
-        header = slot.map.reread()
-        if header.state is not SlotState.SEALED or header.version != messages.version_from(request.version):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
-        end = min(request.offset + request.size, slot.file_bytes)
-        for at in range(request.offset, end, READ_CHUNK):
-            yield pb.Chunk(data=os.pread(slot.descriptor, min(READ_CHUNK, end - at), at))
+        try:
+            async for data in reading.read(self._registry.jobs.get(request.job), request):
+                yield pb.Chunk(data=data)
+        except ReftError as error:
+            await context.abort(reading.status_of(error), str(error))
+
+    @translated
+    async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+        name = request.manifest.job
+        if name in self._registry.jobs or not self._identity.trusts_peers:
+            await authorise(self._registry, name, context)
+        if request.HasField("onto") and not self._registry.peers.is_own(request.onto):
+            return await self._pass_on(request, context)
+        async with self._rebuilding:
+            return await Rebuild(self._registry, request).run()
+
+    async def _pass_on(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+        """Asks the daemon that is to rebuild: it may be where only daemons reach it."""
+        job = self._registry.get(request.manifest.job)
+        await authorise(self._registry, job.id, context)
+        reading.refuse_living(job)
+        onto, token = request.onto, job.record.manifest.token
+        passed = pb.RebuildRequest()
+        passed.CopyFrom(request)
+        passed.ClearField("onto")
+        try:
+            reply = await self._registry.peers.call(
+                onto, token, pb_grpc.DaemonStub, "Rebuild", passed, REBUILD_DEADLINE_S
+            )
+        except grpc.RpcError as error:
+            await context.abort(error.code(), f"daemon {onto.addresses[0]}: {error.details()}")
+        return reply  # type: ignore[return-value]
 
     @translated
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
@@ -309,6 +332,8 @@ def _status(job: HeldJob, node: str) -> pb.JobStatus:
         job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
         backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script, every=manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
+        degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
+        unlike=sorted(job.round.outcome.unlike) if job.round else [],
     )  # fmt: skip
     if job.record.HasField("decision"):
         status.epoch.CopyFrom(job.record.decision.epoch)

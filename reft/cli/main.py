@@ -1,7 +1,7 @@
-"""`reft-cli`: status, purge, demo. Exit codes are the same for all verbs.
+"""`reft-cli`: status, recover, purge, demo. Exit codes are the same for all verbs.
 
-0 as asked   1 failed   2 wrong usage   3 WARN   4 ERR (both with --check)   10 no daemon   11 no such job
-130 interrupted by Ctrl-C   143 ended by SIGTERM
+0 as asked   1 failed   2 wrong usage   3 WARN (with --check)   4 ERR (with --check), not survived, or not recoverable
+10 no daemon   11 no such job   130 interrupted by Ctrl-C   143 ended by SIGTERM
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -17,14 +17,17 @@ import click
 import grpc
 
 from reft import __version__
-from reft.cli import tables, views
+from reft.cli import recovery, tables, views
 from reft.cli.ask import NoSuchJob, ask, local_address
+from reft.cli.recover import Recovery, replacement_here
+from reft.cli.survey import steady, surveys
 from reft.core.budget import size
 from reft.core.health import Health
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
+from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
-EXIT_FAILED, EXIT_USAGE, EXIT_NO_DAEMON, EXIT_NO_JOB, EXIT_INTERRUPTED = 1, 2, 10, 11, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_LOST, EXIT_NO_DAEMON, EXIT_NO_JOB, EXIT_INTERRUPTED = 1, 2, 4, 10, 11, 130
 EXIT_OF_HEALTH = {Health.OK: 0, Health.WARN: 3, Health.ERR: 4}
 WATCH_S = 1.0
 COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
@@ -40,8 +43,8 @@ daemon_option = click.option(
 def main() -> None:
     """Looks at the training state that reft holds in memory.
 
-    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 10 no daemon, 11 no such job,
-    130 interrupted, 143 terminated.
+    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 4 not survived (--what-if) or not
+    recoverable, 10 no daemon, 11 no such job, 130 interrupted, 143 terminated.
     """
 
 
@@ -49,26 +52,60 @@ def main() -> None:
 @json_option
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @click.option("--check", is_flag=True, help="Exit with 3 if any job's health is WARN, with 4 if it is ERR.")
+@click.option("--what-if", "question", metavar="lose=NODE[,NODE]", help="Would the state survive the loss of these?")
 @click.option("--job", metavar="NAME", default="", help="This job only.")
 @daemon_option
-def status(as_json: bool, watch: bool, check: bool, job: str, daemon: str | None) -> None:
-    """Shows what is held for each job, and which loss it survives."""
-    if watch and (as_json or check):
-        raise click.UsageError("--watch goes with neither --json nor --check: they ask once.")
+def status(as_json: bool, watch: bool, check: bool, question: str | None, job: str, daemon: str | None) -> None:
+    """Shows what is held for each job, how it is protected, and which loss it survives.
+
+    --what-if answers for the newest whole step: exit 0 if it survives, 4 if it does not.
+    """
+    if watch and (as_json or check or question):
+        raise click.UsageError("--watch goes with neither --json, --check nor --what-if: they ask once.")
     with failing(as_json):
         address = local_address(daemon)
         request = pb.StatusRequest(job=job, deep=True)
         if watch:
             _watch(address, request)
         reply = ask(address, "Status", request)
-    jobs = [views.job_view(each) for each in reply.jobs]
+        if question:
+            _what_if(reply, address, question, as_json)
+        found = surveys(address, reply)
+    jobs = [views.job_view(each, found.get(each.job)) for each in reply.jobs]
     if as_json:
-        click.echo(json.dumps(views.document(reply, address), indent=2))
+        click.echo(json.dumps(views.document(reply, jobs, address), indent=2))
     else:
         for line in tables.status_lines(reply, jobs):
             click.echo(coloured(line))
     if check:
         sys.exit(EXIT_OF_HEALTH[views.worst(jobs)])
+
+
+@main.command()
+@click.argument("job")
+@click.option("--yes", is_flag=True, help="Do it; else only the plan is shown.")
+@click.option("--onto", "onto", multiple=True, metavar="NODE=ADDR", help="The daemon that takes a lost node's place.")
+@json_option
+@daemon_option
+def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: str | None) -> None:
+    """Shows what of JOB is lost with its nodes and how it comes back; with --yes rebuilds it on replacements.
+
+    All trainers must have ended. A restart of the job finds lost nodes by itself: this makes their slots anew before it.
+    Without --onto, the daemon of this node is the replacement if --daemon names another one that holds the job.
+    """
+    with failing(as_json):
+        run = Recovery(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))
+        view = run.rebuild(lambda text: None if as_json else click.echo(text)) if yes else run.look()[0]
+    code = EXIT_LOST if view.outcome == "unrecoverable" else 0
+    if as_json:
+        document = {"schema_version": views.SCHEMA_VERSION, **recovery.document(view, code, run.rebuilt)}
+        click.echo(json.dumps(document, indent=2))
+        sys.exit(code)
+    for line in recovery.recovery_lines(view):
+        click.echo(coloured(line))
+    if view.outcome == "recoverable":
+        click.echo("Nothing was changed. With --yes the slots are made again.")
+    sys.exit(code)
 
 
 @main.command()
@@ -114,6 +151,52 @@ def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
     sys.exit(0 if result.passed else EXIT_FAILED)
 
 
+def pairs_of(given: Iterable[str]) -> dict[str, str]:
+    """NODE=ADDR, as a person types it.
+
+    Raises:
+        ConfigError: it is none, or a node is named twice.
+    """
+    found: dict[str, str] = {}
+    for each in given:
+        node, _, address = each.partition("=")
+        if not node or node in found:
+            raise ConfigError(
+                f"--onto {each!r} names no node, or one twice.", "--onto NODE=unix:PATH or NODE=host:port"
+            )
+        found[node] = rpc.check_address(address)
+    return found
+
+
+def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) -> NoReturn:
+    """Answers for the only job.
+
+    Raises:
+        ConfigError: there is not one job, or a node is not known.
+    """
+    word, _, names = question.partition("=")
+    lose = sorted({name for name in names.split(",") if name})
+    if word != "lose" or not lose:
+        raise ConfigError(f"--what-if {question!r} can't be read.", "--what-if lose=NODE or lose=NODE,NODE")
+    if len(reply.jobs) != 1:
+        raise ConfigError(f"{len(reply.jobs)} jobs are held here; the question is about one.", "give --job NAME")
+    job = reply.jobs[0].job
+    findings = steady(address, reply.jobs[0])
+    judged = findings.protection()
+    unknown = sorted(set(lose) - set(findings.names.values()))
+    if unknown:
+        raise ConfigError(f"no node {unknown[0]} in job {job}.", f"one of {', '.join(sorted(findings.names.values()))}")
+    outlook = judged[1] if judged else None
+    version = judged[0].version if judged else None
+    loss = outlook.what_if(lose) if outlook else None
+    if as_json:
+        document = views.what_if_document(job, lose, version, loss)
+        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **document}, indent=2))
+    else:
+        click.echo("\n".join(tables.what_if_lines(job, lose, version, loss)))
+    sys.exit(EXIT_LOST if loss or version is None else 0)
+
+
 def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
     """Shows the status every second until Ctrl-C. A daemon that does not answer is shown too: it may come back."""
     from rich.console import Console
@@ -136,7 +219,8 @@ def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
         reply = ask(address, "Status", request)
     except (DaemonUnavailable, NoSuchJob) as error:
         return tables.wrapped("", str(error))
-    return tables.status_lines(reply, [views.job_view(each) for each in reply.jobs])
+    found = surveys(address, reply)
+    return tables.status_lines(reply, [views.job_view(each, found.get(each.job)) for each in reply.jobs])
 
 
 def health_in(line: str) -> str:

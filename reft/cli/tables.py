@@ -7,17 +7,22 @@ from collections.abc import Sequence
 
 from reft.cli.views import JobView, NodeView, RankView
 from reft.core.budget import size
+from reft.core.exposure import Loss
+from reft.core.version import Version
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
 RANKS_SHOWN = 16  # lines; a job of more ranks shows those that need attention, --json shows all
 NONE = "-"
+SCHEMES = {"aec": "coded", "arc": "copied", "none": "stored once"}
 
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     """Everything that `status` prints: each job's block, then the daemon."""
     limit = f" of {size(reply.limit_bytes)}" if reply.limit_bytes else ""
     daemon = f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {size(reply.held_bytes)}{limit}"
+    if reply.round_bytes_sent or reply.capsule_bytes_sent:
+        daemon += f", sent {size(reply.round_bytes_sent)} of rounds and {size(reply.capsule_bytes_sent)} of capsules"
     if not jobs:
         return ["no job is held here.", daemon]
     return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)
@@ -30,8 +35,51 @@ def job_lines(job: JobView) -> list[str]:
     name = job.script.rpartition("/")[2]
     lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
     lines += wrapped("health  ", f"{job.health.value}  {job.reason}")
+    lines += protection_lines(job)
     lines += ["", *node_table(job.nodes), "", *rank_table(job.ranks), "", *survival_table(job)]
     return lines
+
+
+def protection_lines(job: JobView) -> list[str]:
+    """How well the job is protected now, how its state is shared out, and what of it is not protected."""
+    found = job.protection
+    if found is None:
+        return []
+    if found.version is None:
+        now = "nothing can be restored as it is."
+    else:
+        domains = f"{found.tolerated} failure domain{'s' * (found.tolerated != 1)}"
+        now = f"any {domains} may vanish now." if found.tolerated > 0 else "no failure domain may vanish now."
+        if found.tolerated < found.meant:
+            now = f"{now[:-1]}, {found.meant} when all is well."
+    if job.degraded_s:
+        now += f" Degraded for {age(job.degraded_s)} since the last restore."
+    lines = wrapped("protect ", f"{job.word}  {now}")
+    for each in found.exposed:
+        lines += wrapped("exposed ", each.what)
+    rows = [
+        (
+            SCHEMES[group.scheme],
+            str(group.domains),
+            f"{group.k}+{group.f}",
+            str(group.f),
+            str(group.cells),
+            size(group.nbytes),
+        )
+        for group in found.groups
+    ]
+    if rows:
+        lines += ["", *aligned(("CELLS THAT ARE", "DOMAINS", "SHARDS", "MAY LOSE", "CELLS", "BYTES"), rows, right=1)]
+    return lines
+
+
+def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: Loss | None) -> list[str]:
+    """The answer to "what if these nodes vanish"."""
+    question = f"if {', '.join(lose)} vanish{'es' * (len(lose) == 1)}"
+    if version is None:
+        return wrapped("", f"job {job}: nothing can be restored as it is.")
+    answer = f"it is lost: {loss.words}." if loss else "it survives."
+    return wrapped("", f"job {job}, {version}: {question}, {answer}")
 
 
 def node_table(nodes: Sequence[NodeView]) -> list[str]:

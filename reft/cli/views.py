@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reft.core.exposure import Loss
 from reft.core.health import Health, JobFacts, RankFacts, judge, survival
+from reft.core.protection import Protection
 from reft.core.version import Version
 from reft.wire import messages
+from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 SCHEMA_VERSION = 1
+UNLIKE_MAX = 4  # leaves whose replicas differ that are named
 _SEVERITY = (Health.OK, Health.WARN, Health.ERR)
 
 
@@ -64,6 +68,10 @@ class JobView:
     nodes: Sequence[NodeView]
     ranks: Sequence[RankView]
     survives: Sequence[tuple[str, bool, str]]
+    word: str
+    protection: Protection | None
+    degraded_s: float
+    unlike: Sequence[str]
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -71,24 +79,35 @@ def worst(jobs: Sequence[JobView]) -> Health:
     return max((job.health for job in jobs), key=_SEVERITY.index, default=Health.OK)
 
 
-def job_view(status: pb.JobStatus) -> JobView:
-    """What one job's status says."""
+def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
+    """What one job's status says, and what follows from the headers of all its slots if they were asked for."""
     epoch = messages.epoch_from(status.epoch)
     base = messages.version_from(status.base) if status.HasField("base") else None
     # Until the first step of an attach is whole, the version that it started from is what is held.
     whole = Version(epoch, status.whole) if status.whole >= 0 else base
     entries = sorted(status.ranks, key=lambda rank: rank.rank)
+    judged = found.protection() if found else None
+    protection = judged[0] if judged else None
+    unlike = _leaves_of(status.unlike, found)
     facts = JobFacts(
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
-        max(status.every, 1),
+        max(status.every, 1), protection, status.degraded, unlike,
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
     return JobView(
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
-        _node_views(ranks, status.silent_nodes), ranks, survival(facts),
+        _node_views(ranks, status.silent_nodes), ranks, survival(facts), facts.word.value if facts.word else "",
+        protection, status.degraded_s, unlike,
     )  # fmt: skip
+
+
+def _leaves_of(cells: Sequence[int], found: Findings | None) -> list[str]:
+    """The first leaves of cells whose replicas differ."""
+    placement = found.placements.get(found.decision.epoch) if found and found.decision else None
+    known = placement.division.cells if placement else ()
+    return [known[cell].leaves[0].name if cell < len(known) else f"cell {cell}" for cell in cells][:UNLIKE_MAX]
 
 
 def _facts(entry: pb.RankStatus) -> RankFacts:
@@ -124,9 +143,8 @@ def _node_views(ranks: Sequence[RankView], silent: Sequence[str]) -> list[NodeVi
     return found + [NodeView(name, "silent", (), None, None, 0) for name in sorted(silent)]
 
 
-def document(reply: pb.StatusReply, address: str) -> dict[str, Any]:
+def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> dict[str, Any]:
     """The document that `status --json` prints; its fields are a contract, documented in the README."""
-    jobs = [job_view(status) for status in reply.jobs]
     return {
         "schema_version": SCHEMA_VERSION,
         "health": worst(jobs).value,
@@ -139,6 +157,8 @@ def document(reply: pb.StatusReply, address: str) -> dict[str, Any]:
             "held_bytes": reply.held_bytes,
             "limit_bytes": reply.limit_bytes or None,
             "directory": reply.directory,
+            "round_bytes_sent": reply.round_bytes_sent,
+            "capsule_bytes_sent": reply.capsule_bytes_sent,
         },
         "jobs": [_job_document(job) for job in jobs],
     }
@@ -184,6 +204,49 @@ def _job_document(job: JobView) -> dict[str, Any]:
             for rank in job.ranks
         ],
         "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
+        "protection": _protection_document(job),
+        "unlike_leaves": list(job.unlike),
+    }
+
+
+def _protection_document(job: JobView) -> dict[str, Any] | None:
+    found = job.protection
+    if found is None:
+        return None
+    return {
+        "word": job.word,
+        "degraded_s": _rounded(job.degraded_s),
+        "step": found.version.step if found.version else None,
+        "tolerated_domains": found.tolerated,
+        "meant_domains": found.meant,
+        "fatal_nodes": list(found.fatal),
+        "groups": [
+            {
+                "scheme": group.scheme,
+                "domains": group.domains,
+                "data_shards": group.k,
+                "parity_shards": group.f,
+                "bytes": group.nbytes,
+                "cells": group.cells,
+            }
+            for group in found.groups
+        ],
+        "exposed": [
+            {"reason": each.reason, "what": each.what, "ranks": list(each.ranks), "bytes": each.nbytes}
+            for each in found.exposed
+        ],
+    }
+
+
+def what_if_document(job: str, lose: Sequence[str], version: Version | None, loss: Loss | None) -> dict[str, Any]:
+    """The document that `status --what-if --json` prints, after schema_version."""
+    return {
+        "job": job,
+        "lose": list(lose),
+        "step": version.step if version else None,
+        "epoch": version.epoch.counter if version else None,
+        "survives": version is not None and loss is None,
+        "lost": loss.words if loss else None if version else "nothing can be restored as it is",
     }
 
 

@@ -29,7 +29,7 @@ from reft.client.comparing import Sample, digest
 from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
 from reft.core import coding
-from reft.core.layout import Layout, align
+from reft.core.layout import align
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
@@ -96,15 +96,6 @@ class Piece(NamedTuple):
 
     source: Bytes
     offset: int
-
-
-def pieces_of(layout: Layout, tensors: Mapping[str, torch.Tensor], staged: bool) -> list[Piece]:
-    """The runs of all leaves that are staged, or of all that are not; views of the live tensors' memory, which is dense."""
-    return [
-        Piece(flat_bytes(tensors[leaf.name]).numpy(), offset)
-        for leaf, offset in zip(layout.leaves, layout.offsets, strict=True)
-        if leaf.staged is staged and leaf.nbytes
-    ]
 
 
 def by_chunk(pieces: list[Piece], chunk_bytes: int, chunks: int) -> list[list[Piece]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from reft.core.recovery import Decision
+from reft.core.recovery import Decision, counts
 from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Answer, Digests, Outcome
 from reft.core.version import Version
 
@@ -122,11 +122,3 @@ def surplus(kept: Collection[Version], decision: Decision, outcome: Outcome) -> 
                 undecided.append(version)
     undecided.sort(key=lambda version: version.step)
     return dropped | set(undecided[:-UNDECIDED_MAX])
-
-
-def counts(version: Version, decision: Decision) -> bool:
-    """Whether a version belongs to the history of the decision: its epoch, or its base and what led to it."""
-    base = decision.base
-    if version.epoch == decision.epoch:
-        return True
-    return base is not None and version.epoch == base.epoch and version.step <= base.step

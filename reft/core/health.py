@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from reft.core.protection import Protection, Word
 from reft.core.version import Version
 
 LAG_STEPS = 3  # a step may be trained while the one before is sealed and announced; beyond this snapshots fail
+NAMES_MAX = 3  # nodes that one line names
 
 
 class Health(Enum):
@@ -40,7 +42,15 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """One job as its daemons see it: `silent_nodes` did not answer; `backing` is "tmpfs" or "memfd"."""
+    """One job as its daemons see it.
+
+    Attributes:
+        backing: "tmpfs" or "memfd".
+        silent_nodes: names of those that did not answer.
+        protection: what survives what now; None if it is not known.
+        is_degraded: whether it was restored after a loss, and not whole again yet.
+        unlike: leaves whose replicas were found to differ.
+    """
 
     world: int
     ranks: Sequence[RankFacts]
@@ -48,12 +58,22 @@ class JobFacts:
     backing: str
     silent_nodes: Sequence[str] = ()
     interval: int = 1
+    protection: Protection | None = None
+    is_degraded: bool = False
+    unlike: Sequence[str] = ()
+
+    @property
+    def word(self) -> Word | None:
+        """How well it is protected; None if it is not known."""
+        if self.is_degraded:
+            return Word.DEGRADED
+        return self.protection.word if self.protection else None
 
 
 def judge(job: JobFacts) -> tuple[Health, str]:
     """The word, and the sentence that answers "what would I lose now?"."""
     if job.silent_nodes:
-        return Health.WARN, f"no answer from the daemon of {', '.join(job.silent_nodes)}; what it holds is not known."
+        return _without(job, ", ".join(job.silent_nodes))
     if job.whole is None:
         return Health.WARN, "nothing is whole yet: a failure now would lose all steps of this run."
     living = [rank for rank in job.ranks if rank.alive]
@@ -64,6 +84,10 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         return Health.WARN, f"rank {first.rank} takes no snapshots: {first.trouble} Held is step {job.whole.step}."
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
+    if job.unlike:
+        return Health.WARN, f"replicas of {', '.join(job.unlike)} differ between ranks: such steps are not kept."
+    if job.word is Word.DEGRADED:
+        return Health.WARN, f"step {job.whole.step} is held, but less survives now than was asked for."
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
     if len(living) < job.world:
@@ -72,6 +96,18 @@ def judge(job: JobFacts) -> tuple[Health, str]:
             f"{job.world - len(living)} of {job.world} trainers are gone; step {job.whole.step} is held.",
         )
     return Health.OK, f"step {job.whole.step} is held by all {job.world} ranks."
+
+
+def _without(job: JobFacts, names: str) -> tuple[Health, str]:
+    """The verdict where some daemons do not answer."""
+    if job.protection is None:
+        return Health.WARN, f"no answer from the daemon of {names}; what it holds is not known."
+    if job.protection.version is not None:
+        step = job.protection.version.step
+        return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
+    if job.whole is None:
+        return Health.WARN, f"no answer from the daemon of {names}, and nothing is whole yet."
+    return Health.ERR, f"no answer from the daemon of {names}, and without it no step can be restored."
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
@@ -87,5 +123,26 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
             "nothing" if daemon else "nothing while its trainers live",
         ),
         ("daemons and trainers", held and daemon, step if daemon else "all steps of this run"),
-        ("a node", False, "all steps of this run"),
+        *_nodes(job, step),
     ]
+
+
+def _nodes(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
+    """The losses of nodes, as far as they are known; nothing survives where it is not known."""
+    everything = "all steps of this run"
+    found = job.protection
+    if job.whole is None or found is None or found.version is None or found.tolerated < 0:
+        return [("a node", False, everything)]
+    rows = [("a node", not found.fatal, step)]
+    if found.fatal:
+        safe = found.nodes - len(found.fatal)
+        which = f", if it is {_names(found.fatal)}" if safe else ""
+        rows = [("a node", False, everything + which)]
+    if found.nodes > 2 and not found.fatal:
+        rows.append(("two nodes", found.survives_pairs, step if found.survives_pairs else everything))
+    return rows
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" or {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return " or ".join(names[:NAMES_MAX]) + more

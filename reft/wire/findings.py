@@ -6,12 +6,15 @@ survey of nodes that are not here any more ┴─► Findings ─► recovery.pl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reft.core import recovery
+from reft.core.exposure import Outlook
 from reft.core.placement import Placement
+from reft.core.protection import Protection, protection
 from reft.core.recovery import Copy, Decision, Held, Plan
 from reft.core.version import Epoch, Version
 from reft.wire import messages
@@ -49,7 +52,8 @@ class Findings:
             if not reply.HasField("decision"):
                 continue
             decision = messages.decision_from(reply.decision)
-            found.setdefault(decision.epoch, reply.manifest)
+            if reply.HasField("manifest"):  # a survey leaves out what another reply has
+                found.setdefault(decision.epoch, reply.manifest)
             if decision.base is not None and reply.HasField("base_manifest"):
                 found.setdefault(decision.base.epoch, reply.base_manifest)
         return found
@@ -81,6 +85,37 @@ class Findings:
     def had_whole(self) -> bool:
         """Whether a version of the job was whole once: it must be found, or its loss be said."""
         return any(reply.had_whole for reply in self.replies.values())
+
+    @cached_property
+    def nodes(self) -> dict[str, pb.Node]:
+        """Every node that a manifest names or that answered, by its id; the newest manifest says last what it is."""
+        known = {
+            node.id: node
+            for epoch in sorted(self.manifests, key=lambda epoch: epoch.counter)
+            for node in self.manifests[epoch].nodes
+        }
+        return {ident: pb.Node(name=reply.node, id=ident) for ident, reply in self.replies.items()} | known
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Id → what a person calls the node: its name, and a piece of its id where two have the same."""
+        count = Counter(node.name for node in self.nodes.values())
+        return {
+            ident: node.name if node.name and count[node.name] == 1 else f"{node.name}#{ident[:6]}"
+            for ident, node in self.nodes.items()
+        }
+
+    def protection(self) -> tuple[Protection, Outlook | None] | None:
+        """What survives what now; nodes are called by `names`."""
+        names = self.names
+        held = [replace(slot, node=names[slot.node]) for slot in self.held]
+        copies = [replace(copy, node=names[copy.node]) for copy in self.copies]
+        domains = {
+            names[ident]: self.nodes[ident].domain or f"node {names[ident]}"
+            for ident, reply in self.replies.items()
+            if reply.HasField("decision")
+        }
+        return protection(held, copies, self.placements, self.decision, domains)
 
     def plan(self, erased: Collection[tuple[str, str, Version]]) -> Plan:
         """The recovery plan.

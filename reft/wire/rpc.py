@@ -20,7 +20,7 @@ from reft.errors import (
     StaleEpoch,
 )  # fmt: skip
 
-MESSAGE_MAX: Final = 17 << 20  # bytes: a manifest of 16 MiB and its envelope
+MESSAGE_MAX: Final = 34 << 20  # bytes: two manifests of 16 MiB, as a decision and an inventory have, and their envelope
 TOKEN_KEY: Final = "reft-token-bin"
 UNIX_PATH_MAX: Final = 107  # bytes, of the kernel's sockaddr_un
 

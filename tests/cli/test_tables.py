@@ -96,7 +96,8 @@ def test_no_line_is_wider_than_the_page():
 
 
 def test_the_document_is_json_with_the_version_first():
-    document = views.document(reply(job(rank(0), rank(1, step=-1, trouble="full"))), "unix:/run/x")
+    status = reply(job(rank(0), rank(1, step=-1, trouble="full")))
+    document = views.document(status, [views.job_view(each) for each in status.jobs], "unix:/run/x")
     text = json.dumps(document)
     assert text.startswith('{"schema_version": 1, "health": "WARN"')
     first = json.loads(text)["jobs"][0]

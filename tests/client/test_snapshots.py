@@ -50,7 +50,9 @@ class Line:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    def answer(self, step, answer, trouble="", **_) -> None:
+    unlike = frozenset()
+
+    def answer(self, step, answer, trouble="", digests=()) -> None:
         self.answers[step] = (answer, trouble)
         self.answered.release()
 

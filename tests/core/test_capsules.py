@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from reft.core.capsules import Deposits, counts, surplus
-from reft.core.recovery import Decision
+from reft.core.capsules import Deposits, surplus
+from reft.core.recovery import Decision, counts
 from reft.core.round import UNDECIDED_MAX, Answer, Outcome
 from reft.core.version import Epoch, Version
 

@@ -156,12 +156,7 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
             assert [each["ranks"] for each in json.loads(planned.stdout)["lost_nodes"]] == [[rank] for rank in lost]
             assert not list(spare.folder.glob("job/*")), "a plan changes nothing"
             done = recover(asked, "--yes", *onto)
-            assert done.exit_code == 0, (
-                lost,
-                done.output,
-                spare.log.read_text()[-3000:],
-                daemons[4].log.read_text()[-2000:],
-            )
+            assert done.exit_code == 0, done.output
             found = json.loads(done.stdout)
             assert found["outcome"] == "rebuilt", done.output
             for rank in lost:
@@ -190,11 +185,81 @@ def test_one_node_more_than_f_is_said_with_what_is_missing(start):
         assert plain.exit_code == 4 and "health  ERR" in plain.stdout and "silent  n1, n3" in plain.stdout
 
 
-def test_nothing_lost_is_said_too(start):
-    daemons = cluster(start, 2)
+def status(daemon: DaemonProcess, *arguments: str):
+    return CliRunner().invoke(main, ["status", *arguments], env={"REFT_DAEMON": daemon.address}, catch_exceptions=False)
+
+
+def test_nothing_lost_and_what_may_be_lost(start):
+    daemons = cluster(start, 4)
     Held(daemons, 1).end()
     found = recover(daemons[0], "--yes")
     assert found.exit_code == 0 and json.loads(found.stdout)["outcome"] == "whole"
+    shown = json.loads(status(daemons[0], "--json").stdout)
+    protection = shown["jobs"][0]["protection"]
+    assert (protection["word"], protection["tolerated_domains"], protection["step"]) == ("PROTECTED", 1, 1)
+    assert [group["parity_shards"] for group in protection["groups"]] == [1]
+    assert shown["daemon"]["capsule_bytes_sent"] > 0
+    one = status(daemons[0], "--what-if", "lose=n1")
+    assert (one.exit_code, one.stdout) == (0, "job job, step 1 (epoch 1): if n1 vanishes, it survives.\n")
+    two = status(daemons[0], "--what-if", "lose=n1,n2", "--json")
+    assert two.exit_code == 4 and json.loads(two.stdout)["survives"] is False
+    assert status(daemons[0], "--what-if", "lose=n7").exit_code == 2
+    assert status(daemons[0], "--what-if", "n1").exit_code == 2
+    with Lost(daemons[1]):
+        again = status(daemons[0], "--what-if", "lose=n2")
+        assert again.exit_code == 4 and "can't be decoded" in again.stdout
+        assert "protect DEGRADED" in status(daemons[0]).stdout
+
+
+def test_how_long_it_is_degraded_after_a_restore(start):
+    daemons = cluster(start, 3)
+    held = Held(daemons, 1).end()
+    job = held.job
+    assert daemons[0].status("job").degraded_s == 0
+    before = pb.Manifest()
+    before.CopyFrom(job.manifest)
+    base = job.version(1)
+    for node in job.manifest.nodes[2:]:
+        node.id = "another"
+    job.counter += 1
+    for i, daemon in enumerate(daemons):
+        request = pb.DecideRequest(
+            manifest=job.manifest, decision=job.decision(base), node_index=i, base_manifest=before
+        )  # fmt: skip
+        daemon.call("Decide", request)
+    now = daemons[0].status("job")
+    assert now.degraded and now.degraded_s > 0
+    held.trainer = Trainer()
+    for rank in range(3):
+        held.write(rank, 2)
+    until(lambda: job.whole(0) == 2, what="a whole version")
+    then = daemons[0].status("job")
+    assert not then.degraded and then.degraded_s >= now.degraded_s
+    assert daemons[0].status("job").degraded_s == then.degraded_s
+    held.end()
+
+
+def test_a_survey_repeats_no_manifest(start):
+    daemons = cluster(start, 3)
+    held = Held(daemons, 1).end()
+    request = pb.SurveyRequest(job="job", nodes=held.job.manifest.nodes[1:])
+    reply = daemons[0].call("Survey", request)
+    assert [each.reply.HasField("decision") for each in reply.nodes] == [True, True]
+    assert not any(each.reply.HasField("manifest") for each in reply.nodes)
+    assert survey(daemons[0].address, "job")[0].plan(()).base == held.job.version(1)
+    # a node that knows more than the asker says so, once
+    newer = held.job
+    newer.manifest.every = 7
+    newer.counter += 1
+    for i in (1, 2):
+        newer.daemons[i].call(
+            "Decide", pb.DecideRequest(manifest=newer.manifest, decision=newer.decision(newer.version(1, 1)), node_index=i)
+        )  # fmt: skip
+    reply = daemons[0].call("Survey", request)
+    assert [each.reply.HasField("manifest") for each in reply.nodes] == [True, False]
+    assert not any(each.reply.HasField("base_manifest") for each in reply.nodes)
+    findings, _ = survey(daemons[0].address, "job")
+    assert findings.manifest.every == 7 and findings.plan(()).base == newer.version(1, 1)
 
 
 def damage(held: Held, rank: int) -> None:

@@ -358,18 +358,20 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("job", "slot", "version", "offset", "size")
+    __slots__ = ("job", "slot", "version", "offset", "size", "checked")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     job: str
     slot: str
     version: Version
     offset: int
     size: int
-    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    checked: bool
+    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checked: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("data",)
@@ -427,6 +429,64 @@ class SecureReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SlotSource(_message.Message):
+    __slots__ = ("rank", "node", "slot")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node: int
+    slot: str
+    def __init__(self, rank: _Optional[int] = ..., node: _Optional[int] = ..., slot: _Optional[str] = ...) -> None: ...
+
+class LostRank(_message.Message):
+    __slots__ = ("rank", "keeper")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    KEEPER_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    keeper: int
+    def __init__(self, rank: _Optional[int] = ..., keeper: _Optional[int] = ...) -> None: ...
+
+class RebuildRequest(_message.Message):
+    __slots__ = ("manifest", "base_manifest", "decision", "version", "node_index", "nodes", "slots", "lost", "onto")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    ONTO_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    base_manifest: Manifest
+    decision: Decision
+    version: Version
+    node_index: int
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotSource]
+    lost: _containers.RepeatedCompositeFieldContainer[LostRank]
+    onto: Node
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node_index: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., slots: _Optional[_Iterable[_Union[SlotSource, _Mapping]]] = ..., lost: _Optional[_Iterable[_Union[LostRank, _Mapping]]] = ..., onto: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
+
+class DamagedSlot(_message.Message):
+    __slots__ = ("node", "slot")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    slot: str
+    def __init__(self, node: _Optional[str] = ..., slot: _Optional[str] = ...) -> None: ...
+
+class RebuildReply(_message.Message):
+    __slots__ = ("slots", "read_bytes", "damaged")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
+    read_bytes: int
+    damaged: _containers.RepeatedCompositeFieldContainer[DamagedSlot]
+    def __init__(self, slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., read_bytes: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedSlot, _Mapping]]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ("job", "deep")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -460,7 +520,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "unlike")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +533,9 @@ class JobStatus(_message.Message):
     UP_S_FIELD_NUMBER: _ClassVar[int]
     SCRIPT_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_S_FIELD_NUMBER: _ClassVar[int]
+    UNLIKE_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -485,7 +548,10 @@ class JobStatus(_message.Message):
     up_s: float
     script: str
     every: int
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ...) -> None: ...
+    degraded: bool
+    degraded_s: float
+    unlike: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain")

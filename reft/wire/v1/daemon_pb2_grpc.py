@@ -64,6 +64,11 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.CapsuleRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.CapsuleRecord.FromString,
                 )
+        self.Rebuild = channel.unary_unary(
+                '/reft.v1.Daemon/Rebuild',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.RebuildRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.RebuildReply.FromString,
+                )
         self.Status = channel.unary_unary(
                 '/reft.v1.Daemon/Status',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.StatusRequest.SerializeToString,
@@ -139,6 +144,12 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rebuild(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -203,6 +214,11 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.FetchCapsule,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.CapsuleRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.CapsuleRecord.SerializeToString,
+            ),
+            'Rebuild': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebuild,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.RebuildRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.RebuildReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -391,6 +407,23 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/FetchCapsule',
             reft_dot_v1_dot_daemon__pb2.CapsuleRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.CapsuleRecord.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Rebuild(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Rebuild',
+            reft_dot_v1_dot_daemon__pb2.RebuildRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.RebuildReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,0 +1,185 @@
+"""What `recover` shows: findings and a plan ─► a view ─► lines for people, a document for machines. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reft.cli.tables import aligned, spans, wrapped
+from reft.core import rebuild, recovery
+from reft.core.budget import size
+from reft.core.health import Health
+from reft.core.recovery import Plan
+from reft.core.version import Version
+from reft.wire.findings import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+
+PARTIAL_MAX = 3  # versions that can't be restored, of which it is said why
+
+
+@dataclass(frozen=True)
+class LostView:
+    """One node of which slots are gone. Sizes in bytes.
+
+    Attributes:
+        ident: its id.
+        answers: whether its daemon answers: then only its slots are damaged.
+        read: (node, bytes) that are read there.
+        onto: the replacement, empty if there is none yet.
+    """
+
+    node: str
+    ident: str
+    ranks: tuple[int, ...]
+    answers: bool
+    read: tuple[tuple[str, int], ...]
+    copied: int
+    decoded: int
+    parity: int
+    data_bytes: int
+    onto: str = ""
+
+    @property
+    def moved(self) -> int:
+        return sum(nbytes for _, nbytes in self.read)
+
+
+@dataclass(frozen=True)
+class RecoveryView:
+    """Attributes:
+    outcome: whole (nothing is lost), recoverable, rebuilt, unrecoverable, or empty (nothing was ever whole).
+    version: that would be restored.
+    newer: why newer versions can't be, and, if none can, why no version can.
+    """
+
+    job: str
+    outcome: str
+    health: Health
+    reason: str
+    version: Version | None
+    silent: tuple[str, ...]
+    lost: tuple[LostView, ...]
+    newer: tuple[str, ...]
+
+
+def recovery_view(
+    job: str, findings: Findings, plan: Plan, erased: Collection[tuple[str, str, Version]]
+) -> RecoveryView:
+    """What was found, and what may be done."""
+    newer = tuple(_why_not(findings, plan, erased))
+    silent, base = findings.silent, plan.base
+    if base is None and not (findings.had_whole or erased):
+        reason = "nothing was whole yet: there is nothing to recover, and a restart begins anew."
+        return RecoveryView(job, "empty", Health.WARN, reason, None, silent, (), newer)
+    if base is None:
+        reason = "no version is whole now: it can't be recovered from memory."
+        return RecoveryView(job, "unrecoverable", Health.ERR, reason, None, silent, (), newer)
+    lost = tuple(_lost(findings, plan))
+    if not lost:
+        reason = f"nothing is lost: {base} is held by all {len(plan.sources)} ranks."
+        return RecoveryView(job, "whole", Health.OK, reason, base, silent, (), newer)
+    count = sum(len(node.ranks) for node in lost)
+    reason = f"the slots of {count} rank{'s' * (count != 1)} are gone; {base} can be restored in full without them."
+    return RecoveryView(job, "recoverable", Health.WARN, reason, base, silent, lost, newer)
+
+
+def with_targets(view: RecoveryView, targets: Mapping[str, str]) -> RecoveryView:
+    """The view with the replacement of each lost node, by its id."""
+    return replace(view, lost=tuple(replace(node, onto=targets.get(node.ident, "")) for node in view.lost))
+
+
+def _lost(findings: Findings, plan: Plan) -> list[LostView]:
+    assert plan.base is not None, "a plan without a base"
+    placement, manifest = findings.placements[plan.base.epoch], findings.manifests[plan.base.epoch]
+    found = []
+    for node in manifest.nodes:
+        ranks = [rank for rank in node.ranks if rank in plan.capsules]
+        if not ranks:
+            continue
+        cost = rebuild.cost(placement, plan.sources, ranks)
+        read: dict[str, int] = {}
+        for rank, nbytes in cost.read.items():
+            name = findings.names[plan.sources[rank].node]
+            read[name] = read.get(name, 0) + nbytes
+        for rank in ranks:
+            read.setdefault(findings.names[plan.capsules[rank].node], 0)
+        found.append(
+            LostView(
+                findings.names[node.id], node.id, tuple(ranks), _holds(findings, node.id), tuple(sorted(read.items())),
+                cost.copied, cost.decoded, cost.parity, cost.data_bytes,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _holds(findings: Findings, ident: str) -> bool:
+    return ident in findings.replies and findings.replies[ident].HasField("decision")
+
+
+def _why_not(findings: Findings, plan: Plan, erased: Collection[tuple[str, str, Version]]) -> list[str]:
+    """Why versions newer than the base can't be restored."""
+    lines = []
+    for shortfall in plan.partial[:PARTIAL_MAX]:
+        epoch = shortfall.version.epoch
+        manifest = findings.manifests.get(epoch, pb.Manifest())
+        places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
+        lines += recovery.describe(shortfall, findings.placements.get(epoch), places)
+    lines += [
+        f"{version}, {slot} on {findings.names.get(node, node)}: damaged."
+        for node, slot, version in sorted(erased, key=str)
+    ]
+    return lines
+
+
+def recovery_lines(view: RecoveryView) -> list[str]:
+    """For people, at most 88 columns."""
+    lines = wrapped("job     ", f"{view.job}  {view.version or 'no version'}")
+    lines += wrapped("health  ", f"{view.health.value}  {view.reason}")
+    if view.silent:
+        lines += wrapped("silent  ", ", ".join(view.silent))
+    for line in view.newer:
+        lines += wrapped("lost    ", line)
+    if view.lost:
+        rows = [
+            (node.node, spans(node.ranks), size(node.copied), size(node.decoded), size(node.parity), size(node.moved))
+            for node in view.lost
+        ]
+        lines += ["", *aligned(("NODE", "RANKS", "COPIED", "DECODED", "PARITY", "TO MOVE"), rows, right=2), ""]
+    for node in view.lost:
+        read = ", ".join(f"{name} ({size(nbytes)})" if nbytes else name for name, nbytes in node.read)
+        lines += wrapped(f"{node.node} ", f"is read from {read or 'nobody'}, rebuilt on {node.onto or 'nobody yet'}.")
+        if node.answers:
+            lines += wrapped("  ", "Its daemon answers: a restart decodes its slots by itself too.")
+    return lines
+
+
+def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The document that `recover --json` prints, after schema_version; a contract, documented in the README."""
+    return {
+        "job": view.job,
+        "outcome": view.outcome,
+        "health": view.health.value,
+        "reason": view.reason,
+        "step": view.version.step if view.version else None,
+        "epoch": view.version.epoch.counter if view.version else None,
+        "silent_nodes": list(view.silent),
+        "lost_nodes": [
+            {
+                "node": node.node,
+                "ranks": list(node.ranks),
+                "answers": node.answers,
+                "read": [{"node": name, "bytes": nbytes} for name, nbytes in node.read],
+                "copied_bytes": node.copied,
+                "decoded_bytes": node.decoded,
+                "parity_bytes": node.parity,
+                "moved_bytes": node.moved,
+                "slot_bytes": node.data_bytes,
+                "onto": node.onto or None,
+            }
+            for node in view.lost
+        ],
+        "missing": list(view.newer),
+        "rebuilt": list(rebuilt),
+        "exit_code": exit_code,
+    }

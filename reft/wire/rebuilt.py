@@ -1,0 +1,70 @@
+"""What it takes to make the slots of lost ranks again: the request, and the leaf table that their trainers would have written."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+
+from reft.core.layout import Layout
+from reft.core.placement import Placement
+from reft.core.recovery import Plan
+from reft.wire import messages
+from reft.wire.findings import Findings
+from reft.wire.messages import table_to
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Collection[str]) -> bytes:
+    """The table's bytes.
+
+    Args:
+        placement: of the version's epoch.
+        predicted: the rank's leaves as they were predicted when that epoch began.
+        absent: those of them that did not exist, as the rank's capsule says. None that is kept may have bytes.
+    """
+    division, part = placement.division, placement.part(rank)
+    digest = division.layout_of[rank]
+    places = {leaf.name: pb.CELL for cell in division.cells_of[digest] for leaf in division.cells[cell].leaves}
+    places |= dict.fromkeys(division.riders[digest], pb.RIDER)
+    offsets = {
+        leaf.name: part.kept_offset + at for leaf, at in zip(part.kept.leaves, part.kept.offsets, strict=True)
+    }  # fmt: skip
+    leaves = [leaf for leaf in predicted.leaves if leaf.name not in absent]
+    leaves.sort(key=lambda leaf: (offsets.get(leaf.name, -1), leaf.name))
+    at = tuple(offsets.get(leaf.name, 0) for leaf in leaves)
+    return table_to(Layout(tuple(leaves), at, part.data_bytes), places)
+
+
+def layout_mark(table: bytes) -> bytes:
+    """What the slot's header names as its layout: 16 bytes that no trainer's own layout has, so that the next one that
+    writes the slot writes table and zeros anew."""
+    return hashlib.blake2b(table, digest_size=16, person=b"reft rebuilt").digest()
+
+
+def rebuild_request(
+    findings: Findings, plan: Plan, ranks: Sequence[int], addresses: Mapping[str, Sequence[str]]
+) -> pb.RebuildRequest:
+    """Asks for the slots of some ranks that have none, in a plan with a base.
+
+    Args:
+        ranks: of one lost node, not empty; the plan has a capsule of each.
+        addresses: id of a node → its addresses, for nodes that no manifest names.
+    """
+    base, decision, manifest = plan.base, findings.decision, findings.manifest
+    assert base is not None and decision is not None and manifest is not None, "a plan without a base"
+    sources = [plan.sources[rank] for rank in sorted(plan.sources)]
+    ids = sorted({held.node for held in sources} | {plan.capsules[rank].node for rank in ranks})
+    number = {ident: i for i, ident in enumerate(ids)}
+    request = pb.RebuildRequest(
+        manifest=manifest, decision=messages.decision_to(decision), version=messages.version_to(base),
+        node_index=next((i for i, node in enumerate(manifest.nodes) if ranks[0] in node.ranks), 0),
+        nodes=[
+            pb.Node(name=findings.names[ident], id=ident, addresses=[*findings.nodes[ident].addresses, *addresses.get(ident, ())])
+            for ident in ids
+        ],
+        slots=[pb.SlotSource(rank=held.rank, node=number[held.node], slot=held.slot) for held in sources],
+        lost=[pb.LostRank(rank=rank, keeper=number[plan.capsules[rank].node]) for rank in ranks],
+    )  # fmt: skip
+    if decision.base is not None and decision.base.epoch in findings.manifests:
+        request.base_manifest.CopyFrom(findings.manifests[decision.base.epoch])
+    return request

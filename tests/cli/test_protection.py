@@ -1,0 +1,181 @@
+"""What `status` and `recover` say of nodes that are or may be lost: from daemons' replies to lines, without a daemon."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from reft.cli import recovery, tables, views
+from reft.cli.main import main, pairs_of
+from reft.cli.recovery import recovery_lines, recovery_view, with_targets
+from reft.core.health import Health
+from reft.core.layout import Leaf, pack
+from reft.core.placement import capsule_holders
+from reft.errors import ConfigError
+from reft.wire import messages
+from reft.wire.findings import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.cli.test_tables import job, rank, reply
+
+EPOCH = pb.Epoch(counter=2, ident=bytes(16))
+SIZE = 3 << 20
+
+
+def findings(nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,)) -> Findings:
+    """One rank a node, all with the same leaf; what those that are not lost say."""
+    table = messages.table_to(pack([Leaf("w", "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,))]))
+    manifest = pb.Manifest(
+        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, layouts=[table],
+        layout_of=[0] * nodes, nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
+    )  # fmt: skip
+    replies = {}
+    for i in set(range(nodes)) - lost:
+        found = pb.InventoryReply(
+            manifest=manifest, decision=pb.Decision(epoch=EPOCH), had_whole=True, node_id=f"id{i}"
+        )
+        for step in steps:
+            version = pb.Version(epoch=EPOCH, step=step)
+            found.slots.add(rank=i, slot=f"rank-{i}.slot-{step % 2}", state=pb.SEALED, version=version)
+            for other in range(nodes):
+                if i in capsule_holders(other, range(nodes), tolerate):
+                    found.copies.add(rank=other, version=version)
+        replies[f"id{i}"] = found
+    return Findings(replies, tuple(f"node-{'abcdef'[i]}" for i in sorted(lost)))
+
+
+def lines_of(found: Findings, **changes: object) -> list[str]:
+    status = job(*(rank(i, node.name) for i, node in enumerate(found.nodes.values())), **changes)
+    return tables.status_lines(reply(status), [views.job_view(status, found)])
+
+
+def test_a_protected_job():
+    lines = lines_of(findings(4))
+    assert lines[1:6] == [
+        "health  OK  step 40 is held by all 4 ranks.",
+        "protect PROTECTED  any 1 failure domain may vanish now.",
+        "",
+        "CELLS THAT ARE  DOMAINS  SHARDS  MAY LOSE  CELLS    BYTES",
+        "coded                 4     3+1         1      1  3.0 MiB",
+    ]
+    assert "a node                    yes       steps after 40" in lines
+    assert "two nodes                 NO        all steps of this run" in lines
+
+
+def test_a_node_is_lost():
+    lines = lines_of(findings(4, {2}), silent_nodes=["node-c"])
+    assert lines[1:4] == [
+        "health  WARN  no answer from the daemon of node-c; step 40 can be restored without it.",
+        "protect DEGRADED  no failure domain may vanish now, 1 when all is well.",
+        "",
+    ]
+    assert "a node                    NO        all steps of this run" in lines
+    lines = lines_of(findings(4, {1, 2}), silent_nodes=["node-b", "node-c"])
+    assert lines[1:3] == [
+        "health  ERR  no answer from the daemon of node-b, node-c, and without it no step can be",
+        "        restored.",
+    ]
+
+
+def test_how_long_it_was_degraded():
+    now = lines_of(findings(4), degraded=True, degraded_s=3.24)
+    assert now[1:4] == [
+        "health  WARN  step 40 is held, but less survives now than was asked for.",
+        "protect DEGRADED  any 1 failure domain may vanish now. Degraded for 3.2s since the last",
+        "        restore.",
+    ]
+    then = lines_of(findings(4), degraded=False, degraded_s=3.24)
+    assert then[1].startswith("health  OK") and "Degraded for 3.2s" in " ".join(then)
+
+
+def test_what_is_exposed_and_unlike_is_said():
+    lines = lines_of(findings(4, tolerate=0), unlike=[0])
+    assert "health  WARN  replicas of w differ between ranks: such steps are not kept." in lines
+    assert any(line.startswith("protect UNPROTECTED") for line in lines)
+    assert any(line.startswith("exposed 3.0 MiB are stored once") for line in lines)
+    assert max(map(len, lines)) <= tables.WIDTH
+
+
+def test_the_document_says_the_same():
+    found = findings(4, {2})
+    status = job(*(rank(i) for i in range(4)), degraded_s=1.5)
+    (document,) = views.document(reply(status), [views.job_view(status, found)], "unix:/run/x")["jobs"]
+    json.dumps(document)
+    assert document["protection"] == {
+        "word": "DEGRADED", "degraded_s": 1.5, "step": 40, "tolerated_domains": 0, "meant_domains": 1,
+        "fatal_nodes": ["node-a", "node-b", "node-d"], "exposed": [],
+        "groups": [
+            {"scheme": "aec", "domains": 4, "data_shards": 3, "parity_shards": 1, "bytes": SIZE, "cells": 1}
+        ],
+    }  # fmt: skip
+    assert document["unlike_leaves"] == []
+
+
+def test_nodes_of_one_name_are_told_apart():
+    found = findings(2)
+    for reply_ in found.replies.values():
+        for node in reply_.manifest.nodes:
+            node.name = "host"
+    assert sorted(Findings(found.replies).names.values()) == ["host#id0", "host#id1"]
+
+
+# recover
+
+
+def test_the_plan_of_a_recovery():
+    found = findings(4, {2})
+    view = with_targets(recovery_view("run1", found, found.plan(()), ()), {"id2": "unix:/run/new.sock"})
+    assert (view.outcome, view.health) == ("recoverable", Health.WARN)
+    assert recovery_lines(view) == [
+        "job     run1  step 40 (epoch 2)",
+        "health  WARN  the slots of 1 rank are gone; step 40 (epoch 2) can be restored in full",
+        "        without them.",
+        "silent  node-c",
+        "",
+        "NODE    RANKS  COPIED    DECODED     PARITY  TO MOVE",
+        "node-c  2         0 B  768.0 KiB  256.0 KiB  3.0 MiB",
+        "",
+        "node-c is read from node-a (1.0 MiB), node-b (1.0 MiB), node-d (1.0 MiB), rebuilt on",
+        "       unix:/run/new.sock.",
+    ]
+    document = recovery.document(view, 0, [])
+    assert (document["step"], document["epoch"], document["outcome"]) == (40, 2, "recoverable")
+    assert (
+        document["lost_nodes"][0]["moved_bytes"] == SIZE and document["lost_nodes"][0]["onto"] == "unix:/run/new.sock"
+    )
+
+
+def test_nothing_lost_and_nothing_left():
+    found = findings(4)
+    view = recovery_view("run1", found, found.plan(()), ())
+    assert (view.outcome, view.health) == ("whole", Health.OK)
+    assert "nothing is lost: step 40 (epoch 2) is held by all 4 ranks." in " ".join(recovery_lines(view))
+    found = findings(4, {1, 2})
+    view = recovery_view("run1", found, found.plan(()), ())
+    assert (view.outcome, view.health, view.version) == ("unrecoverable", Health.ERR, None)
+    text = " ".join(line.strip() for line in recovery_lines(view))
+    assert "no sealed slot of ranks 1-2 (on node-b, node-c)" in text and "w can't be decoded: 2 of 4 slots" in text
+    assert max(map(len, recovery_lines(view))) <= tables.WIDTH
+
+
+def test_nothing_was_ever_whole():
+    found = findings(2, steps=())
+    for each in found.replies.values():
+        each.had_whole = False
+    assert recovery_view("run1", found, found.plan(()), ()).outcome == "empty"
+
+
+@pytest.mark.parametrize("wrong", [["a"], ["=unix:/x"], ["a=unix:/x", "a=unix:/y"], ["a=nonsense"]])
+def test_wrong_replacements(wrong):
+    with pytest.raises(ConfigError):
+        pairs_of(wrong)
+
+
+def test_replacements():
+    assert pairs_of(["a=unix:/x", "b=h:1"]) == {"a": "unix:/x", "b": "h:1"}
+
+
+def test_wrong_questions():
+    for arguments in (["status", "--watch", "--what-if", "lose=a"], ["recover", "job", "--onto", "a"]):
+        assert CliRunner().invoke(main, arguments, env={"REFT_DAEMON": "unix:/nowhere"}).exit_code == 2
