@@ -43,8 +43,8 @@ daemon_option = click.option(
 def main() -> None:
     """Looks at the training state that reft holds in memory.
 
-    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 4 not survived (--what-if) or not
-    recoverable, 10 no daemon, 11 no such job, 130 interrupted, 143 terminated.
+    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 10 no daemon, 11 no such job,
+    130 interrupted, 143 terminated. 4 too if --what-if finds a loss, or recover nothing that can be restored.
     """
 
 

@@ -111,4 +111,4 @@ def test_the_cli_loads_no_torch():
 
 def test_help_names_the_verbs_and_the_exit_codes():
     text = invoke("--help").stdout
-    assert all(word in text for word in ("status", "purge", "demo", "11 no such job"))
+    assert all(word in text for word in ("status", "recover", "purge", "demo", "11 no such job"))

@@ -28,7 +28,7 @@ from tests.support.trainers import Spec, Trainers
 WARM = 5  # snapshots before the count begins: connections are made, replicas are compared in whole
 SLOTS = 3
 CHUNK = 256 << 10  # bytes: the default
-# Bytes of one snapshot beside capsules and digests. Of the first three 60 to 170 were seen together, of the last 200 to 1200.
+# Bytes of one snapshot beside capsules and digests. Seen for one neighbour: the first three 80 to 200, the last 180 to 810.
 RECORD_BYTES = 48  # rank, version, sizes and tags of a capsule's record
 KEEP_BYTES = 48  # job and epoch of the message that carries records
 ROUND_BYTES = 400  # what the round tells one neighbour, in a few messages of 50 bytes
