@@ -21,7 +21,7 @@ class KillInCopy:
 
     rank: int
     step: int
-    chunk: int = 5
+    chunk: int = 1
 
     @property
     def failpoint(self) -> str:
