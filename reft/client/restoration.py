@@ -105,6 +105,8 @@ class Restoration:
     def finish(self) -> dict[str, Any]:
         """What only the capsule has: riders and host state; the capsule's tree, whose generators come back last."""
         for name, data in self._tree["riders"].items():
+            if not data:
+                continue  # a leaf without elements
             target = self._tensors[name]
             source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.dtype)
             with torch.no_grad():
