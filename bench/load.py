@@ -62,7 +62,7 @@ class Case:
 
     @property
     def goal(self) -> float:
-        """The least ratio: lower after a loss (decoding, comparison), or where nothing is sent and digests are all there is to hide."""
+        """The least ratio: lower after a loss (decoding, comparison), or where nothing is sent to hide digests behind."""
         is_local = not self.lost and self.scheme == "arc" and self.ranks <= self.tolerate + 1
         return 0.5 if is_local or self.lost else 0.8
 
