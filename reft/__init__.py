@@ -43,8 +43,10 @@ def attach(
         schedule: None, or a pipeline schedule (`reft.schedules`).
         state: name → anything else that belongs to the state and has state_dict and load_state_dict: the LR scheduler, the
             data loader, a GradScaler, a module such as an average of the weights, a torch.Generator.
-        tolerate: lost nodes to survive; this version survives the loss of processes only, so None or 0.
-        protect: "auto" or "none"; redundancy among nodes is not in this version.
+        tolerate: failure domains (nodes, or racks where they were named) that may be lost at once; None means 1 where 2 to 5
+            of them hold the same state, 2 from 6 on, 0 on a single node; more than all but one is cut to that.
+        protect: how state that several nodes hold is kept: "arc" (copies), "aec" (erasure codes), "auto" (by size), or
+            "none" (each rank keeps its own, and a lost node's is lost).
         every: a snapshot after each n-th step; None means each step.
         slots: snapshots to hold for each rank; None means 3.
         job: name of the job; None means REFT_JOB, torchrun's --rdzv-id, Slurm's job id, or this launch alone.

@@ -8,6 +8,9 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.trainers import Spec, Trainers, run
 
 SLACK_BYTES = 4 << 20  # an allocator's noise; one leaked snapshot of this model is larger
+TRAINER_SLACK_BYTES = (
+    16 << 20
+)  # gradients and temporaries come and go in blocks of 2.5 MB; 300 snapshots leaking 1 % each are 24 MB
 WIDE = {"width": 800}  # 8 MB of state
 
 
@@ -17,10 +20,10 @@ def facts(pid: int) -> dict[str, int]:
     return {"memory": process.memory_full_info().uss, "files": process.num_fds(), "threads": process.num_threads()}
 
 
-def assert_flat(before: dict[str, int], after: dict[str, int], who: str) -> None:
+def assert_flat(before: dict[str, int], after: dict[str, int], who: str, slack: int = SLACK_BYTES) -> None:
     assert after["files"] <= before["files"] + 2, (who, before, after)
     assert after["threads"] <= before["threads"] + 2, (who, before, after)
-    assert after["memory"] <= before["memory"] + SLACK_BYTES, (who, before, after)
+    assert after["memory"] <= before["memory"] + slack, (who, before, after)
 
 
 def test_300_snapshots(daemon: DaemonProcess):
@@ -32,7 +35,7 @@ def test_300_snapshots(daemon: DaemonProcess):
     trainers.let_go(30)
     trainers.wait_for(335)
     for who, pid in pids.items():
-        assert_flat(before[who], facts(pid), who)
+        assert_flat(before[who], facts(pid), who, TRAINER_SLACK_BYTES if who == "trainer" else SLACK_BYTES)
     assert sorted(daemon.folder.rglob("*")) == files
     trainers.let_go(335)
     assert trainers.wait() == [0]
