@@ -116,5 +116,5 @@ class Custom:
             end = start + length
 
     def gaps(self) -> tuple[Gap, ...]:
-        """The listed idle times; their index is their place in the list."""
+        """The listed idle times; their place is that in the list."""
         return tuple(Gap(index, None, start, length) for index, (start, length) in enumerate(self.intervals))

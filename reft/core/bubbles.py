@@ -24,13 +24,13 @@ class Gap(NamedTuple):
     """An idle time of a stage.
 
     Attributes:
-        index: how many actions of the step the stage has done when it begins; 0 is the gap before the first.
+        place: how many actions of the step the stage has done when it begins; 0 is the gap before the first.
         after: the action that it follows; None at the start of a step, or where only times are known.
         start: when it begins, from the start of the step, in the unit of the times it was made of.
         length: in the same unit; above 0.
     """
 
-    index: int
+    place: int
     after: Action | None
     start: float
     length: float
@@ -86,9 +86,9 @@ def steady(gaps: Sequence[Gap], actions: int) -> tuple[Gap, ...]:
     Args:
         actions: how many the stage does in a step.
     """
-    lead = next((gap.length for gap in gaps if gap.index == 0), 0.0)
-    trail = next((gap.length for gap in gaps if gap.index == actions), 0.0)
-    inner = [gap._replace(start=gap.start + trail) for gap in gaps if 0 < gap.index < actions]
+    lead = next((gap.length for gap in gaps if gap.place == 0), 0.0)
+    trail = next((gap.length for gap in gaps if gap.place == actions), 0.0)
+    inner = [gap._replace(start=gap.start + trail) for gap in gaps if 0 < gap.place < actions]
     return _real(Gap(0, None, 0, lead + trail), *inner)
 
 

@@ -46,7 +46,7 @@ def test_a_gap_names_the_action_that_it_follows():
         Gap(8, Action(Kind.BACKWARD, 3), 16, 2),
     )
     order = actions.one_f_one_b(1, 3, 4)
-    assert [gap.after for gap in gaps[1:]] == [order[gap.index - 1] for gap in gaps[1:]]
+    assert [gap.after for gap in gaps[1:]] == [order[gap.place - 1] for gap in gaps[1:]]
 
 
 def test_between_steps_the_end_of_one_joins_the_start_of_the_next():
