@@ -102,14 +102,33 @@ CODES = [
 ]  # fmt: skip
 
 
+def every_loss(job: Job, f: int) -> None:
+    """Loads once for every pattern of at most f lost ranks."""
+    for count in range(f + 1):
+        for lost in itertools.combinations(range(job.world), count):
+            job.live = [blank(tensors) for tensors in job.ranks]
+            assert job.load(lost) == [Loaded((), ())] * job.world, f"lost {lost}"
+            assert job.is_whole(), f"lost {lost}"
+
+
 @pytest.mark.parametrize(("D", "f", "scheme"), CODES)
 def test_every_loss_that_is_tolerated_comes_back(D, f, scheme):
-    job = Job(D, scheme, f)
-    for count in range(f + 1):
-        for lost in itertools.combinations(range(D), count):
-            job.live = [blank(tensors) for tensors in job.ranks]
-            assert job.load(lost) == [Loaded((), ())] * D, f"lost {lost}"
-            assert job.is_whole(), f"lost {lost}"
+    every_loss(Job(D, scheme, f), f)
+
+
+def few() -> Tensors:
+    """Little state, so that all patterns of a wide group can be tried: odd sizes, and one leaf that isn't dense."""
+    found = {f"small.{i}": random((3 * i + 1,), torch.bfloat16, i) for i in range(4)}
+    return found | {"odd": random((2503,), torch.int8, 101), "strided": random((8, 64), torch.float32, 103)[:, ::2]}
+
+
+WIDE = [(D, f, "aec") for D in range(6, 9) for f in range(1, 4)] + [(8, 3, "arc")]
+
+
+@pytest.mark.parametrize(("D", "f", "scheme"), WIDE)
+def test_every_loss_that_is_tolerated_comes_back_in_wide_groups(D, f, scheme):
+    """As above, with less state."""
+    every_loss(Job(D, scheme, f, few()), f)
 
 
 @pytest.mark.parametrize(
