@@ -28,21 +28,10 @@ from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
 from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
+from reft_daemon.leases import Lease, end_orphans
 from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
-
-
-@dataclass
-class Lease:
-    """A rank's trainer: who it is, and what it said last. `watch` is None once it has ended."""
-
-    process: Process
-    parent: int
-    watch: Watch | None = None
-    closed: bool = False
-    step: int = -1
-    trouble: str = ""
 
 
 @dataclass
@@ -131,28 +120,9 @@ class HeldJob:
         """Ends orphans of this job, so that nobody writes its slots while a new attach reads them.
 
         Raises:
-            AlreadyAttached: a living trainer holds a rank and is no orphan.
+            AlreadyAttached, AttachError: see `end_orphans`.
         """
-        new = set(pids)
-        for rank, lease in self.leases.items():
-            if lease.watch is None:
-                continue
-            if lease.process.pid in new:
-                raise AlreadyAttached(
-                    f"rank {rank} of job {self.id} is attached by this very process.", "close the earlier session first"
-                )
-            is_orphan = lease.process.is_orphan(lease.parent)
-            if not is_orphan and launch != self.record.manifest.launch:
-                raise AlreadyAttached(
-                    f"rank {rank} of job {self.id} is trained by process {lease.process.pid}, which lives"
-                    f" (last step {lease.step}).",
-                    "end that run, or give this one another name with job= or REFT_JOB",
-                )
-            log.warning("job=%s rank=%d ending orphan pid=%d", self.id, rank, lease.process.pid)
-            if not await lease.watch.kill():
-                raise AttachError(
-                    f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end it by hand"
-                )
+        await end_orphans(self.id, self.leases, launch == self.record.manifest.launch, set(pids))
         await asyncio.gather(*(self.seal_landed(rank) for rank in list(self.leases)))
 
     def decide(self, request: pb.DecideRequest, holders: Iterable[int]) -> None:

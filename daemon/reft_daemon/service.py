@@ -24,6 +24,7 @@ from reft_daemon.job import HeldJob
 from reft_daemon.rebuild import Rebuild
 from reft_daemon.registry import NoSuchJob, Registry
 from reft_daemon.surveying import without_repeats
+from reft_daemon.watch import FENCE_DEADLINE_S
 
 REPORT_WAIT_MAX_S = 10.0
 STATUS_DEADLINE_S = 1.0
@@ -118,18 +119,26 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
         await authorise(self._registry, request.job, context)
         record = self._registry.get(request.job).record
-        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, fence=request.fence)
-        calls = (self._ask(node, record.manifest.token, inventory) for node in request.nodes)
+        calls = (self._survey(node, record.manifest.token, request) for node in request.nodes)
         return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
-    async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest) -> pb.Surveyed:
-        """One node's inventory, or why there is none."""
-        # Each way to the node gets its share of the time; a unix socket that is not there fails at once.
-        ways = sum(not address.startswith("unix:") for address in node.addresses)
-        share_s = SURVEY_DEADLINE_S / max(ways, 1)
+    async def _survey(self, node: pb.Node, token: bytes, request: pb.SurveyRequest) -> pb.Surveyed:
+        """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
+        inventory = pb.InventoryRequest(job=request.job, launch=request.launch)
+        found = await self._ask(node, token, inventory, SURVEY_DEADLINE_S)
+        if not request.fence or not found.HasField("reply"):
+            return found
+        inventory.fence = True
+        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + SURVEY_DEADLINE_S)
+
+    async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float) -> pb.Surveyed:
+        # Each way to the node gets its share of the time; a unix socket that is not there fails at once, and so does a way
+        # that leads nowhere once another one was found to work.
+        ways = 1 if inventory.fence else sum(not address.startswith("unix:") for address in node.addresses)
+        share_s = deadline_s / max(ways, 1)
         call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s)
         try:
-            reply = await asyncio.wait_for(call, SURVEY_DEADLINE_S)
+            reply = await asyncio.wait_for(call, deadline_s)
         except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
             return pb.Surveyed(node=node, trouble=reason_of(error))
         return pb.Surveyed(node=node, reply=reply)  # type: ignore[arg-type]

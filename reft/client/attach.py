@@ -57,7 +57,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
-SURVEY_DEADLINE_S = 10.0  # for nodes that may be gone for good
+SURVEY_DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans
 
 
 def attach(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -16,6 +17,8 @@ from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.service import DaemonService
+from reft_daemon.watch import FENCE_DEADLINE_S
 from tests.daemon.jobs import CHUNK, Code, Job, layout_of, refused, tcp_call, write
 from tests.support.daemons import DaemonProcess, until
 
@@ -382,6 +385,26 @@ def test_a_survey_passes_the_fence_on(job, trainer):
     (surveyed,) = job.daemons[0].call("Survey", request).nodes
     assert trainer.process.wait(5) == -9
     assert [slot.state for slot in surveyed.reply.slots if slot.version.step == 1] == [pb.SEALED]
+
+
+async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
+    """A process that frees much memory takes seconds to die; a node that is gone is given up long before."""
+    asked = []
+
+    class Peers:
+        async def call(self, node, token, service, method, request, deadline_s):
+            asked.append((node.name, request.fence, deadline_s))
+            if node.name == "gone":
+                raise ConnectionError("gone")
+            return pb.InventoryReply(node=node.name)
+
+    service = DaemonService(SimpleNamespace(peers=Peers()), None)
+    request = pb.SurveyRequest(job="job", launch="launch", fence=True)
+    for name in ("alive", "gone"):
+        await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request)
+    (first, second, third) = asked
+    assert first[:2] == ("alive", False) and second[:2] == ("alive", True) and third[:2] == ("gone", False)
+    assert second[2] > FENCE_DEADLINE_S > first[2]
 
 
 def test_the_manifest_of_the_base_is_kept(daemon):

@@ -1,0 +1,64 @@
+"""Who trains a rank, and how the trainers of an earlier attach are ended before a new one reads what they wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from reft.errors import AlreadyAttached, AttachError
+from reft.wire.process import Process
+from reft_daemon.watch import Watch
+
+log = logging.getLogger("reft.daemon")
+
+
+@dataclass
+class Lease:
+    """A rank's trainer: who it is, and what it said last. `watch` is None once it has ended."""
+
+    process: Process
+    parent: int
+    watch: Watch | None = None
+    closed: bool = False
+    step: int = -1
+    trouble: str = ""
+
+
+async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new: Collection[int]) -> None:
+    """Ends the trainers of an earlier attach, all at once: each may take seconds to free its memory.
+
+    Args:
+        job: for messages.
+        leases: rank → its trainer.
+        same_launch: whether the new attach belongs to the launch of the earlier one: then all of that are orphans.
+        new: processes that attach.
+
+    Raises:
+        AlreadyAttached: one lives and is no orphan; nobody was ended.
+        AttachError: one does not die.
+    """
+    orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new)]
+    for rank, lease in orphans:
+        log.warning("job=%s rank=%d ending orphan pid=%d", job, rank, lease.process.pid)
+    ended = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
+    for (rank, lease), has_ended in zip(orphans, ended, strict=True):
+        if not has_ended:
+            raise AttachError(f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end it by hand")
+
+
+def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new: Collection[int]) -> bool:
+    """Whether a rank's trainer lives and must be ended for a new attach."""
+    if lease.watch is None:
+        return False
+    if lease.process.pid in new:
+        raise AlreadyAttached(
+            f"rank {rank} of job {job} is attached by this very process.", "close the earlier session first"
+        )
+    if not same_launch and not lease.process.is_orphan(lease.parent):
+        raise AlreadyAttached(
+            f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
+            "end that run, or give this one another name with job= or REFT_JOB",
+        )
+    return True
