@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from reft.client.request import Request
-from reft.client.state import Subjects
+from reft.client.subjects import Subjects
 from reft.core.placement import Placement, exposed
 from reft.core.recovery import Plan
 from reft.core.version import Version

@@ -34,7 +34,6 @@ from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import die_with_parent, launch_mark
 from reft.client.host_state import HostState
 from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
-from reft.client.predict import predicted_leaves
 from reft.client.reading import Remote
 from reft.client.reporter import Reporter
 from reft.client.request import Request
@@ -146,7 +145,7 @@ class Attachment:
         self.host = HostState(self.subjects, self.request.objects())
         capsule.encode(self.host.capture(0))
         bindings = self.subjects.bind()
-        self.predicted = pack(predicted_leaves(self.subjects, bindings))
+        self.predicted = pack([*bindings.leaves(), *self.subjects.predict()])
         self.table = messages.table_to(self.predicted)
         self.values = roster.value_digests(bindings) if self.exchange.world > 1 else {}
         self.address, self.hello = starter.find(self.settings)
@@ -420,7 +419,7 @@ class Attachment:
 
     @property
     def _on_cuda(self) -> bool:
-        return any(parameter.device.type == "cuda" for _, parameter in self.subjects.parameter_names())
+        return any(named.local.device.type == "cuda" for named in self.subjects.parameters())
 
     def _copier(self) -> Copier:
         if self._on_cuda:

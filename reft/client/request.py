@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client.state import Subjects, check_owners
+from reft.client.extract.registry import extractor_of
+from reft.client.subjects import Subjects
 from reft.errors import ConfigError
 
 SCHEMES = ("auto", "arc", "aec", "none")
@@ -32,14 +33,19 @@ class Request:
 
         Raises:
             ConfigError: something is of the wrong kind.
+            UnsupportedState: something can't be held.
         """
         models = list(self.model) if isinstance(self.model, (list, tuple, nn.ModuleList)) else [self.model]
         for value in models:
             if not isinstance(value, nn.Module):
                 raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
         for value in self.optimizers:
-            if not isinstance(value, torch.optim.Optimizer):
-                raise ConfigError(f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected.")
+            found = extractor_of(value)
+            if found is None or "optimizer" not in found.roles:
+                raise ConfigError(
+                    f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected, or what "
+                    "reft.client.register_extractor was told of."
+                )
         if self.every < 1:
             raise ConfigError(f"every is {self.every}; it must be at least 1.")
         if self.protect not in SCHEMES:
@@ -49,10 +55,12 @@ class Request:
         if self.tolerate is not None and self.tolerate < 0:
             raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
         modules = {f"model.{i}": value for i, value in enumerate(models)}
-        check_owners(models, self.optimizers)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
-        return Subjects(modules, tuple(self.optimizers), scalers)
+        subjects = Subjects(modules, tuple(self.optimizers), scalers)
+        for prefix, value, its in subjects.items():
+            its.check(prefix, value)
+        return subjects
 
     def objects(self) -> dict[str, Any]:
         """What of `state` is neither a module nor a scaler."""

@@ -20,7 +20,8 @@ from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
 from reft.client.reading import Remote
 from reft.client.restore import live_tensors
-from reft.client.state import Subjects, leaf_of
+from reft.client.state import leaf_of
+from reft.client.subjects import Subjects
 from reft.client.transport import Transport
 from reft.core.gather import readers
 from reft.core.layout import Layout, Leaf

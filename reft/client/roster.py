@@ -73,7 +73,10 @@ class Roster:
 
 
 def value_digests(bindings: Bindings) -> dict[str, str]:
-    """A digest of the bytes of each leaf that only the optimizer writes, by name; after CONSTANT if all elements are equal."""
+    """A digest of the bytes of each leaf that only the optimizer writes; after CONSTANT if all elements are equal.
+
+    By name; pieces of a whole by name, a line end, and their place in it: other pieces are other leaves.
+    """
     found = {}
     for name, tensor in bindings.tensors.items():
         if name in bindings.staged:
@@ -82,7 +85,9 @@ def value_digests(bindings: Bindings) -> dict[str, str]:
         data = flat_bytes(dense).to(torch.device("cpu")).numpy()
         size = tensor.element_size()
         is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
-        found[name] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
+        box = bindings.boxes.get(name)
+        where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
+        found[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
     return found
 
 
@@ -104,8 +109,10 @@ def unequal(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> lis
     for said in described:
         for name, digest in said.get("values", {}).items():
             seen.setdefault(name, set()).add(digest)
-    differ = {name for name, digests in seen.items() if len(digests) > 1}
+    differ = {piece.partition("\n")[0] for piece, digests in seen.items() if len(digests) > 1}
     if not differ:
         return []
-    differ |= {name for name, digests in seen.items() if all(digest.startswith(CONSTANT) for digest in digests)}
+    constant = {piece for piece, digests in seen.items() if all(digest.startswith(CONSTANT) for digest in digests)}
+    proven = {piece.partition("\n")[0] for piece in seen if piece not in constant}
+    differ |= {piece.partition("\n")[0] for piece in constant} - proven
     return sorted({name for name in names if name in differ or any(name.endswith(f".{each}") for each in differ)})

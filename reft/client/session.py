@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from reft.client.snapshots import Snapshots
+from reft.client.subjects import extractor
 from reft.errors import ForkedSession, RestoreError
 
 CLOSE_WAIT_S = 2.0
@@ -57,7 +58,7 @@ class Session:
     """
 
     def __init__(
-        self, snapshots: Snapshots | None, optimizers: Sequence[torch.optim.Optimizer], *, step: int,
+        self, snapshots: Snapshots | None, optimizers: Sequence[Any], *, step: int,
         restored_from: str | None, counts_calls: bool, every: int, seal_deadline_s: float, is_protected: bool,
     ) -> None:  # fmt: skip
         self.step = step
@@ -74,9 +75,8 @@ class Session:
         self._inside = 0  # calls of optimizer.step that have not returned: a subclass may call its parent's
         self._hooks = []
         for optimizer in optimizers:
-            last = optimizer is optimizers[-1]
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_last if last else self._after_other))
+            after = self._after_last if optimizer is optimizers[-1] else self._after_other
+            self._hooks += extractor(optimizer).hook(optimizer, self._before_optimizer, after)
         if snapshots is not None:
             atexit.register(_drain, weakref.ref(self))
 
@@ -152,7 +152,7 @@ class Session:
     def _after_other(self, *_: object) -> None:
         self._inside = max(self._inside - 1, 0)
 
-    def _after_last(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _after_last(self, optimizer: object, *_: object) -> None:
         self._inside = max(self._inside - 1, 0)
         if (
             self._inside
@@ -273,7 +273,7 @@ class _Unmarked(_Marks):
         return self._calls > 1
 
 
-def _was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+def _was_skipped(optimizer: object) -> bool:
     """Whether a fused step was skipped for infinite gradients; on a device that can't be asked without waiting for it."""
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)

@@ -25,7 +25,8 @@ from reft.client.leasing import Leaser
 from reft.client.mapping import MappedSlot
 from reft.client.reporter import Reporter
 from reft.client.share import Cut, Share, share_of
-from reft.client.state import Bindings, Subjects
+from reft.client.state import Bindings
+from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
 from reft.core.placement import Placement
 from reft.core.round import Answer
@@ -188,8 +189,7 @@ class Snapshots:
 
     def _job(self, step: int, held: Held, tree: Mapping[str, Any]) -> CopyJob:
         facts = self._facts(step)
-        tensors = held.bindings.tensors
-        versions = [tensor._version for tensor in tensors.values()]
+        versions = held.bindings.versions()
         given_up = threading.Event()
         opened: list[MappedSlot] = []
         cells: dict[int, int] = {}
@@ -206,8 +206,9 @@ class Snapshots:
 
         def intact() -> None:
             self.failpoints.hit("snapshot.landing", **facts)
-            for (name, tensor), before in zip(tensors.items(), versions, strict=True):
-                if tensor._version != before and name not in held.bindings.staged:
+            now = held.bindings.versions()
+            for name, before, after in zip(held.bindings.tensors, versions, now, strict=True):
+                if before != after and name not in held.bindings.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
 
         def landed(riders: Mapping[str, bytes]) -> None:

@@ -1,19 +1,23 @@
-"""Finds the state: every tensor of models and optimizers as a leaf, for plain and DDP models.
+"""The state: every tensor of models and optimizers as a leaf.
 
 A leaf's name says what it is in any process that builds the same model: "model.0.layers.1.weight",
 "optimizer.0.exp_avg.model.0.layers.1.weight". Wrappers are cut from names; tied tensors are one leaf, under their first
-name. `Bindings` remembers where each tensor was found, so that the next step sees at a glance whether all is as it was.
+name. What a rank holds of a tensor that is sharded is a leaf of that name with its place in the whole
+(`reft.client.extract`). `Bindings` remembers where each tensor was found, so that the next step sees at a glance whether
+all is as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from reft.client.extract.dtensor import Box, local_piece
 from reft.core.layout import Layout, Leaf, pack
 from reft.errors import UnsupportedState
 
@@ -29,7 +33,7 @@ def check(name: str, tensor: torch.Tensor) -> None:
     """Raises UnsupportedState if the tensor is not plain memory of this process."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter):
         raise UnsupportedState(
-            f"{name} is a {type(tensor).__name__}; this version holds plain tensors (single device, DDP)."
+            f"{name} is a {type(tensor).__name__}; plain tensors and DTensors of plain tensors are held."
         )
     if isinstance(tensor, nn.UninitializedParameter) or tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedState(
@@ -39,28 +43,6 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedState(
             f"{name} has layout {tensor.layout}, or is quantized or a lazy view; dense tensors are held."
         )
-
-
-def check_owners(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuses what looks plain but keeps its state elsewhere, or moves it inside the window.
-
-    Raises:
-        UnsupportedState: FSDP1, which frees and refills its parameters in forward; or an optimizer around another one
-            (ZeroRedundancyOptimizer, Accelerate's), whose own state is empty.
-    """
-    for module in modules:
-        for path, part in module.named_modules():
-            if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
-                raise UnsupportedState(f"{path or 'the model'} is FSDP, which this version does not hold.")
-    for optimizer in optimizers:
-        inner = [
-            name for name in ("optim", "optimizer") if isinstance(vars(optimizer).get(name), torch.optim.Optimizer)
-        ]
-        if inner:
-            raise UnsupportedState(
-                f"{type(optimizer).__name__} keeps its state in another optimizer, its .{inner[0]}.",
-                "pass that one if it holds whole parameters; sharded optimizers are not in this version",
-            )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -80,34 +62,66 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return run.view(torch.uint8) if run.numel() else run.new_empty(0, dtype=torch.uint8)
 
 
+LOCAL = attrgetter("_local_tensor")
+
+
 @dataclass
 class Bindings:
     """Where the leaves were found.
 
     Attributes:
-        tensors: name → live tensor, in the order of discovery.
+        tensors: name → live local tensor, plain memory of this process, in the order of discovery.
         staged: names of the leaves that forward may mutate.
+        boxes: name → where the local tensor lies in the whole one, for those that are not the whole.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
+    boxes: dict[str, Box] = field(default_factory=dict)
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _pointers: list[Callable[[], int]] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
+    _wrappers: list[torch.Tensor] = field(default_factory=list)
+    _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _outer: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
-    def add(self, name: str, place: Mapping[Any, Any], key: object, tensor: torch.Tensor, staged: bool = False) -> None:
-        """Notes a tensor, unless the same memory is known under an earlier name."""
-        check(name, tensor)
+    def add(
+        self, name: str, place: Mapping[Any, Any], key: object, tensor: torch.Tensor, staged: bool = False,
+        box: Box | None = None,
+    ) -> None:  # fmt: skip
+        """Notes a tensor, unless the same memory is known under an earlier name.
+
+        Args:
+            name: of the leaf; a tensor that is no box of the whole adds its indices.
+            place: where it was found: `place[key]` is the tensor.
+            tensor: plain, or a DTensor.
+            staged: whether forward may mutate it.
+            box: where a plain tensor lies in the whole one; None: it is the whole. A DTensor knows its own.
+
+        Raises:
+            UnsupportedState: it can't be held.
+        """
+        local, own = local_piece(name, tensor)
+        if own is None:
+            own = box
+        else:
+            self._wrappers.append(tensor)
+            self._locals.append(local)
+        check(name, local)
         self._places.append((place, key, tensor))
-        self._pointers.append(tensor.data_ptr)
-        self._addresses.append(tensor.data_ptr())
-        identity = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and identity in self._seen:
+        self._pointers.append(local.data_ptr)
+        self._addresses.append(local.data_ptr())
+        identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
+        if local.numel() and identity in self._seen:
             return
+        if own is not None:
+            name += own.tag
+            self.boxes[name] = own
         self._seen[identity] = name
-        self.tensors[name] = tensor
+        self.tensors[name] = local
+        self._outer.append(tensor)
         if staged:
             self.staged.add(name)
 
@@ -124,21 +138,38 @@ class Bindings:
         return (
             all(len(container) == size for container, size in self._sizes)
             and all(place.get(key) is value for place, key, value in self._places)
+            and all(map(is_, map(LOCAL, self._wrappers), self._locals))
             and [pointer() for pointer in self._pointers] == self._addresses
         )
 
+    def versions(self) -> list[int]:
+        """How often each leaf was written in place, in the order of `tensors`. A DTensor counts; its local tensor does not."""
+        return [tensor._version for tensor in self._outer]
+
+    def leaves(self) -> list[Leaf]:
+        """All leaves, in the order of discovery."""
+        return [leaf_of(name, each, name in self.staged, self.boxes.get(name)) for name, each in self.tensors.items()]
+
     def layout(self) -> Layout:
         """The layout of all leaves."""
-        return pack(leaf_of(name, tensor, name in self.staged) for name, tensor in self.tensors.items())
+        return pack(self.leaves())
 
 
-def leaf_of(name: str, tensor: torch.Tensor, staged: bool) -> Leaf:
-    """The leaf that describes a tensor of one process that shares it with nobody, or a replica."""
+def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Box | None = None) -> Leaf:
+    """The leaf that describes a plain tensor.
+
+    Args:
+        name: of the leaf.
+        tensor: local memory, or on `meta`.
+        staged: whether forward may mutate it.
+        box: where it lies in the whole; None: it is the whole.
+    """
     shape = tuple(tensor.shape)
     stride = tensor.stride() if is_dense(tensor) else _row_major(shape)
     nbytes = tensor.numel() * tensor.element_size()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Leaf(name, dtype, shape, tuple(stride), nbytes, staged, shape, (0,) * len(shape))
+    whole, offset = (shape, (0,) * len(shape)) if box is None else (box.shape, box.offset)
+    return Leaf(name, dtype, shape, tuple(stride), nbytes, staged, whole, offset)
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -148,90 +179,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-@dataclass(frozen=True)
-class Subjects:
-    """What the user passed to attach: models, optimizers, and modules among `state`, by prefix."""
-
-    modules: Mapping[str, nn.Module]
-    optimizers: Sequence[torch.optim.Optimizer]
-    scalers: Mapping[str, torch.amp.GradScaler]
-
-    def bind(self) -> Bindings:
-        """Finds all leaves as they are now.
-
-        Raises:
-            UnsupportedState: one can't be held; its name is in the message.
-        """
-        found = Bindings()
-        for prefix, module in self.modules.items():
-            _bind_module(found, prefix, module)
-        names = {id(tensor): name for name, tensor in self.parameter_names()}
-        for i, optimizer in enumerate(self.optimizers):
-            _bind_optimizer(found, f"optimizer.{i}", optimizer, names)
-        for name, scaler in self.scalers.items():
-            for key in ("_scale", "_growth_tracker"):
-                value = vars(scaler).get(key)
-                if value is None:
-                    found.expect(vars(scaler), key, value)
-                else:
-                    found.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
-        return found
-
-    def parameter_names(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, parameter) of all modules, then of what only an optimizer holds."""
-        seen: set[int] = set()
-        for prefix, module in self.modules.items():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{prefix}.{clean(name)}", parameter
-        for i, optimizer in enumerate(self.optimizers):
-            for g, group in enumerate(optimizer.param_groups):
-                for k, parameter in enumerate(group["params"]):
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield f"optimizer.{i}.group{g}.param{k}", parameter
-
-
-def _bind_module(found: Bindings, prefix: str, module: nn.Module) -> None:
-    for path, part in module.named_modules():
-        for container, staged in ((part._parameters, False), (part._buffers, True)):
-            found.count(container)
-            for name, tensor in container.items():
-                if tensor is not None:
-                    full = clean(f"{path}.{name}" if path else name)
-                    found.add(f"{prefix}.{full}", container, name, tensor, staged)
-        found.count(part._modules)
-
-
-def _bind_optimizer(found: Bindings, prefix: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    found.expect(vars(optimizer), "state", optimizer.state)
-    found.expect(vars(optimizer), "param_groups", optimizer.param_groups)
-    found.count(optimizer.state)
-    found.count(optimizer.param_groups)
-    foreign = [key for key in optimizer.state if id(key) not in names]
-    if foreign:
-        raise UnsupportedState(
-            f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
-        )
-    for g, group in enumerate(optimizer.param_groups):
-        found.count(group["params"])
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor):
-                found.add(f"{prefix}.group{g}.{key}", group, key, value, staged=True)
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            if not name.startswith(("model.", "state.")):
-                found.add(name, {name: parameter}, name, parameter)
-            _bind_state(found, prefix, name, optimizer.state.get(parameter))
-
-
-def _bind_state(found: Bindings, prefix: str, name: str, state: MutableMapping[str, Any] | None) -> None:
-    if not state:
-        return
-    found.count(state)
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor):
-            found.add(f"{prefix}.{key}.{name}", state, key, value)

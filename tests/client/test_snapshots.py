@@ -13,9 +13,8 @@ from torch import nn
 
 from reft.client.copier import CpuCopier
 from reft.client.host_state import HostState
-from reft.client.predict import predicted_leaves
 from reft.client.snapshots import Snapshots
-from reft.client.state import Subjects
+from reft.client.subjects import Subjects
 from reft.core.cells import divide
 from reft.core.layout import pack
 from reft.core.placement import place
@@ -78,7 +77,7 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.subjects = Subjects({"model.0": self.model}, (self.optimizer,), {})
-        self.leaves = pack(predicted_leaves(self.subjects, self.subjects.bind())).leaves
+        self.leaves = pack([*self.subjects.bind().leaves(), *self.subjects.predict()]).leaves
         layout = pack(self.leaves)
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)

@@ -1,0 +1,110 @@
+"""Models: plain and DDP modules, FSDP2's, and whatever has DTensors for parameters (TP, SP, EP).
+
+module._parameters, _buffers ─► leaves        FSDP2: FSDPParam.sharded_param stands for what lies in _parameters,
+                                              because forward puts the gathered parameter there and may leave it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from reft.client.extract.dtensor import local_piece
+from reft.client.extract.registry import Named, Names, Removable
+from reft.client.room import Room
+from reft.client.state import Bindings, clean
+from reft.core.layout import Leaf
+from reft.errors import UnsupportedState
+
+
+class Slot(NamedTuple):
+    """A tensor of a module: `place[key]`, under its name in the whole job."""
+
+    name: str
+    place: Mapping[str, Any]
+    key: str
+    tensor: torch.Tensor
+
+
+def is_a(value: object, kind: str) -> bool:
+    """Whether a class of this name is among those of the value; so that no trainer is imported to ask."""
+    return any(each.__name__ == kind for each in type(value).__mro__)
+
+
+class ModuleExtractor:
+    """For every nn.Module."""
+
+    roles = frozenset({"model"})
+
+    def check(self, prefix: str, value: nn.Module) -> None:
+        """Refuses FSDP1, which frees and refills its parameters in forward."""
+        for path, part in value.named_modules():
+            if is_a(part, "FullyShardedDataParallel"):
+                raise UnsupportedState(f"{path or 'the model'} is FSDP, which this version does not hold.")
+
+    def parameters(self, prefix: str, value: nn.Module) -> Iterator[Named]:
+        """Sharded parameters where FSDP2 has them, whatever lies in the module now."""
+        for slot in self.slots(prefix, value, "_parameters"):
+            yield Named(slot.name, slot.tensor, *local_piece(slot.name, slot.tensor))
+
+    def bind(self, found: Bindings, prefix: str, value: nn.Module, names: Names) -> None:
+        """Parameters, and buffers as staged leaves."""
+        for part in value.modules():
+            for container in (part._parameters, part._buffers, part._modules):
+                found.count(container)
+        for attribute, staged in (("_parameters", False), ("_buffers", True)):
+            for slot in self.slots(prefix, value, attribute):
+                found.add(slot.name, slot.place, slot.key, slot.tensor, staged)
+
+    def slots(self, prefix: str, module: nn.Module, attribute: str) -> Iterator[Slot]:
+        """What the module and those in it have.
+
+        Args:
+            attribute: "_parameters" or "_buffers".
+        """
+        sharded = _sharded_by_fsdp2(module) if attribute == "_parameters" else {}
+        for path, part in module.named_modules():
+            container = getattr(part, attribute)
+            for name, tensor in container.items():
+                if tensor is not None:
+                    full = f"{prefix}.{clean(f'{path}.{name}' if path else name)}"
+                    yield sharded.get((id(container), name), Slot("", container, name, tensor))._replace(name=full)
+
+    def predict(self, prefix: str, value: nn.Module, names: Names) -> Iterable[Leaf]:
+        """None: a model has all its tensors."""
+        return ()
+
+    def make(self, prefix: str, value: nn.Module, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
+        """Nothing: what a model lacks makes it another model."""
+
+    def capture(self, prefix: str, value: nn.Module, names: Names) -> dict[str, Any]:
+        """Nothing beside the leaves."""
+        return {}
+
+    def restore(self, prefix: str, value: nn.Module, names: Names, saved: Mapping[str, Any]) -> None:
+        """Nothing beside the leaves."""
+
+    def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+        """A module is no optimizer."""
+        return []
+
+
+def _sharded_by_fsdp2(module: nn.Module) -> dict[tuple[int, str], Slot]:
+    """(id of a module's _parameters, name in it) → where FSDP2 keeps the sharded parameter, its nn.Parameter for good."""
+    found = {}
+    for part in module.modules():
+        if not is_a(part, "FSDPModule"):
+            continue
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12 had one group at most
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for each in (each for group in groups for each in group.fsdp_params):
+            info = each._module_info
+            slot = Slot("", vars(each), "sharded_param", each.sharded_param)
+            owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+            found.update({(id(owner._parameters), name): slot for owner, name in owners})
+    return found

@@ -1,0 +1,257 @@
+"""Optimizers: any torch.optim.Optimizer, on plain or DTensor parameters. Its state is predicted before it exists.
+
+A copy of the optimizer takes one step on `meta` copies of its parameters: shapes, dtypes and placements, no memory, no
+arithmetic, no communication. An optimizer that reads a value fails there, mostly after it has made its state, which is all
+that is wanted. If it made none, or made another than it will, nothing is lost but time: slots of the right size are made
+after the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reft.client.extract.dtensor import Box, like, local_piece
+from reft.client.extract.registry import Named, Names, Removable
+from reft.client.plain import from_plain, to_plain
+from reft.client.room import Room
+from reft.client.state import Bindings, leaf_of
+from reft.core.layout import Leaf
+from reft.errors import LayoutChanged, UnsupportedState
+
+KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
+
+
+class Foreseen(NamedTuple):
+    """A tensor that `state[parameter][key]` will be after the first step; `value` is like it, on `meta`."""
+
+    leaf: Leaf
+    parameter: Named
+    key: str
+    value: torch.Tensor
+
+
+class OptimizerExtractor:
+    """For every torch.optim.Optimizer."""
+
+    roles = frozenset({"optimizer"})
+
+    def owner(self, value: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that has the state; its groups hold the parameters that this rank updates."""
+        return value
+
+    def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer around another one (Accelerate's, …), whose own state is empty."""
+        inner = [name for name in ("optim", "optimizer") if isinstance(vars(value).get(name), torch.optim.Optimizer)]
+        if inner:
+            raise UnsupportedState(
+                f"{type(value).__name__} keeps its state in another optimizer, its .{inner[0]}.",
+                "pass that one if it holds whole parameters, or register_extractor for this one",
+            )
+
+    def parameters(self, prefix: str, value: torch.optim.Optimizer) -> Iterator[Named]:
+        """Those of its groups; the models have named most of them already."""
+        for g, group in enumerate(value.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                name = f"{prefix}.group{g}.param{k}"
+                yield Named(name, parameter, *local_piece(name, parameter))
+
+    def bind(self, found: Bindings, prefix: str, value: torch.optim.Optimizer, names: Names) -> None:
+        """Its state, tensors among its groups' values, and parameters that no model has."""
+        owner = self.owner(value)
+        for each in {id(each): each for each in (value, owner)}.values():
+            found.expect(vars(each), "state", each.state)
+            found.expect(vars(each), "param_groups", each.param_groups)
+            found.count(each.state)
+            found.count(each.param_groups)
+        foreign = [key for key in owner.state if id(key) not in names]
+        if foreign:
+            raise UnsupportedState(
+                f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
+            )
+        for g, group in enumerate(value.param_groups):
+            found.count(group["params"])
+            for key, each in group.items():
+                if isinstance(each, torch.Tensor):
+                    found.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
+            for parameter in group["params"]:
+                named = names[id(parameter)]
+                if not named.name.startswith(("model.", "state.")):
+                    found.add(named.name, {named.name: parameter}, named.name, parameter)
+        for group in owner.param_groups:
+            found.count(group["params"])
+            for parameter in group["params"]:
+                self._bind_state(found, prefix, names[id(parameter)], owner.state.get(parameter))
+
+    def _bind_state(
+        self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any] | None
+    ) -> None:
+        if not state:
+            return
+        found.count(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                box = state_box(parameter, value)
+                found.add(f"{prefix}.{key}.{parameter.name}", state, key, value, box=box)
+
+    def predict(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> Iterable[Leaf]:
+        """What a step on `meta` makes."""
+        return [foreseen.leaf for foreseen in self._foresee(prefix, value, names)]
+
+    def make(self, prefix: str, value: torch.optim.Optimizer, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
+        """As foreseen; else, for state that comes later than with the first step, as the parameter is."""
+        state = self.owner(value).state
+        foreseen = {each.leaf.name: each for each in self._foresee(prefix, value, names)}
+        by_name = {named.name: named for named in names.values()}
+        for leaf in leaves:
+            expected = foreseen.get(leaf.name)
+            if expected is not None and expected.leaf.describe() == leaf.describe():
+                parameter, key, model = expected.parameter, expected.key, expected.value
+            else:
+                key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
+                if name not in by_name:
+                    continue
+                parameter = by_name[name]
+                is_piece = parameter.box is not None and leaf.shape == tuple(parameter.local.shape)
+                if leaf.shape != leaf.global_shape and not is_piece:
+                    continue
+                model = parameter.tensor if is_piece else parameter.local
+            state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room)
+
+    def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> list[Foreseen]:
+        twins: dict[torch.Tensor, Named] = {}
+        owner = self.owner(value)
+        groups = []
+        for group in owner.param_groups:
+            parameters = [names[id(parameter)] for parameter in group["params"]]
+            pairs = [(_twin(named), named) for named in parameters]
+            for twin, named in pairs:
+                if named.tensor.requires_grad and not owner.state.get(named.tensor):
+                    twin.grad = torch.empty_like(twin)
+                    twins[twin] = named
+            plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
+            choices = {key: False for key in KERNEL_CHOICES if key in group}
+            groups.append({**plain, **choices, "params": [twin for twin, _ in pairs]})
+        if not twins:
+            return []
+        found = []
+        for twin, state in _stepped(owner, groups).items():
+            for key, made in state.items():
+                if isinstance(made, torch.Tensor) and twin in twins:
+                    named, name = twins[twin], f"{prefix}.{key}.{twins[twin].name}"
+                    local, own = local_piece(name, made)
+                    box = own or state_box(named, made)
+                    leaf = leaf_of(name + (box.tag if box else ""), local, False, box)
+                    found.append(Foreseen(leaf, named, key, made))
+        return found
+
+    def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+        """Its groups, and numbers in its state."""
+        groups = []
+        for group in value.param_groups:
+            own = [names[id(parameter)].name for parameter in group["params"]]
+            groups.append({"params": own, "values": _plain_values(group, but="params")})
+        state = self.owner(value).state
+        plain = {names[id(key)].name: _plain_values(each) for key, each in state.items() if id(key) in names}
+        return {"class": _class_of(value), "groups": groups, "scalars": {name: v for name, v in plain.items() if v}}
+
+    def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
+        """The reverse of `capture`."""
+        if saved["class"] != _class_of(value):
+            raise LayoutChanged(f"the held optimizer is a {saved['class']}, passed was a {_class_of(value)}.")
+        live = [[names[id(p)].name for p in group["params"]] for group in value.param_groups]
+        if [group["params"] for group in saved["groups"]] != live:
+            raise LayoutChanged(
+                f"the optimizer's {len(live)} parameter groups hold other parameters, or in another order,"
+                f" than the {len(saved['groups'])} that are held."
+            )
+        state = self.owner(value).state
+        for group, held in zip(value.param_groups, saved["groups"], strict=True):
+            group.update(from_plain(held["values"]))
+            for parameter in group["params"]:
+                name = names[id(parameter)].name
+                if name in saved["scalars"]:
+                    state[parameter].update(from_plain(saved["scalars"][name]))
+
+    def hook(
+        self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
+    ) -> list[Removable]:
+        """On the object itself, never on one inside it."""
+        return [value.register_step_pre_hook(before), value.register_step_post_hook(after)]
+
+
+def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
+    """Where a plain tensor of a parameter's state lies.
+
+    Scalars and the state of whole parameters are whole. State of the shape of a sharded parameter's piece lies as the piece
+    does; state of any other shape belongs to that piece, and its name says to which.
+    """
+    if parameter.box is None or isinstance(value, DTensor) or not value.dim():
+        return None
+    local = tuple(parameter.local.shape)
+    if tuple(value.shape) == local:
+        return parameter.box
+    if local == parameter.box.shape:
+        return None
+    shape = tuple(value.shape)
+    cut = ",".join(f"{first}:{first + size}" for first, size in zip(parameter.box.offset, local, strict=True))
+    return Box(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
+
+
+def _twin(named: Named) -> torch.Tensor:
+    """The parameter on `meta`."""
+    local = named.local
+    with torch.no_grad():
+        meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        return like(named.tensor, meta).requires_grad_(named.tensor.requires_grad)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Mapping[torch.Tensor, dict[str, Any]]:
+    """The state of a copy of the optimizer after one step on these groups."""
+    double = object.__new__(type(optimizer))
+    vars(double).update(
+        {key: copy.copy(value) if isinstance(value, (dict, list)) else value for key, value in vars(optimizer).items()}
+    )
+    vars(double).pop("step", None)  # a scheduler's wrapper would count this as a step
+    for key in [key for key in vars(double) if key.endswith("_hooks")]:
+        vars(double)[key] = OrderedDict()
+    double.state, double.param_groups = defaultdict(dict), groups
+    generator = torch.get_rng_state()
+    # Whatever a foreign optimizer raises here, its first real step will tell.
+    with torch.no_grad(), contextlib.suppress(Exception):
+        inspect.unwrap(type(optimizer).step)(double)
+    torch.set_rng_state(generator)
+    return double.state
+
+
+def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room) -> torch.Tensor:
+    """Room for one leaf of optimizer state. A scalar counter stays on the host, where torch's own optimizers keep it.
+
+    Args:
+        parameter: its local tensor, whose device the state shares.
+        model: a tensor that is placed as the new one: a DTensor for one that is sharded.
+    """
+    dtype = getattr(torch, leaf.dtype)
+    on_host = not leaf.shape and parameter.dim() > 0
+    if on_host or parameter.device.type == "cpu":
+        local = room.empty(leaf, dtype)
+    else:
+        local = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
+    with torch.no_grad():
+        return like(model, local)
+
+
+def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
+    """What is no tensor, and so no leaf."""
+    return {key: to_plain(v) for key, v in values.items() if not isinstance(v, torch.Tensor) and key != but}
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,0 +1,101 @@
+"""What the user passed to attach, as one: each object's extractor (`reft.client.extract`) does what is asked of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reft.client.extract.registry import Extractor, Named, Names, extractor_of
+from reft.client.room import Room
+from reft.client.state import Bindings
+from reft.core.layout import Leaf
+
+
+def extractor(value: Any) -> Extractor:
+    """The extractor of an object that `reft.client.request` has let pass."""
+    found = extractor_of(value)
+    assert found is not None, f"{type(value).__name__} was let pass and has no extractor"
+    return found
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """What the user passed to attach: models, optimizers, and modules among `state`, by prefix."""
+
+    modules: Mapping[str, Any]
+    optimizers: Sequence[Any]
+    scalers: Mapping[str, torch.amp.GradScaler]
+
+    def items(self) -> Iterator[tuple[str, Any, Extractor]]:
+        """(prefix, object, its extractor) of models, then of optimizers."""
+        for prefix, module in self.modules.items():
+            yield prefix, module, extractor(module)
+        for i, optimizer in enumerate(self.optimizers):
+            yield f"optimizer.{i}", optimizer, extractor(optimizer)
+
+    def names(self) -> Names:
+        """What each parameter is, by its id: as the first that has it says."""
+        found: dict[int, Named] = {}
+        for prefix, value, its in self.items():
+            for named in its.parameters(prefix, value):
+                found.setdefault(id(named.tensor), named)
+        return found
+
+    def parameters(self) -> Iterator[Named]:
+        """All parameters, each once."""
+        yield from self.names().values()
+
+    def bind(self) -> Bindings:
+        """Finds all leaves as they are now.
+
+        Raises:
+            UnsupportedState: one can't be held; its name is in the message.
+        """
+        found = Bindings()
+        names = self.names()
+        for prefix, value, its in self.items():
+            its.bind(found, prefix, value, names)
+        for name, scaler in self.scalers.items():
+            for key in ("_scale", "_growth_tracker"):
+                value = vars(scaler).get(key)
+                if value is None:
+                    found.expect(vars(scaler), key, value)
+                else:
+                    found.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
+        return found
+
+    def predict(self) -> list[Leaf]:
+        """Leaves that do not exist yet and will after the first step, as far as that can be told."""
+        names = self.names()
+        return [leaf for prefix, value, its in self.items() for leaf in its.predict(prefix, value, names)]
+
+    def make(self, leaves: Sequence[Leaf], room: Room) -> None:
+        """Makes held leaves that do not exist yet, where that can be done.
+
+        Args:
+            leaves: in the order in which they were made.
+            room: for all of them.
+        """
+        names = self.names()
+        for prefix, value, its in self.items():
+            own = [leaf for leaf in leaves if leaf.name.startswith(f"{prefix}.")]
+            if own:
+                its.make(prefix, value, own, names, room)
+
+    def capture(self) -> dict[str, dict[str, Any]]:
+        """Small state that is no leaf, by prefix."""
+        names = self.names()
+        return {prefix: its.capture(prefix, value, names) for prefix, value, its in self.items()}
+
+    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """The reverse of `capture`.
+
+        Raises:
+            LayoutChanged: what was held is of other objects.
+        """
+        names = self.names()
+        for prefix, value, its in self.items():
+            its.restore(prefix, value, names, saved.get(prefix, {}))

@@ -1,0 +1,130 @@
+"""Where the pieces of DTensors lie: on random meshes, against what torch itself cuts, without any process but this one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from reft.client.extract.dtensor import box_of, is_strided, local_piece
+from reft.client.state import Bindings
+from reft.core.cells import divide
+from reft.errors import UnsupportedState
+
+
+@pytest.fixture(scope="module")
+def rank_zero_of_four():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+def cut(whole, mesh_shape, coordinate, placements):
+    """The piece of a tensor, cut by torch's own placements from left to right."""
+    for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
+        if not placement.is_replicate():
+            whole = placement._split_tensor(whole, count, with_padding=False, contiguous=True)[0][at]
+    return whole
+
+
+@st.composite
+def placed(draw):
+    """(shape, mesh shape, placements) with up to 16 ranks; dimensions of size 1 and fewer rows than ranks included."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= 16))
+    shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
+    dims = st.integers(0, len(shape) - 1)
+    placements = []
+    for _ in mesh:
+        kind = draw(st.sampled_from(["replicate", "shard", "shard", "strided"]))
+        if kind == "replicate":
+            placements.append(Replicate())
+        elif kind == "shard":
+            placements.append(Shard(draw(dims)))
+        else:
+            placements.append(_StridedShard(draw(dims), split_factor=draw(st.integers(1, 3))))
+    return tuple(shape), tuple(mesh), placements
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed())
+def test_pieces_are_what_torch_cuts_and_equal_boxes_hold_equal_elements(case):
+    shape, mesh, placements = case
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    leaves: dict[tuple[object, ...], torch.Tensor] = {}
+    for coordinate in itertools.product(*(range(size) for size in mesh)):
+        piece = cut(whole, mesh, coordinate, placements)
+        local, box = box_of(shape, mesh, coordinate, placements)
+        assert local == tuple(piece.shape)
+        if not piece.numel():
+            continue
+        assert torch.equal(leaves.setdefault((local, box), piece), piece)
+        if not box.tag:
+            region = tuple(slice(at, at + size) for at, size in zip(box.offset, local, strict=True))
+            assert box.shape == shape and torch.equal(whole[region], piece)
+        if not box.tag or not any(map(is_strided, placements)):
+            torch_says = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
+            assert torch_says == (local, box.offset)
+    distinct = {piece.numpy().tobytes() for piece in leaves.values()}
+    assert len(distinct) == len(leaves), "two boxes of the same elements: replicas that nobody would find"
+
+
+@settings(max_examples=50, deadline=None)
+@given(placed())
+def test_cells_have_for_holders_exactly_the_ranks_with_the_same_elements(case):
+    shape, mesh, placements = case
+    layouts, pieces = [], []
+    for coordinate in itertools.product(*(range(size) for size in mesh)):
+        piece = cut(torch.arange(math.prod(shape)).reshape(shape), mesh, coordinate, placements).contiguous()
+        _, box = box_of(shape, mesh, coordinate, placements)
+        found = Bindings()
+        found.add("w", {"w": piece}, "w", piece, box=box)
+        layouts.append(found.layout())
+        pieces.append(piece.numpy().tobytes() if piece.numel() else b"")
+    division = divide({layout.digest: layout for layout in layouts}, [layout.digest for layout in layouts])
+    holders = {each: [rank for rank, own in enumerate(pieces) if own == each] for each in pieces if each}
+    expected = sorted(tuple(ranks) for ranks in holders.values() if len(ranks) > 1)
+    assert [cell.holders for cell in division.cells] == expected
+
+
+def test_an_uneven_strided_piece_is_named_by_its_rows():
+    local, box = box_of((9,), (4,), (0,), [_StridedShard(0, split_factor=2)])
+    assert local == (3,) and box.tag == "[0:2+5:6 of 9]"
+    assert np.array_equal(cut(torch.arange(9), (4,), (0,), [_StridedShard(0, split_factor=2)]), [0, 1, 5])
+
+
+def test_pending_sums_are_refused_by_name(rank_zero_of_four):
+    tensor = DTensor.from_local(torch.ones(4), rank_zero_of_four, [Replicate(), Partial()], run_check=False)
+    with pytest.raises(UnsupportedState, match=r"optimizer\.0\.sum is placed .*Partial"):
+        Bindings().add("optimizer.0.sum", {}, "sum", tensor)
+
+
+def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_of_four):
+    tensor = DTensor.from_local(
+        torch.ones(3, 2), rank_zero_of_four, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )  # fmt: skip
+    with pytest.raises(UnsupportedState, match=r"w has local shape \[3, 2\].*mean \[2, 2\]"):
+        local_piece("w", tensor)
+
+
+def test_a_local_tensor_that_was_replaced_is_seen(rank_zero_of_four):
+    tensor = DTensor.from_local(torch.ones(2, 2), rank_zero_of_four, [Shard(0), Replicate()], run_check=False)
+    found = Bindings()
+    found.add("w", {"w": tensor}, "w", tensor)
+    before = found.versions()
+    assert found.hold()
+    with torch.no_grad():
+        tensor.add_(1)
+    assert found.hold() and found.versions() != before
+    tensor._local_tensor = torch.ones(2, 2)
+    assert not found.hold()

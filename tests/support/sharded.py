@@ -1,0 +1,193 @@
+"""Sharded training of every family, for real processes: builders of model and optimizer, and a round trip through a daemon."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import reft
+from reft.client.state import flat_bytes
+
+Built = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    """Norm and two linears, as a transformer's MLP; 10 and 3 divide by nothing, so shards are uneven, and some are empty."""
+
+    def __init__(self, width: int = 8, inner: int = 40) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model(inner: int = 40) -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 8), Block(inner=inner), Block(inner=inner), nn.Linear(8, 3))
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def _sharded(module: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module:
+    for part in module:
+        fully_shard(part, mesh=mesh, **arguments)
+    fully_shard(module, mesh=mesh, **arguments)
+    return module
+
+
+def _parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """TP of the blocks, SP of their norms; the rest is replicated over the mesh."""
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
+    for part in list(module)[1:3]:
+        parallelize_module(part, mesh, plan)
+    return module
+
+
+def fsdp2(world: int) -> Built:
+    whole = _sharded(model(), init_device_mesh("cpu", (world,)))
+    return whole, adamw(whole)
+
+
+def fsdp2_mixed(world: int) -> Built:
+    """Gathered in bf16; the root is gathered before forward and left so by evaluation."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole = fully_shard(model(), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+
+
+def hsdp(world: int) -> Built:
+    whole = _sharded(model(), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    return whole, adamw(whole)
+
+
+def fsdp2_tp(world: int) -> Built:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    whole = model()
+    for part in list(whole)[1:3]:
+        parallelize_module(part, mesh["tp"], plan)
+    return (whole := _sharded(whole, mesh["dp"])), adamw(whole)
+
+
+def tp(world: int) -> Built:
+    """TP and SP over all ranks; what is not parallel are plain replicas."""
+    whole = _parallel(model(), init_device_mesh("cpu", (world,)))
+    return whole, torch.optim.Adam(whole.parameters(), lr=1e-2)
+
+
+class Experts(nn.Module):
+    """As many experts as the mesh has places, and one more; here each rank uses its own, and a sum makes them one model."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        whole = torch.randn(mesh.size() + 1, 10, 3)
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = x @ self.weight.to_local().sum(0)
+        return DTensor.from_local(here, self.mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+
+def ep(world: int) -> Built:
+    """Experts sharded over a part of the mesh, with holders in each replica of it: [Replicate, Shard] by submesh alone."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
+    whole = nn.Sequential(nn.Linear(10, 10), Experts(mesh["ep"]))
+    return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+
+
+BUILDERS: dict[str, Callable[[int], Built]] = {
+    "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "tp": tp, "ep": ep,
+}  # fmt: skip
+SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # so many neighbours in a row train on the same data
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """A digest of the bytes of every local tensor of the state, and what kind of tensor it is."""
+    tensors = {f"p{i}": each for i, each in enumerate(optimizer.param_groups[0]["params"])}
+    tensors |= dict(module.named_buffers())
+    inner = getattr(optimizer, "optim", optimizer)
+    for i, state in enumerate(inner.state.values()):
+        tensors |= {f"{i}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    found = {}
+    for name, tensor in tensors.items():
+        own = local(tensor.detach())
+        kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tuple(own.shape)}"
+        placed = str(tensor.placements) if isinstance(tensor, DTensor) else ""
+        data = flat_bytes(own.contiguous()).numpy().tobytes()
+        found[name] = f"{kind} {placed} {hashlib.sha256(data).hexdigest()}"
+    return found
+
+
+def step_once(name: str, module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> str:
+    torch.manual_seed(1000 * seed + dist.get_rank() // SAME_DATA.get(name, 1))
+    loss = module(torch.randn(4, 6, 10)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+
+
+def round_trip(name: str, world: int, daemon: str) -> dict[str, Any]:
+    """Trains, seals, brings the state back into objects of other values, and takes one more step with both."""
+    torch.manual_seed(1)
+    first, optimizer = BUILDERS[name](world)
+    session = reft.attach(first, optimizer, job=name, daemon=daemon)
+    for step in session.steps(3):
+        step_once(name, first, optimizer, step)
+        with torch.no_grad():
+            first(torch.zeros(4, 6, 10))
+    sealed = session.seal(timeout=20)
+    stats = session.stats()
+    expected = digests(first, optimizer)
+    dist.barrier()
+    session.close()
+    torch.manual_seed(2)
+    other, another = BUILDERS[name](world)
+    session = reft.attach(other, another, job=name, daemon=daemon)
+    found = digests(other, another)
+    restored = [session.step, session.restored_from]
+    session.close()
+    losses = [step_once(name, *each, 9) for each in ((first, optimizer), (other, another))]
+    return {
+        "sealed": bool(sealed), "restored": restored, "skipped": stats["skipped"], "expected": expected, "found": found,
+        "losses": losses, "after": [digests(first, optimizer), digests(other, another)],
+    }  # fmt: skip
+
+
+def work(rank: int, world: int, port: int, daemon: str, names: list[str], out: str) -> None:
+    """One rank; writes what each round trip found, or why it could not."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", REFT_CHUNK_BYTES="4096")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        for name in names:
+            found[name] = round_trip(name, world, daemon)
+        dist.destroy_process_group()
+    except BaseException:
+        found["error"] = traceback.format_exc()
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    os._exit(1 if "error" in found else 0)
