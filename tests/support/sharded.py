@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import reft
 from reft.client.state import flat_bytes
@@ -55,9 +62,11 @@ def _sharded(module: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module
 def _parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """TP of the blocks, SP of their norms; the rest is replicated over the mesh."""
     plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1))}  # fmt: skip
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}  # fmt: skip
     for part in list(module)[1:3]:
         parallelize_module(part, mesh, plan)
+        parallelize_module(part, mesh, PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
+        parallelize_module(part, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate()))
     return module
 
 
@@ -110,12 +119,12 @@ class Experts(nn.Module):
 def ep(world: int) -> Built:
     """Experts sharded over a part of the mesh, with holders in each replica of it: [Replicate, Shard] by submesh alone."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
-    whole = nn.Sequential(nn.Linear(10, 10), Experts(mesh["ep"]))
+    whole = nn.Sequential(Experts(mesh["ep"]), nn.Linear(3, 3))
     return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
 
 
 BUILDERS: dict[str, Callable[[int], Built]] = {
-    "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "tp": tp, "ep": ep,
+    "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp,
 }  # fmt: skip
 SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # so many neighbours in a row train on the same data
 
