@@ -15,7 +15,7 @@ from reft.core.actions import Action, Times
 from reft.core.bubbles import Gap
 from reft.errors import ConfigError
 
-__all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times"]
+__all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times", "ZeroBubbleH1", "ZeroBubbleV"]
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,39 @@ class Interleaved(_Pipeline):
 
     virtual_stages: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.virtual_stages < 2:
+            raise ConfigError(f"virtual_stages is {self.virtual_stages}; interleaved means 2 or more.", "OneFOneB")
+        self.order()
+
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.interleaved(stage, self.stages, self.microbatches, self.virtual_stages)
 
     def _closed(self, times: Times) -> tuple[Gap, ...] | None:
-        return None
+        return bubbles.interleaved(self.stage, self.stages, self.microbatches, self.virtual_stages, times)
+
+
+class ZeroBubbleH1(_Pipeline):
+    """1F1B with the backward cut in two: gradients of weights fill what would be idle."""
+
+    def _order(self, stage: int) -> tuple[Action, ...]:
+        return actions.zb_h1(stage, self.stages, self.microbatches)
+
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+        return bubbles.zb_h1(self.stage, self.stages, self.microbatches, times)
+
+
+class ZeroBubbleV(_Pipeline):
+    """Zero bubble with two parts of the model a process, the second on the way back (ZBV)."""
+
+    is_v_shaped = True
+
+    def _order(self, stage: int) -> tuple[Action, ...]:
+        return actions.zbv(stage, self.stages, self.microbatches)
+
+    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+        return bubbles.zbv(self.stage, self.stages, self.microbatches, times)
 
 
 @dataclass(frozen=True)

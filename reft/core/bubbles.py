@@ -18,6 +18,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from reft.core.actions import Action, Kind, Span, Times
+from reft.core.actions import interleaved as interleaved_order
+from reft.core.actions import zb_h1 as zb_h1_order
+from reft.core.actions import zbv as zbv_order
 
 
 class Gap(NamedTuple):
@@ -63,6 +66,78 @@ def one_f_one_b(stage: int, stages: int, microbatches: int, times: Times) -> tup
         gaps.append(Gap(m + j, Action(Kind.BACKWARD, j - 1), (stages - 1 + j) * t_f + (behind + j) * t_b, t_f))
     gaps.append(Gap(2 * m, Action(Kind.BACKWARD, m - 1), (stages - 1 + m) * t_f + (behind + m) * t_b, p * t_b))
     return _real(*gaps)
+
+
+def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: Times) -> tuple[Gap, ...] | None:
+    """1F1B with several parts a stage; None where no closed form is known: a backward shorter than a forward, or
+    microbatches that are no multiple of the stages.
+
+        lead | forwards | middle | B F … B | early | F B … F | B t_f B … t_f B | B … B | trail
+
+    Between the first backwards and the first forwards whose inputs went once around lies the early gap. It and the gaps of
+    the cool-down make up 2(P-1-p)·t_f; the earliest of the latter is shorter if that is no multiple of t_f.
+    """
+    P, p, r, m = stages, stage, stages - 1 - stage, microbatches
+    t_f, t_b = times.forward, times.backward
+    if parts < 2 or t_b < t_f or m % P:
+        return None
+    actions = m * parts
+    ahead = (parts - 1) * P + 2 * r
+    ends = (actions + P - 1) * (t_f + t_b) - p * t_b  # the last backward
+    last = actions - (parts - 1) * P - 1  # the last backward that is waited for in the cool-down
+    middle, early, late = r * (t_b - t_f), max(r * t_f - (p + 1) * t_b, 0), 2 * r * t_f
+    if ahead >= actions:  # all forwards come first, and the stage waits once for what it would wait for later
+        ahead, early, late = actions - 1, 0, last * t_f
+        middle = r * (t_f + t_b) - late
+    late -= early
+    order = interleaved_order(stage, stages, microbatches, parts)
+    begins = (p + ahead + 1) * t_f
+    return_at = begins + middle + (2 * p + 2) * t_b + (2 * p + 1) * t_f
+    gaps = [
+        Gap(0, None, 0, p * t_f),
+        _gap(order, ahead + 1, begins, middle),
+        _gap(order, ahead + 4 * p + 4, return_at, early) if early else None,
+    ]
+    count = -int(-late // t_f)  # rounded up
+    for back in range(count - 1, -1, -1):  # how many waits still follow
+        length = min(t_f, late - back * t_f)
+        starts = ends - (actions - last) * t_b - back * (t_f + t_b)
+        gaps.append(_gap(order, actions + last - back, starts - length, length))
+    gaps.append(_gap(order, 2 * actions, ends, p * t_b))
+    return _real(*filter(None, gaps))
+
+
+def zb_h1(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
+    """1F1B whose cool-down and end are filled with gradients of weights; None where no closed form is known: fewer
+    microbatches than stages, or gradients of inputs that take less time than those of weights."""
+    p, r, m = stage, stages - 1 - stage, microbatches
+    t_f, t_i, t_w = times.forward, times.input, times.weight
+    if m < stages or t_i < min(t_f, t_w):
+        return None
+    filled = min(t_f, t_w)  # what of each gap of 1F1B is filled
+    order = zb_h1_order(stage, stages, microbatches)
+    gaps = [Gap(0, None, 0, p * t_f), _gap(order, r + 1, stages * t_f, r * t_i)]
+    for k in range(r):  # the backwards that no forward precedes
+        j = m - r + k
+        begins = stages * t_f + r * t_i + j * (t_f + t_i) + (m - r - p - 1) * t_w
+        gaps.append(_gap(order, m + 2 * j - p, begins - t_f + filled, t_f - filled))
+    ends = m * (t_f + t_i + t_w) + (stages - 1) * (t_f + t_i - filled) - p * (t_i - filled)
+    return _real(*gaps, _gap(order, 3 * m, ends, p * (t_i - filled)))
+
+
+def zbv(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
+    """Idle at the start and at the end only; None where no closed form is known: fewer than 2P-1 microbatches, or actions
+    that take unlike times."""
+    if microbatches < 2 * stages - 1 or not times.forward == times.input == times.weight:
+        return None
+    r, t = stages - 1 - stage, times.forward
+    order = zbv_order(stage, stages, microbatches)
+    ends = (6 * microbatches + stage) * t
+    return _real(Gap(0, None, 0, stage * t), _gap(order, len(order), ends, r * t))
+
+
+def _gap(order: Sequence[Action], place: int, start: float, length: float) -> Gap:
+    return Gap(place, order[place - 1], start, length)
 
 
 def between(spans: Sequence[Span], end: float) -> tuple[Gap, ...]:

@@ -39,6 +39,12 @@ def test_single_wild_values_hardly_move_it(wild):
     assert estimate.wild >= 3
 
 
+def test_it_begins_with_the_median_of_its_first_values():
+    estimate = observed([1.0, 1.1, 0.9, 1.0, 9.0])
+    assert estimate.mean == 1.0
+    assert estimate.deviation <= 0.1  # the first step of a process does not make later ones look tame
+
+
 def test_a_lasting_change_is_followed():
     estimate = observed(noisy(0.020, 0.05, 100) + noisy(0.060, 0.05, 150))
     assert estimate.mean == pytest.approx(0.060, rel=0.05)

@@ -1,0 +1,49 @@
+"""Our orders of actions are those of torch.distributed.pipelining, so that gaps can be named by them."""
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from reft.core import actions
+from reft.core.actions import Kind
+
+KINDS = {
+    "FORWARD": Kind.FORWARD,
+    "FULL_BACKWARD": Kind.BACKWARD,
+    "BACKWARD_INPUT": Kind.INPUT,
+    "BACKWARD_WEIGHT": Kind.WEIGHT,
+}
+SHAPES = [(2, 4), (3, 3), (4, 8), (4, 3), (4, 12), (6, 18), (5, 5)]
+
+
+def torchs(name, P, M, parts):
+    """For each stage (kind, virtual stage, microbatch) of each action, as torch orders them."""
+    tables = get_schedule_ops(name, P, M, num_stages_per_rank=parts)
+    return [
+        [
+            (KINDS[a.computation_type.name], a.stage_index, a.microbatch_index)
+            for a in table
+            if a and a.computation_type.name in KINDS
+        ]
+        for table in tables
+    ]
+
+
+@pytest.mark.parametrize(("P", "M"), SHAPES)
+def test_orders_are_those_of_torch(P, M):
+    interleaved = [actions.interleaved(p, P, M, 2) for p in range(P)]
+    zbv = [actions.zbv(p, P, M) for p in range(P)]
+    gpipe = [actions.gpipe(p, P, M) for p in range(P)]
+    around = [[(a.kind, a.part * P + p, a.microbatch) for a in order] for p, order in enumerate(interleaved)]
+    there_and_back = [
+        [(a.kind, 2 * P - 1 - p if a.part else p, a.microbatch) for a in order] for p, order in enumerate(zbv)
+    ]
+    assert around == torchs("Interleaved1F1B", P, M, 2)
+    assert there_and_back == torchs("ZBVZeroBubble", P, M, 2)
+    assert [[(a.kind, p, a.microbatch) for a in order] for p, order in enumerate(gpipe)] == torchs("GPipe", P, M, None)
+
+
+@pytest.mark.parametrize(("P", "M"), [shape for shape in SHAPES if shape[0] <= shape[1]])  # torch wants so many
+def test_1f1b_is_that_of_torch_up_to_its_last_stage(P, M):
+    """torch 2.13 lists the last stage's forwards from 1 on, but runs them from 0 on."""
+    ours = [[(a.kind, p, a.microbatch) for a in actions.one_f_one_b(p, P, M)] for p in range(P)]
+    assert ours[:-1] == torchs("1F1B", P, M, None)[:-1]
