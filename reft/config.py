@@ -49,6 +49,7 @@ class Config:
         chunk_bytes: unit of digests, and of copying on the CPU: small enough for a core's cache, so that the digest
             reads what the copy has just read.
         parity_scratch_bytes: the most memory of a device that computing parity may use.
+        load_transport: what moves state between ranks in a restore: gloo, or nccl for state on CUDA devices.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
         rpc_deadline_s: the longest that a call beside training may take.
         seal_deadline_s: how long `Session.seal` waits by default.
@@ -64,6 +65,7 @@ class Config:
     slots: int = 3
     chunk_bytes: int = 256 << 10
     parity_scratch_bytes: int = 64 << 20
+    load_transport: str = "gloo"
     attach_deadline_s: float = 120.0
     rpc_deadline_s: float = 2.0
     seal_deadline_s: float = 30.0
@@ -72,6 +74,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "off"):
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
+        if self.load_transport not in ("gloo", "nccl"):
+            raise ConfigError(f"load_transport is {self.load_transport!r}; it can be gloo or nccl.")
         if not 2 <= self.slots <= 16:
             raise ConfigError(f"slots is {self.slots}; it can be 2 to 16.", "slots=3")
         for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):

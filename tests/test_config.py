@@ -26,10 +26,10 @@ def test_every_field_is_a_variable():
             "REFT_MODE": "off", "REFT_JOB": "j", "REFT_DAEMON": "unix:/d", "REFT_RUNTIME_DIR": "/r", "REFT_SLOTS": "2",
             "REFT_CHUNK_BYTES": "8KiB", "REFT_ATTACH_DEADLINE_S": "1.5", "REFT_RPC_DEADLINE_S": "0.5",
             "REFT_SEAL_DEADLINE_S": "7", "REFT_FAILPOINTS": "a:kill", "REFT_PROTECT": "aec", "REFT_TOLERATE": "2",
-            "REFT_PARITY_SCRATCH_BYTES": "8MiB",
+            "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl",
         }
     )  # fmt: skip
-    assert loaded == Config("off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, 1.5, 0.5, 7.0, "a:kill")
+    assert loaded == Config("off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, "a:kill")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_field_is_a_variable():
     [
         {"REFT_MODE": "on"}, {"REFT_SLOTS": "1"}, {"REFT_SLOTS": "17"}, {"REFT_SLOTS": "three"}, {"REFT_SLOTS": ""},
         {"REFT_CHUNK_BYTES": "4095"}, {"REFT_CHUNK_BYTES": "5000"}, {"REFT_CHUNK_BYTES": "0"},
-        {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"},
+        {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"}, {"REFT_LOAD_TRANSPORT": "mpi"},
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_and_shown(surroundings):

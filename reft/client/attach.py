@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import torch
 
 from reft.client import announcement, host_state, roster, starter
 from reft.client.copier import Copier, CpuCopier, copy_cpus
@@ -41,7 +42,7 @@ from reft.client.restoration import Restoration
 from reft.client.roster import Roster
 from reft.client.session import Session
 from reft.client.snapshots import Snapshots
-from reft.client.transport import GlooTransport
+from reft.client.transport import transport_of
 from reft.config import Config, Launch
 from reft.core import recovery
 from reft.core.layout import pack
@@ -311,7 +312,9 @@ class Attachment:
         if damaged:
             return damaged
         group = self.exchange.group
-        transport = None if group is None else GlooTransport(group, self.settings.attach_deadline_s)
+        transport = group and transport_of(
+            self.settings.load_transport, group, self._device, self.settings.attach_deadline_s
+        )
         facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
 
         def load() -> dict[str, Any]:
@@ -418,8 +421,14 @@ class Attachment:
             say(line)
 
     @property
+    def _device(self) -> torch.device:
+        """Where this rank's state lies: its CUDA device, if any parameter is on one."""
+        devices = (named.local.device for named in self.subjects.parameters())
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+    @property
     def _on_cuda(self) -> bool:
-        return any(named.local.device.type == "cuda" for named in self.subjects.parameters())
+        return self._device.type == "cuda"
 
     def _copier(self) -> Copier:
         if self._on_cuda:

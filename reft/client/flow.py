@@ -130,9 +130,15 @@ class Flow:
         """
         own = np.array([any(source.is_bad for source in self._read.values())], np.uint8)
         theirs = np.zeros(len(self._senders), np.uint8)
-        works = [self._peers.send(own, to, VERDICT_TAG) for to in sorted(self._receivers)]
-        for i, sender in enumerate(sorted(self._senders)):
-            works.append(self._peers.receive(theirs[i : i + 1], sender, VERDICT_TAG))
+        works = []
+        for peer in sorted(self._senders | self._receivers):
+            # Both of a pair post in one order, the lower rank's message first: a transport may know no tags.
+            for sender in sorted((peer, self._rank)):
+                if sender == self._rank and peer in self._receivers:
+                    works.append(self._peers.send(own, peer, VERDICT_TAG))
+                elif sender == peer and peer in self._senders:
+                    at = sorted(self._senders).index(peer)
+                    works.append(self._peers.receive(theirs[at : at + 1], peer, VERDICT_TAG))
         for work in works:
             work.wait()
         return not own.any() and not theirs.any()

@@ -142,6 +142,14 @@ def test_the_sizes_of_pieces_change_nothing(sizes, scheme):
     assert job.is_whole()
 
 
+@pytest.mark.parametrize("lost", [(), (2,), (0, 3)])
+def test_two_ranks_post_what_they_say_to_each_other_in_one_order(lost):
+    """A transport without tags, whose messages of a pair wait for one another in both directions, must not hang: NCCL."""
+    job, box = Job(5, "aec", 2), Postbox()
+    assert job.load(lost, box=box) == [Loaded((), ())] * 5
+    assert box.posted and all(box.posted[a, b] == box.posted[b, a] for a, b in box.posted)
+
+
 def test_more_loss_than_is_tolerated_is_refused():
     job = Job(4, "aec", 1)
     assert all(isinstance(result, ValueError) for result in job.load((0, 1)))

@@ -121,13 +121,19 @@ class Postbox:
         self.lock = threading.Lock()
         self.waiting: dict[tuple[int, int, int, bool], deque[_Message]] = {}
         self.sent_bytes: dict[tuple[int, int], int] = {}
+        self.posted: dict[
+            tuple[int, int], list[tuple[int, int]]
+        ] = {}  # (rank, peer) → (sender, tag), as it posted them
 
     def of(self, rank: int) -> _Box:
         return _Box(self, rank)
 
     def post(self, key: tuple[int, int, int], is_send: bool, data: np.ndarray) -> _Message:
         mine = _Message(data, threading.Event(), self.deadline_s)
+        sender, receiver, tag = key
+        me, peer = (sender, receiver) if is_send else (receiver, sender)
         with self.lock:
+            self.posted.setdefault((me, peer), []).append((sender, tag))
             others = self.waiting.setdefault((*key, not is_send), deque())
             if others:
                 other = others.popleft()
