@@ -42,13 +42,15 @@ class Peers:
     Args:
         tls: of this daemon.
         own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
+        apart: whether these channels share no connection with those of another `Peers`.
 
     Attributes:
         sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
     """
 
-    def __init__(self, tls: rpc.Tls | None, own: Collection[str]) -> None:
+    def __init__(self, tls: rpc.Tls | None, own: Collection[str], apart: bool = False) -> None:
         self._own = frozenset(own)
+        self._apart = apart
         self.sent: collections.Counter[str] = collections.Counter()
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -101,7 +103,7 @@ class Peers:
             if address in self._own:
                 continue
             if address not in self._channels:
-                self._channels[address] = rpc.peer_channel(address, self._tls)
+                self._channels[address] = rpc.peer_channel(address, self._tls, self._apart)
             try:
                 return await ask(self._channels[address])
             except grpc.RpcError as failure:
@@ -109,6 +111,12 @@ class Peers:
         if error is None:
             raise ConnectionError(f"node {node.name} has no address that other nodes could use")
         raise error
+
+    async def drop(self, node: pb.Node) -> None:
+        """Ends the connections to a node with the calls on them; the next call makes new ones."""
+        for address in node.addresses:
+            if address in self._channels:
+                await self._channels.pop(address).close()
 
     async def close(self) -> None:
         for channel in self._channels.values():

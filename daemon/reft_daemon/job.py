@@ -371,6 +371,7 @@ class HeldJob:
             "job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, "closed" if lease.closed else "died"
         )
         self.save()
+        self.on_change(self)
         task = asyncio.ensure_future(self.seal_landed(rank))
         task.add_done_callback(_log_failure)
 

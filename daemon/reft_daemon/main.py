@@ -52,6 +52,7 @@ class Settings:
     purge: bool
     tls: rpc.Tls | None
     insecure: bool
+    kills_hung: bool
 
 
 def check_listen(settings: Settings) -> None:
@@ -95,7 +96,8 @@ async def serve(settings: Settings) -> None:
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes)
     server, addresses = _server(settings)
-    registry = Registry(arena, Peers(settings.tls, addresses), settings.ttl_s, failpoints)
+    peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
+    registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
     trusts_peers = settings.tls is not None or settings.insecure or is_loopback(settings.listen)
     identity = Identity(
@@ -166,6 +168,7 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
         asyncio.ensure_future(stopped.wait()),
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
         asyncio.ensure_future(handout.serve()),
+        asyncio.ensure_future(registry.signalling.run()),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -203,10 +206,11 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
 @click.option("--tls-key", type=click.Path(path_type=Path), help="Its key.")
 @click.option("--tls-ca", type=click.Path(path_type=Path), help="What signed the certificates of all nodes.")
 @click.option("--insecure", is_flag=True, help="Allow --listen beyond loopback in plain text.")
+@click.option("--kill-hung", is_flag=True, help="Kill a rank that stands still, so that torchrun restarts the job.")
 @click.version_option(__version__)
 def main(
     node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, ttl: float, idle_exit: float,
-    purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
+    purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool, kill_hung: bool,
 ) -> None:  # fmt: skip
     """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
 
@@ -225,7 +229,7 @@ def main(
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
-            parse_size(memory), ttl, idle_exit, purge, tls, insecure,
+            parse_size(memory), ttl, idle_exit, purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

@@ -20,6 +20,7 @@ from reft_daemon.arena import Arena, SlotFile
 from reft_daemon.couriers import KEEP_DEADLINE_S, Couriers, Peers, reason_of
 from reft_daemon.custody import holders_of
 from reft_daemon.job import HeldJob
+from reft_daemon.signalling import Signalling
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
@@ -36,15 +37,20 @@ class Registry:
         arena: where slots lie.
         peers: channels to other daemons.
         ttl_s: how long the slots of a job are kept after its last trainer ended.
+        beats: channels to other daemons for heartbeats alone.
+        kills_hung: see `Signalling`.
     """
 
-    def __init__(self, arena: Arena, peers: Peers, ttl_s: float, failpoints: Failpoints) -> None:
+    def __init__(
+        self, arena: Arena, peers: Peers, ttl_s: float, failpoints: Failpoints, beats: Peers, kills_hung: bool = False
+    ) -> None:
         self.arena = arena
         self.peers = peers
         self._ttl_s = ttl_s
         self._failpoints = failpoints
         self.jobs: dict[str, HeldJob] = {}
         self._couriers: dict[str, Couriers] = {}
+        self.signalling = Signalling(arena.node_id, beats, self.jobs.get, kills_hung)
         self.idle_since_s = time.monotonic()
 
     def adopt(self) -> None:
@@ -54,6 +60,8 @@ class Registry:
             job.degraded.decided(record)
             job.adopt()
             self._start_couriers(job)
+            if job.is_live:
+                self.signalling.decided(job)
             self.wake(job)  # what the slots say may be news to the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
@@ -93,6 +101,7 @@ class Registry:
         if name in self._couriers:
             self._couriers.pop(name).close()
         self._start_couriers(job)
+        self.signalling.decided(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
         """Sends the capsules of the decision's base to this node's holders, and returns once they keep them.
@@ -135,6 +144,7 @@ class Registry:
             job.degraded.heard(job.round.outcome.whole)
         if job.id in self._couriers:
             self._couriers[job.id].wake()
+        self.signalling.wake(job.id)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Slots for a rank; ended jobs that nobody named give way if there is no room."""
@@ -158,6 +168,7 @@ class Registry:
         if name in self._couriers:
             self._couriers.pop(name).close()
         del self.jobs[name]
+        self.signalling.forget(name)
         return job.free()
 
     async def expire_for_ever(self, idle_exit_s: float) -> None:
@@ -167,7 +178,7 @@ class Registry:
             for job in list(self.jobs.values()):
                 if not job.is_live and now - job.ended_s > self._ttl_s:
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
-            if self.jobs:
+            if self.jobs or not self.signalling.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job for %.0f s: leaving", now - self.idle_since_s)
@@ -182,6 +193,7 @@ class Registry:
             for name in list(self.jobs):
                 self._couriers.pop(name, None)
                 self.purge(name)
+        await self.signalling.close()
         await self.peers.close()
 
 

@@ -23,6 +23,7 @@ from reft_daemon.couriers import reason_of
 from reft_daemon.job import HeldJob
 from reft_daemon.rebuild import Rebuild
 from reft_daemon.registry import NoSuchJob, Registry
+from reft_daemon.signalling import NotWatched
 from reft_daemon.surveying import without_repeats
 from reft_daemon.watch import FENCE_DEADLINE_S
 
@@ -52,7 +53,7 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
     async def call(self: Any, request: Any, context: Context) -> Any:
         try:
             return await method(self, request, context)
-        except NoSuchJob as error:
+        except (NoSuchJob, NotWatched) as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except ReftError as error:
             await context.abort(rpc.status_of(error), str(error))
@@ -71,6 +72,15 @@ async def authorise(registry: Registry, name: str, context: Context) -> None:
     job = registry.jobs.get(name)
     if job is None or not rpc.has_token(context.invocation_metadata(), job.record.manifest.token):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
+
+
+async def authorise_term(registry: Registry, name: str, context: Context) -> None:
+    """The same for what is said before the first attach too: with the token that agents agreed on, if there are agents."""
+    if _is_local(context):
+        return
+    token = registry.signalling.token(name)
+    if not token or not rpc.has_token(context.invocation_metadata(), token):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the token of the job's agents")
 
 
 class DaemonService(pb_grpc.DaemonServicer):
@@ -247,6 +257,8 @@ class DaemonService(pb_grpc.DaemonServicer):
             registry.get(request.job)
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
         statuses = [_status(job, self._identity.node) for job in jobs]
+        for each in statuses:
+            each.signals.extend(registry.signalling.status(each.job))
         if request.deep:
             await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
         return pb.StatusReply(
@@ -255,6 +267,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
             round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
             capsule_bytes_sent=registry.peers.sent["Keep"],
+            beat_bytes_sent=registry.signalling.peers.sent["Beat"], beats_sent=registry.signalling.beats_sent,
         )  # fmt: skip
 
     async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:
@@ -272,6 +285,16 @@ class DaemonService(pb_grpc.DaemonServicer):
                 status.whole = max(status.whole, reply.jobs[0].whole)
             else:
                 status.silent_nodes.append(node.name)
+
+    @translated
+    async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
+        await authorise_term(self._registry, request.job, context)
+        return self._registry.signalling.agent_beat(request)
+
+    @translated
+    async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
+        await authorise_term(self._registry, request.job, context)
+        return await self._registry.signalling.signals(request)
 
     @translated
     async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
@@ -293,6 +316,11 @@ class PeerService(pb_grpc.PeerServicer):
         await authorise(self._registry, request.job, context)
         self._registry.get(request.job).keep(request)
         return pb.KeepReply()
+
+    @translated
+    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
+        await authorise_term(self._registry, request.job, context)
+        return self._registry.signalling.beat(request)
 
     @translated
     async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:

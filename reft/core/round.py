@@ -119,6 +119,11 @@ class Round:
             self._forget(step)
         return is_news
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step was answered for, by anybody below, and is not decided yet."""
+        return bool(self._answers)
+
     def undecided(self) -> dict[int, Answer]:
         """The subtree's answers that the parent must know: what is sent up, whole, every time."""
         found = {step: self._subtree(answers) for step, answers in self._answers.items()}

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from reft.core.layout import Layout, Leaf
+from reft.core.progress import Stall
 from reft.core.recovery import Copy, Decision, Held
 from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome
+from reft.core.signals import Agent, Sign, Signal
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
@@ -17,6 +19,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 PROTOCOL = 2  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
+SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest
+REASON_MAX = 300  # characters
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:
@@ -93,6 +97,80 @@ def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
     return Outcome(message.whole, frozenset(message.voids), frozenset(message.unlike))
+
+
+def signal_from(value: int) -> Signal:
+    """A signal.
+
+    Raises:
+        ConfigError: it is none that we know.
+    """
+    try:
+        return Signal(value)
+    except ValueError as error:
+        raise ConfigError(f"{value} is no signal of a node that this reft knows.") from error
+
+
+def signal_to(signal: Signal) -> pb.Signal:
+    return pb.Signal.Name(signal)  # type: ignore[return-value]
+
+
+def agent_from(value: int) -> Agent:
+    """What an agent says.
+
+    Raises:
+        ConfigError: it is nothing that an agent can say.
+    """
+    if value not in pb.AgentPhase.values():
+        raise ConfigError(f"{value} is no phase of an agent that this reft knows.")
+    return Agent(value)
+
+
+def signs_to(signs: Iterable[Sign]) -> list[pb.Sign]:
+    """Signs for one beat: the first is the sender's own, of the others the gravest are sent."""
+    own, *others = signs
+    others.sort(key=lambda sign: -sign.signal)
+    return [_sign_to(sign) for sign in [own, *others][:SIGNS_MAX]]
+
+
+def _sign_to(sign: Sign) -> pb.Sign:
+    message = pb.Sign(node_id=sign.node, signal=signal_to(sign.signal), reason=sign.reason[:REASON_MAX])
+    if sign.stall is not None:
+        message.stall.CopyFrom(
+            pb.Stall(
+                rank=sign.stall.rank, step=sign.stall.step, still_s=sign.stall.still_s, usual_s=sign.stall.usual_s,
+                stopped=sign.stall.stopped,
+            )
+        )  # fmt: skip
+    return message
+
+
+def signs_from(messages: Iterable[pb.Sign]) -> list[Sign]:
+    """The signs of a beat.
+
+    Raises:
+        ConfigError: one has a signal that we don't know.
+    """
+    return [
+        Sign(
+            message.node_id, signal_from(message.signal), message.reason[:REASON_MAX],
+            _stall_from(message.stall) if message.HasField("stall") else None,
+        )
+        for message in messages
+    ]  # fmt: skip
+
+
+def _stall_from(message: pb.Stall) -> Stall:
+    return Stall(message.rank, message.step, message.still_s, message.usual_s, message.stopped)
+
+
+def heard_to(heard_s: Mapping[str, float]) -> list[pb.Heard]:
+    return [pb.Heard(node_id=node, age_ms=max(int(age_s * 1000), 0)) for node, age_s in heard_s.items()]
+
+
+def heard_from(messages: Iterable[pb.Heard]) -> dict[str, float]:
+    """Node → seconds since the sender heard it."""
+    return {message.node_id: message.age_ms / 1000 for message in messages}
 
 
 def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:

@@ -114,11 +114,12 @@ def channel(address: str) -> grpc.Channel:
     return grpc.insecure_channel(check_address(address), options=OPTIONS)
 
 
-def peer_channel(address: str, tls: Tls | None) -> grpc.aio.Channel:
-    """An asyncio channel to another daemon."""
+def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:
+    """An asyncio channel to another daemon; `apart`: with a connection of its own, where gRPC would share one."""
+    options = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1)) if apart else OPTIONS
     if tls is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(check_address(address), options=OPTIONS)
-    return grpc.aio.secure_channel(check_address(address), tls.client(), options=OPTIONS)
+        return grpc.aio.insecure_channel(check_address(address), options=options)
+    return grpc.aio.secure_channel(check_address(address), tls.client(), options=options)
 
 
 def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:

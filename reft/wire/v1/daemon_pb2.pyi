@@ -19,6 +19,23 @@ class Answer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ANSWER_SEALED: _ClassVar[Answer]
     ANSWER_VOID: _ClassVar[Answer]
 
+class Signal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOINING: _ClassVar[Signal]
+    HEALTHY: _ClassVar[Signal]
+    SNAP: _ClassVar[Signal]
+    SUSPECT: _ClassVar[Signal]
+    UNHEALTHY: _ClassVar[Signal]
+    OFFLINE: _ClassVar[Signal]
+    COMPLETED: _ClassVar[Signal]
+
+class AgentPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRAINING: _ClassVar[AgentPhase]
+    STOPPING: _ClassVar[AgentPhase]
+    FAILED: _ClassVar[AgentPhase]
+    FINISHED: _ClassVar[AgentPhase]
+
 class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KEPT: _ClassVar[Place]
@@ -31,6 +48,17 @@ SEALED: SlotState
 NONE: Answer
 ANSWER_SEALED: Answer
 ANSWER_VOID: Answer
+JOINING: Signal
+HEALTHY: Signal
+SNAP: Signal
+SUSPECT: Signal
+UNHEALTHY: Signal
+OFFLINE: Signal
+COMPLETED: Signal
+TRAINING: AgentPhase
+STOPPING: AgentPhase
+FAILED: AgentPhase
+FINISHED: AgentPhase
 KEPT: Place
 CELL: Place
 RIDER: Place
@@ -520,7 +548,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "unlike")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "unlike", "signals")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -536,6 +564,7 @@ class JobStatus(_message.Message):
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_S_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    SIGNALS_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     world: int
@@ -551,10 +580,11 @@ class JobStatus(_message.Message):
     degraded: bool
     degraded_s: float
     unlike: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
+    signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., unlike: _Optional[_Iterable[int]] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain")
+    __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent")
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -566,6 +596,8 @@ class StatusReply(_message.Message):
     ROUND_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     CAPSULE_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    BEAT_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BEATS_SENT_FIELD_NUMBER: _ClassVar[int]
     node: str
     node_id: str
     version: str
@@ -577,7 +609,9 @@ class StatusReply(_message.Message):
     round_bytes_sent: int
     capsule_bytes_sent: int
     domain: str
-    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
+    beat_bytes_sent: int
+    beats_sent: int
+    def __init__(self, node: _Optional[str] = ..., node_id: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., held_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., directory: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., round_bytes_sent: _Optional[int] = ..., capsule_bytes_sent: _Optional[int] = ..., domain: _Optional[str] = ..., beat_bytes_sent: _Optional[int] = ..., beats_sent: _Optional[int] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("job",)
@@ -622,6 +656,130 @@ class Outcome(_message.Message):
 class OutcomeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class NodeSignal(_message.Message):
+    __slots__ = ("node_id", "node", "signal", "reason", "age_s")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    node: str
+    signal: Signal
+    reason: str
+    age_s: float
+    def __init__(self, node_id: _Optional[str] = ..., node: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class AgentBeatRequest(_message.Message):
+    __slots__ = ("job", "node_id", "launch", "round", "pid", "phase", "nodes", "token")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    node_id: str
+    launch: str
+    round: int
+    pid: int
+    phase: AgentPhase
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    token: bytes
+    def __init__(self, job: _Optional[str] = ..., node_id: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., pid: _Optional[int] = ..., phase: _Optional[_Union[AgentPhase, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class AgentBeatReply(_message.Message):
+    __slots__ = ("watchers", "unknown_round")
+    WATCHERS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_ROUND_FIELD_NUMBER: _ClassVar[int]
+    watchers: _containers.RepeatedCompositeFieldContainer[Node]
+    unknown_round: bool
+    def __init__(self, watchers: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., unknown_round: bool = ...) -> None: ...
+
+class SignalsRequest(_message.Message):
+    __slots__ = ("job", "version", "wait_ms")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    version: int
+    wait_ms: int
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class SignalsReply(_message.Message):
+    __slots__ = ("version", "launch", "round", "nodes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    launch: str
+    round: int
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeSignal]
+    def __init__(self, version: _Optional[int] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
+
+class Stall(_message.Message):
+    __slots__ = ("rank", "step", "still_s", "usual_s", "stopped")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    USUAL_S_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    still_s: float
+    usual_s: float
+    stopped: bool
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., still_s: _Optional[float] = ..., usual_s: _Optional[float] = ..., stopped: bool = ...) -> None: ...
+
+class Sign(_message.Message):
+    __slots__ = ("node_id", "signal", "reason", "stall")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STALL_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    signal: Signal
+    reason: str
+    stall: Stall
+    def __init__(self, node_id: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., stall: _Optional[_Union[Stall, _Mapping]] = ...) -> None: ...
+
+class Heard(_message.Message):
+    __slots__ = ("node_id", "age_ms")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    age_ms: int
+    def __init__(self, node_id: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("job", "launch", "round", "source", "target", "signs", "heard")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    SIGNS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    launch: str
+    round: int
+    source: str
+    target: str
+    signs: _containers.RepeatedCompositeFieldContainer[Sign]
+    heard: _containers.RepeatedCompositeFieldContainer[Heard]
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
+
+class BeatReply(_message.Message):
+    __slots__ = ("signs", "heard")
+    SIGNS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
+    signs: _containers.RepeatedCompositeFieldContainer[Sign]
+    heard: _containers.RepeatedCompositeFieldContainer[Heard]
+    def __init__(self, signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
 
 class HandoutRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank", "returned", "slots")

@@ -79,6 +79,16 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.PurgeRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.PurgeReply.FromString,
                 )
+        self.AgentBeat = channel.unary_unary(
+                '/reft.v1.Daemon/AgentBeat',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.AgentBeatRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.AgentBeatReply.FromString,
+                )
+        self.Signals = channel.unary_unary(
+                '/reft.v1.Daemon/Signals',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.SignalsRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.SignalsReply.FromString,
+                )
 
 
 class DaemonServicer(object):
@@ -162,6 +172,18 @@ class DaemonServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AgentBeat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Signals(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DaemonServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -229,6 +251,16 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Purge,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.PurgeRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.PurgeReply.SerializeToString,
+            ),
+            'AgentBeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.AgentBeat,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.AgentBeatRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.AgentBeatReply.SerializeToString,
+            ),
+            'Signals': grpc.unary_unary_rpc_method_handler(
+                    servicer.Signals,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.SignalsRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.SignalsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -461,6 +493,40 @@ class Daemon(object):
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
+    @staticmethod
+    def AgentBeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/AgentBeat',
+            reft_dot_v1_dot_daemon__pb2.AgentBeatRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.AgentBeatReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Signals(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Signals',
+            reft_dot_v1_dot_daemon__pb2.SignalsRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.SignalsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
 
 class PeerStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -486,6 +552,11 @@ class PeerStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.Outcome.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.OutcomeReply.FromString,
                 )
+        self.Beat = channel.unary_unary(
+                '/reft.v1.Peer/Beat',
+                request_serializer=reft_dot_v1_dot_daemon__pb2.BeatRequest.SerializeToString,
+                response_deserializer=reft_dot_v1_dot_daemon__pb2.BeatReply.FromString,
+                )
 
 
 class PeerServicer(object):
@@ -510,6 +581,12 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Beat(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -527,6 +604,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Announce,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.Outcome.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.OutcomeReply.SerializeToString,
+            ),
+            'Beat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Beat,
+                    request_deserializer=reft_dot_v1_dot_daemon__pb2.BeatRequest.FromString,
+                    response_serializer=reft_dot_v1_dot_daemon__pb2.BeatReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -586,5 +668,22 @@ class Peer(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Announce',
             reft_dot_v1_dot_daemon__pb2.Outcome.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.OutcomeReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Beat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/reft.v1.Peer/Beat',
+            reft_dot_v1_dot_daemon__pb2.BeatRequest.SerializeToString,
+            reft_dot_v1_dot_daemon__pb2.BeatReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

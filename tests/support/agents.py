@@ -1,0 +1,100 @@
+"""What stands for a torchrun agent: a process that only lives and beats. `python -m tests.support.agents`, driven by `Agent`.
+
+Its first line of input is an AgentBeatRequest in hex after the address of its own daemon; each further one replaces the
+request: another phase, another round. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from reft.core.signals import BEAT_S
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.daemons import ROOT
+
+TOKEN = bytes(range(32))
+CALL_S = 1.0
+Spawn = Callable[[Sequence[str]], "subprocess.Popen[bytes]"]
+
+
+def spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT)
+
+
+class Agent:
+    """One node's agent.
+
+    Args:
+        address: of its daemon, as the agent sees it.
+        nodes: all members of the round.
+        run: starts its command, with a pipe as input.
+    """
+
+    def __init__(self, address: str, job: str, node_id: str, nodes: Sequence[pb.Node], run: Spawn = spawn) -> None:
+        self.process = run([sys.executable, "-m", "tests.support.agents", address])
+        self.request = pb.AgentBeatRequest(job=job, node_id=node_id, launch="launch", round=1, nodes=nodes, token=TOKEN)
+        self.say()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def say(self, **changes: object) -> None:
+        """Changes what it says from now on."""
+        self.request.MergeFrom(pb.AgentBeatRequest(**changes))
+        assert self.process.stdin is not None
+        self.process.stdin.write(self.request.SerializeToString().hex().encode() + b"\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+def main(address: str) -> None:
+    said: list[pb.AgentBeatRequest] = []
+    ended = threading.Event()
+    watchers: list[pb.Node] = []
+    channels = {address: rpc.channel(address)}
+
+    def listen() -> None:
+        for line in sys.stdin:
+            said.append(pb.AgentBeatRequest.FromString(bytes.fromhex(line)))
+            said[-1].pid = os.getpid()
+        ended.set()
+
+    def send(to: str) -> grpc.Future:
+        if to not in channels:
+            channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
+        stub = pb_grpc.DaemonStub(channels[to])
+        return stub.AgentBeat.future(said[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
+
+    def answered(call: grpc.Future) -> None:
+        if not call.cancelled() and call.exception() is None:
+            watchers[:] = call.result().watchers
+
+    threading.Thread(target=listen, daemon=True).start()
+    # No call waits for another: a stopped daemon must not make the agent silent to the others.
+    while not ended.wait(BEAT_S if said else BEAT_S / 10):
+        if said:
+            send(address).add_done_callback(answered)
+            for node in list(watchers):
+                send(node.addresses[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
