@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -123,8 +125,45 @@ def ep(world: int) -> Built:
     return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
 
 
+def _fsdp1(world: int, use_orig_params: bool, **arguments: Any) -> FSDP:
+    device = torch.device("cpu")
+    whole = model()
+    for i in (1, 2):
+        whole[i] = FSDP(whole[i], use_orig_params=use_orig_params, device_id=device, **arguments)
+    return FSDP(whole, use_orig_params=use_orig_params, device_id=device, **arguments)
+
+
+def fsdp1(world: int) -> Built:
+    whole = _fsdp1(world, False)
+    return whole, adamw(whole)
+
+
+def fsdp1_original(world: int) -> Built:
+    """Each rank has a run of some parameters, and nothing of most."""
+    whole = _fsdp1(world, True)
+    return whole, adamw(whole)
+
+
+def fsdp1_hybrid(world: int) -> Built:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    whole = _fsdp1(world, True, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+
+
+def zero1(world: int) -> Built:
+    """DDP, with the state of each parameter on one rank."""
+    whole = nn.parallel.DistributedDataParallel(model(), find_unused_parameters=True)
+    return whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def zero1_buckets(world: int) -> Built:
+    whole = nn.parallel.DistributedDataParallel(model(), find_unused_parameters=True)
+    return whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.Adam, parameters_as_bucket_view=True, lr=1e-2)
+
+
 BUILDERS: dict[str, Callable[[int], Built]] = {
-    "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp,
+    "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "tp": tp, "ep": ep, "fsdp1": fsdp1,
+    "fsdp1_original": fsdp1_original, "fsdp1_hybrid": fsdp1_hybrid, "zero1": zero1, "zero1_buckets": zero1_buckets,
 }  # fmt: skip
 SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # so many neighbours in a row train on the same data
 

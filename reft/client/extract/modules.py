@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import local_piece
+from reft.client.extract.fsdp1 import flat_parameters
 from reft.client.extract.registry import Named, Names, Removable
 from reft.client.room import Room
 from reft.client.state import Bindings, clean
 from reft.core.layout import Leaf
-from reft.errors import UnsupportedState
 
 
 class Slot(NamedTuple):
@@ -40,13 +40,13 @@ class ModuleExtractor:
     roles = frozenset({"model"})
 
     def check(self, prefix: str, value: nn.Module) -> None:
-        """Refuses FSDP1, which frees and refills its parameters in forward."""
-        for path, part in value.named_modules():
-            if is_a(part, "FullyShardedDataParallel"):
-                raise UnsupportedState(f"{path or 'the model'} is FSDP, which this version does not hold.")
+        """Refuses nothing: what can't be held is found tensor by tensor."""
 
     def parameters(self, prefix: str, value: nn.Module) -> Iterator[Named]:
-        """Sharded parameters where FSDP2 has them, whatever lies in the module now."""
+        """Sharded parameters where FSDP has them, whatever lies in the module now."""
+        for flat in flat_parameters(value):
+            for named in flat.pieces:
+                yield named._replace(name=f"{prefix}.{clean(named.name)}")
         for slot in self.slots(prefix, value, "_parameters"):
             yield Named(slot.name, slot.tensor, *local_piece(slot.name, slot.tensor))
 
@@ -55,21 +55,27 @@ class ModuleExtractor:
         for part in value.modules():
             for container in (part._parameters, part._buffers, part._modules):
                 found.count(container)
+        for flat in flat_parameters(value):
+            found.expect(flat.place, flat.key, flat.place.get(flat.key))
+            for named in flat.pieces:
+                name = f"{prefix}.{clean(named.name)}"
+                found.add(name, {name: named.local}, name, named.local, box=named.box)
         for attribute, staged in (("_parameters", False), ("_buffers", True)):
             for slot in self.slots(prefix, value, attribute):
                 found.add(slot.name, slot.place, slot.key, slot.tensor, staged)
 
     def slots(self, prefix: str, module: nn.Module, attribute: str) -> Iterator[Slot]:
-        """What the module and those in it have.
+        """What the module and those in it have, but for FSDP1's parameters.
 
         Args:
             attribute: "_parameters" or "_buffers".
         """
         sharded = _sharded_by_fsdp2(module) if attribute == "_parameters" else {}
+        flat = {slot for each in flat_parameters(module) for slot in each.slots} if attribute == "_parameters" else ()
         for path, part in module.named_modules():
             container = getattr(part, attribute)
             for name, tensor in container.items():
-                if tensor is not None:
+                if tensor is not None and (id(container), name) not in flat:
                     full = f"{prefix}.{clean(f'{path}.{name}' if path else name)}"
                     yield sharded.get((id(container), name), Slot("", container, name, tensor))._replace(name=full)
 

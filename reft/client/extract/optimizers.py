@@ -66,7 +66,7 @@ class OptimizerExtractor:
     def bind(self, found: Bindings, prefix: str, value: torch.optim.Optimizer, names: Names) -> None:
         """Its state, tensors among its groups' values, and parameters that no model has."""
         owner = self.owner(value)
-        for each in {id(each): each for each in (value, owner)}.values():
+        for each in dict.fromkeys((value, owner)):
             found.expect(vars(each), "state", each.state)
             found.expect(vars(each), "param_groups", each.param_groups)
             found.count(each.state)
@@ -133,7 +133,7 @@ class OptimizerExtractor:
             parameters = [names[id(parameter)] for parameter in group["params"]]
             pairs = [(_twin(named), named) for named in parameters]
             for twin, named in pairs:
-                if named.tensor.requires_grad and not owner.state.get(named.tensor):
+                if _gets_gradient(named) and not owner.state.get(named.tensor):
                     twin.grad = torch.empty_like(twin)
                     twins[twin] = named
             plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
@@ -160,12 +160,16 @@ class OptimizerExtractor:
             groups.append({"params": own, "values": _plain_values(group, but="params")})
         state = self.owner(value).state
         plain = {names[id(key)].name: _plain_values(each) for key, each in state.items() if id(key) in names}
-        return {"class": _class_of(value), "groups": groups, "scalars": {name: v for name, v in plain.items() if v}}
+        return {
+            "class": self._class_of(value),
+            "groups": groups,
+            "scalars": {name: v for name, v in plain.items() if v},
+        }
 
     def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
         """The reverse of `capture`."""
-        if saved["class"] != _class_of(value):
-            raise LayoutChanged(f"the held optimizer is a {saved['class']}, passed was a {_class_of(value)}.")
+        if saved["class"] != self._class_of(value):
+            raise LayoutChanged(f"the held optimizer is a {saved['class']}, passed was a {self._class_of(value)}.")
         live = [[names[id(p)].name for p in group["params"]] for group in value.param_groups]
         if [group["params"] for group in saved["groups"]] != live:
             raise LayoutChanged(
@@ -179,6 +183,10 @@ class OptimizerExtractor:
                 name = names[id(parameter)].name
                 if name in saved["scalars"]:
                     state[parameter].update(from_plain(saved["scalars"][name]))
+
+    def _class_of(self, value: torch.optim.Optimizer) -> str:
+        kinds = [type(each) for each in dict.fromkeys((value, self.owner(value)))]
+        return " of ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
     def hook(
         self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
@@ -203,6 +211,12 @@ def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
     shape = tuple(value.shape)
     cut = ",".join(f"{first}:{first + size}" for first, size in zip(parameter.box.offset, local, strict=True))
     return Box(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
+
+
+def _gets_gradient(named: Named) -> bool:
+    """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
+    is_bare = named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
+    return named.tensor.requires_grad and not is_bare
 
 
 def _twin(named: Named) -> torch.Tensor:
@@ -251,7 +265,3 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
 def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
     """What is no tensor, and so no leaf."""
     return {key: to_plain(v) for key, v in values.items() if not isinstance(v, torch.Tensor) and key != but}
-
-
-def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -123,6 +123,9 @@ _REGISTERED: dict[str, Extractor] = {}
 _BUILT_IN = {
     "torch.nn.modules.module.Module": "reft.client.extract.modules:ModuleExtractor",
     "torch.optim.optimizer.Optimizer": "reft.client.extract.optimizers:OptimizerExtractor",
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
+        "reft.client.extract.zero_redundancy:ZeroRedundancyExtractor"
+    ),
 }
 
 
