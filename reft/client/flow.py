@@ -28,7 +28,7 @@ from reft.wire.slot_format import Bytes
 VERDICT_TAG = (1 << 31) - 1
 
 
-class _Buffers:
+class Buffers:
     """A few buffers of one size, each made when it is first needed."""
 
     def __init__(self, count: int, nbytes: int, is_pinned: bool) -> None:
@@ -97,8 +97,8 @@ class Flow:
         self._under_way: deque[_UnderWay] = deque()
         self._bytes = 0
         self._decodes: deque[Future[None]] = deque()
-        self._stagings = _Buffers(max(self._sizes.window // self._sizes.piece, 1), self._sizes.piece, is_pinned)
-        self._parities = _Buffers(self._sizes.groups, self._sizes.group, False)
+        self._stagings = Buffers(max(self._sizes.window // self._sizes.piece, 1), self._sizes.piece, is_pinned)
+        self._parities = Buffers(self._sizes.groups, self._sizes.group, False)
         self._senders: set[int] = set()
         self._receivers: set[int] = set()
 

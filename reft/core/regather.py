@@ -1,0 +1,366 @@
+"""What travels while the state is brought into another shape: every rank makes the same list, and takes its part in order.
+
+    slot of old rank q     | shard | shard | … | parity | kept |     windows of at most Sizes.piece bytes, of all slots in turn
+      window               ├──────────────┤                          its reader sends to each set of ranks one parcel:
+        parcel             ▓▓  ▓▓▓   ▓                               the bytes that they need, packed
+    capsule of q           | rider | rider |                         the same, of bytes laid end to end
+    lost slot of q         bands: columns of the shards that decode it ─► a rebuilder, which has q's bytes then, a band at a
+                           time, compares them with q's digests, and sends parcels of them
+
+Invariants
+  1. The list is a function of needs, placement, slots at hand and readers: the same on all ranks, in the same order.
+  2. A rank that takes its part in an entry has done so, or is doing so, for all entries before it. The first entry that is not
+     done can therefore always be done: nobody waits in a circle.
+  3. Each needed byte comes to each rank that needs it once: from memory that it reads itself if it lies there, else from one
+     sender.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple
+
+from reft.core.gather import StripeRead, readers, stripe_reads
+from reft.core.layout import ALIGNMENT
+from reft.core.placement import Block, Lane, Placement, ranges
+from reft.core.reshape import Need, Where
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is on its way at a time, in bytes; the same on all ranks.
+
+    Attributes:
+        piece: of what is read, packed and sent at a time.
+        band: of all shards that a lost one is decoded from.
+        window: of messages under way.
+    """
+
+    piece: int = 4 << 20
+    band: int = 16 << 20
+    window: int = 32 << 20
+
+
+class Part(NamedTuple):
+    """Bytes begin..end of a piece, which lie from `at` on in the source, as far as a need wants them."""
+
+    need: Need
+    at: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are wanted."""
+        return self.need.copy.bytes_within(self.begin, self.end)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one rank gives to one set of ranks, itself perhaps among them.
+
+    Attributes:
+        where: SLOT: the slot of old rank `owner`, by `at`; CAPSULE: its riders, end to end; CELL: what was decoded of its slot.
+        begin, end: what is read of the source.
+        parts: in the order of the source.
+        sender: new rank.
+        receivers: new ranks, ascending.
+        nbytes: of all parts.
+    """
+
+    where: Where
+    owner: int
+    begin: int
+    end: int
+    parts: tuple[Part, ...]
+    sender: int
+    receivers: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Band:
+    """Columns begin..end of every packet of one lost shard, and where they are decoded.
+
+    Attributes:
+        owner: the old rank that lost it.
+        block: of its slot.
+        lane: of the block.
+        read: which shards are taken, and which are decoded from them.
+        inputs: for each of read.shards: the old rank whose slot has it, and its offset there.
+        rebuilder: new rank.
+        is_last: of the lost slot.
+        parcels: of what was decoded.
+    """
+
+    owner: int
+    block: Block
+    lane: Lane
+    read: StripeRead
+    begin: int
+    end: int
+    inputs: tuple[tuple[int, int], ...]
+    rebuilder: int
+    is_last: bool
+    parcels: tuple[Parcel, ...]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The band in the shard, in the order of its bytes."""
+        return bands(self.lane, self.begin, self.end)
+
+
+class Extent(NamedTuple):
+    """Bytes begin..end of a source: bytes of a piece from `first` on. `only` are the new ranks that take it from here."""
+
+    begin: int
+    end: int
+    first: int
+    needs: Sequence[Need]
+    only: frozenset[int] | None
+
+
+def bands(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
+    """Columns begin..end of every packet of a shard, as ranges of its bytes."""
+    if (begin, end) == (0, lane.packet_bytes):
+        return [(0, lane.shard_bytes)]  # packets one after the other are one range
+    return [(r * lane.packet_bytes + begin, r * lane.packet_bytes + end) for r in range(lane.code.w)]
+
+
+def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], world: int) -> dict[int, int]:
+    """Who reads each slot, where the new job may have fewer ranks than the old: old rank → new rank.
+
+    As `gather.readers`; what lies on a node that nobody runs on is shared out among all ranks.
+
+    Args:
+        sources: old rank → id of the node that has its slot.
+        nodes: id of each node → the ranks that run there now.
+        world: how many ranks there are now.
+    """
+    near = readers({rank: node for rank, node in sources.items() if node in nodes}, nodes)
+    load = dict.fromkeys(range(world), 0)
+    for reader in near.values():
+        load[reader] += 1
+    for rank in sorted(sources.keys() - near.keys()):
+        near[rank] = min(load, key=lambda each: (load[each], each != rank, each))
+        load[near[rank]] += 1
+    return dict(sorted(near.items()))
+
+
+@dataclass(frozen=True)
+class Regather:
+    """Makes the list.
+
+    Args:
+        needs: what goes where.
+        placement: under which the slots were written.
+        reader_of: old rank → new rank that reads its slot, for all slots at hand.
+        keeper_of: old rank → new rank that has its capsule.
+        world: how many new ranks there are.
+        sizes: of pieces and bands.
+    """
+
+    needs: Sequence[Need]
+    placement: Placement
+    reader_of: Mapping[int, int]
+    keeper_of: Mapping[int, int]
+    world: int
+    sizes: Sizes
+    _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
+    _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[Parcel | Band]:
+        """The list.
+
+        Raises:
+            ValueError: a stripe can't be decoded from the slots at hand.
+        """
+        slots = [self._slot(rank) for rank in self.reader_of]
+        riders = [self._windows(Where.CAPSULE, rank, self.riders(rank), self.keeper_of[rank]) for rank in self._riding]
+        lost = [self._lost(rank) for rank in range(len(self.placement.domains)) if rank not in self.reader_of]
+        for turn in (slots, riders, lost):
+            for row in zip_longest(*turn):
+                yield from (entry for entry in row if entry is not None)
+
+    def riders(self, owner: int) -> list[Extent]:
+        """The riders of an old rank that somebody needs, end to end in the order of their names."""
+        found, at = [], 0
+        for needs in self._riding[owner].values():
+            found.append(Extent(at, at + needs[0].piece.nbytes, 0, needs, None))
+            at += needs[0].piece.nbytes
+        return found
+
+    def is_rebuilt(self, owner: int) -> bool:
+        """Whether an old rank's slot is lost, and there are not copies of all that it held of the cells."""
+        part = self.placement.part(owner)
+        lanes = [self.placement.lanes[block.lane] for block in part.blocks[: part.data_blocks]]
+        return owner not in self.reader_of and any(lane.code.k > 1 for lane in lanes)
+
+    @cached_property
+    def _riding(self) -> dict[int, dict[str, list[Need]]]:
+        found: dict[int, dict[str, list[Need]]] = {}
+        for need in self.needs:
+            if need.seat.where is Where.CAPSULE:
+                found.setdefault(need.seat.owner, {}).setdefault(need.piece.name, []).append(need)
+        return {owner: dict(sorted(names.items())) for owner, names in sorted(found.items())}
+
+    @cached_property
+    def _by_cell(self) -> dict[int, dict[int, list[Need]]]:
+        """cell → offset in it → the needs of the piece there."""
+        found: defaultdict[int, defaultdict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
+        for need in self.needs:
+            if need.seat.where is Where.CELL:
+                found[need.seat.owner][need.seat.offset].append(need)
+        return {cell: dict(sorted(offsets.items())) for cell, offsets in found.items()}
+
+    @cached_property
+    def _offsets(self) -> dict[int, list[int]]:
+        return {cell: list(offsets) for cell, offsets in self._by_cell.items()}
+
+    @cached_property
+    def _by_slot(self) -> dict[int, dict[int, list[Need]]]:
+        """old rank → offset in its slot → the needs of the kept piece there."""
+        found: defaultdict[int, defaultdict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
+        for need in self.needs:
+            if need.seat.where is Where.SLOT:
+                found[need.seat.owner][need.seat.offset].append(need)
+        return {rank: dict(sorted(offsets.items())) for rank, offsets in found.items()}
+
+    # Slots at hand
+
+    def _slot(self, owner: int) -> Iterator[Parcel]:
+        part = self.placement.part(owner)
+        blocks = [self._block(block, self._only(block, owner)) for block in part.blocks[: part.data_blocks]]
+        kept = (
+            Extent(at, at + needs[0].piece.nbytes, 0, needs, None) for at, needs in self._by_slot.get(owner, {}).items()
+        )
+        # Copies that are numbered as parity hold data too: their reader needs no message for it.
+        copies = [
+            self._block(block, self._only(block, owner))
+            for block in part.blocks[part.data_blocks :]
+            if self.placement.lanes[block.lane].code.k == 1
+        ]
+        extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), kept)
+        yield from self._windows(Where.SLOT, owner, extents, self.reader_of[owner])
+
+    def _block(self, block: Block, only: frozenset[int] | None) -> Iterator[Extent]:
+        """What somebody needs of a block of data, in the order of its bytes."""
+        lane = self.placement.lanes[block.lane]
+        if lane.cell not in self._by_cell or only == frozenset():
+            return
+        shard = block.shard if lane.code.k > 1 else 0
+        begin, end, _ = ranges(lane, block.stripe, shard)
+        offsets, needs = self._offsets[lane.cell], self._by_cell[lane.cell]
+        for offset in islice(offsets, max(bisect_right(offsets, begin) - 1, 0), None):
+            if offset >= end:
+                break
+            first, last = max(begin, offset), min(end, offset + needs[offset][0].piece.nbytes)
+            if first < last:
+                at = block.offset + first - begin
+                yield Extent(at, at + last - first, first - offset, needs[offset], only)
+
+    def _only(self, block: Block, owner: int) -> frozenset[int] | None:
+        """The new ranks that take a block from this slot; None means all that need it."""
+        lane = self.placement.lanes[block.lane]
+        if lane.code.k > 1 or not lane.code.f:
+            return None
+        holders = [lane.members[lane.member_of(block.stripe, shard)] for shard in range(lane.code.f + 1)]
+        at_hand: dict[int, int] = {}
+        for old in holders:
+            if old in self.reader_of:
+                at_hand.setdefault(self.reader_of[old], old)
+        mine = self.reader_of[owner]
+        first = next(old for old in holders if old in self.reader_of)
+        takers = {mine} if at_hand[mine] == owner else set()
+        if first == owner:
+            takers |= set(range(self.world)) - at_hand.keys()
+        return frozenset(takers)
+
+    # Parcels
+
+    def _windows(self, where: Where, owner: int, extents: Iterable[Extent], sender: int) -> Iterator[Parcel]:
+        """Extents in their order, as parcels of what lies within each window."""
+        window, parts = -1, dict[tuple[int, ...], list[Part]]()
+        for extent in extents:
+            at = extent.begin
+            while at < extent.end:
+                number = at // self.sizes.piece
+                if number != window:
+                    yield from self._parcels(where, owner, parts, sender)
+                    window, parts = number, {}
+                end = min(extent.end, (number + 1) * self.sizes.piece)
+                self._cut(extent, at, end, parts)
+                at = end
+        yield from self._parcels(where, owner, parts, sender)
+
+    def _cut(self, extent: Extent, at: int, end: int, parts: dict[tuple[int, ...], list[Part]]) -> None:
+        """Adds what is needed of bytes at..end of the source, by who needs it."""
+        begin = extent.first + at - extent.begin
+        for need in extent.needs:
+            receivers = need.receivers
+            if extent.only is not None:
+                receivers = tuple(rank for rank in receivers if rank in extent.only)
+            part = Part(need, at, begin, begin + end - at)
+            if receivers and part.nbytes:
+                parts.setdefault(receivers, []).append(part)
+
+    def _parcels(
+        self, where: Where, owner: int, parts: Mapping[tuple[int, ...], Sequence[Part]], sender: int
+    ) -> Iterator[Parcel]:
+        for receivers, found in parts.items():
+            begin, end = found[0].at, max(part.at + part.end - part.begin for part in found)
+            nbytes = sum(part.nbytes for part in found)
+            yield Parcel(where, owner, begin, end, tuple(found), sender, receivers, nbytes)
+
+    # Lost slots
+
+    def _lost(self, owner: int) -> Iterator[Band]:
+        """The data shards of a lost slot; nothing if there are copies of them all."""
+        if not self.is_rebuilt(owner):
+            return
+        part = self.placement.part(owner)
+        blocks = part.blocks[: part.data_blocks]
+        for i, block in enumerate(blocks):
+            lane, read = self.placement.lanes[block.lane], self._read(block)
+            inputs = tuple(self._input(block, shard) for shard in read.shards)
+            # One after the other, so that the columns of all packets that are read fit into Sizes.band.
+            width = self.sizes.band // ((lane.code.k + len(read.lost)) * lane.code.w)
+            width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
+            for begin in range(0, lane.packet_bytes, width):
+                end = min(begin + width, lane.packet_bytes)
+                is_last = i == len(blocks) - 1 and end == lane.packet_bytes
+                rebuilder = owner % self.world
+                band = Band(owner, block, lane, read, begin, end, inputs, rebuilder, is_last, ())
+                yield replace(band, parcels=tuple(self._decoded(band)))
+
+    def _decoded(self, band: Band) -> Iterator[Parcel]:
+        """What somebody needs of a band."""
+        if band.lane.code.k == 1:  # a copy, which its reader sends: here it is only compared with its digests
+            return
+        extents = list(self._block(band.block, None))
+        cut = []
+        for begin, end in band.ranges:
+            at, upto = band.block.offset + begin, band.block.offset + end
+            for extent in extents:
+                if extent.begin < upto and at < extent.end:
+                    first = extent.first + max(at - extent.begin, 0)
+                    cut.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
+        yield from self._windows(Where.CELL, band.owner, cut, band.rebuilder)
+
+    def _read(self, block: Block) -> StripeRead:
+        if block.lane not in self._reads:
+            self._reads[block.lane] = stripe_reads(self.placement, block.lane, self.reader_of)
+        return self._reads[block.lane][block.stripe]
+
+    def _input(self, block: Block, shard: int) -> tuple[int, int]:
+        """The old rank that has another shard of the block's stripe, and its offset in the slot."""
+        lane = self.placement.lanes[block.lane]
+        old = lane.members[lane.member_of(block.stripe, shard)]
+        if old not in self._places:
+            self._places[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
+        return old, self._places[old][block.lane, block.stripe, shard]

@@ -1,0 +1,358 @@
+"""Another shape: which old pieces of the state every rank of a new job needs, whatever was sharded how over how many ranks.
+
+    old ranks' leaves ─► pieces: what each is, and where it lies ┐
+                         (a cell │ a rank's slot │ its capsule)  ├─► needs: this part of that piece, to these new ranks
+    new ranks' leaves ─► wanted: what each is, and who wants it  ┘   or: what does not fit, by name
+
+Invariants
+  1. Each element of each wanted leaf is taken from exactly one old piece; each element that was held is wanted by someone.
+     Else the leaf is named, and nothing is loaded.
+  2. Only a piece of the same name, dtype and global shape is taken: nothing is converted, nothing is guessed.
+  3. Bytes of a cell are the same on all its holders. Of pieces that each rank keeps for itself, a new rank takes the one of
+     the old rank of its own number; if that had none, the lowest.
+  4. The same leaves give the same needs on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reft.core.boxes import Copy, overlap
+from reft.core.layout import Leaf
+from reft.core.placement import Placement
+
+OPTIMIZER = "optimizer."  # what names of leaves begin with that an optimizer may not have made yet
+
+
+class Where(Enum):
+    """What an old piece lies in."""
+
+    CELL = "cell"
+    SLOT = "slot"
+    CAPSULE = "capsule"
+
+
+class Seat(NamedTuple):
+    """Where a piece lies: at `offset` of cell `owner`, or of the data of old rank `owner`'s slot; or in its capsule."""
+
+    where: Where
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Own:
+    """What an old rank's slot or capsule says, beyond what its epoch's manifest had foreseen.
+
+    Attributes:
+        absent: names of foreseen leaves that did not exist.
+        others: leaves that were not foreseen, or not so, and where they lie in the slot's data; None: in the capsule.
+    """
+
+    absent: frozenset[str] = frozenset()
+    others: tuple[tuple[Leaf, int | None], ...] = ()
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """Names that do not lie where the placement says."""
+        return self.absent | {leaf.name for leaf, _ in self.others}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One piece of one tensor of the old job, and every place where it lies; one place if that is a cell."""
+
+    leaf: Leaf
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What goes from one old piece into one leaf of some new ranks.
+
+    Attributes:
+        piece: the old leaf.
+        seat: where it is taken from.
+        leaf: the new one.
+        copy: which of its bytes.
+        receivers: new ranks, ascending.
+    """
+
+    piece: Leaf
+    seat: Seat
+    leaf: Leaf
+    copy: Copy
+    receivers: tuple[int, ...]
+
+
+@dataclass
+class Match:
+    """How the old state becomes the new one.
+
+    Attributes:
+        needs: in the order of the new leaves' names.
+        problems: a line for each leaf that does not fit; with any, nothing may be loaded.
+        own: names of leaves of which several old ranks kept their own, perhaps unlike, copies.
+    """
+
+    needs: list[Need] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+
+
+def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> bool:
+    """Whether every new rank has the same pieces as the old rank of its number, so that it can take over what that had.
+
+    A leaf that only one of the two jobs has says nothing of the shape: it is another model then, and refused elsewhere.
+
+    Args:
+        old, new: the leaves of each rank; one object for ranks that have the same.
+    """
+    if len(old) != len(new):
+        return False
+    seen: set[tuple[int, int]] = set()
+    shared = _names(old) & _names(new)
+    for before, after in zip(old, new, strict=True):
+        if (id(before), id(after)) in seen:
+            continue
+        seen.add((id(before), id(after)))
+        if _boxes(before, shared) != _boxes(after, shared):
+            return False
+    return True
+
+
+def _names(ranks: Sequence[Iterable[Leaf]]) -> set[str]:
+    return {leaf.name for leaves in {id(each): each for each in ranks}.values() for leaf in leaves}
+
+
+def _boxes(leaves: Iterable[Leaf], names: Collection[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {leaf.name: (leaf.global_offset, leaf.shape) for leaf in leaves if leaf.name in names}
+
+
+# What is held
+
+
+def pieces_of(
+    placement: Placement, leaves_of: Callable[[int], Mapping[str, Leaf]], owns: Mapping[int, Own]
+) -> tuple[list[Piece], list[str]]:
+    """All pieces of the old job's state, and what contradicts itself, a line each.
+
+    Args:
+        placement: under which they were written.
+        leaves_of: old rank → its foreseen leaves, by name.
+        owns: what each old rank says of its own.
+    """
+    found: dict[Leaf, list[Seat]] = {}
+    problems = []
+    nothing: frozenset[str] = frozenset()
+    missing = [owns[rank].missing if rank in owns else nothing for rank in range(len(placement.domains))]
+    for number, cell in enumerate(placement.division.cells):
+        sets = {missing[rank] for rank in cell.holders}
+        for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+            without = sum(leaf.name in each for each in sets)
+            if not without:
+                found.setdefault(leaf, []).append(Seat(Where.CELL, number, offset))
+            elif without < len(sets):
+                problems.append(f"{leaf.name}: some of the ranks that should have had it did not")
+    for rank, own in sorted(owns.items()):
+        for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
+            found.setdefault(replace(leaf, staged=False), []).append(seat)
+    return [Piece(leaf, tuple(seats)) for leaf, seats in found.items() if leaf.nbytes], problems
+
+
+def _own_pieces(placement: Placement, leaves: Mapping[str, Leaf], rank: int, own: Own) -> Iterator[tuple[Leaf, Seat]]:
+    """What only this rank's slot or capsule has."""
+    digest = placement.division.layout_of[rank]
+    missing = own.missing
+    kept = placement.division.kept[digest]
+    if kept.leaves:
+        begin = placement.part(rank).kept_offset
+        for leaf, offset in zip(kept.leaves, kept.offsets, strict=True):
+            if leaf.name not in missing:
+                yield leaf, Seat(Where.SLOT, rank, begin + offset)
+    for name in placement.division.riders[digest]:
+        if name not in missing:
+            yield leaves[name], Seat(Where.CAPSULE, rank, 0)
+    for leaf, place in own.others:
+        yield leaf, Seat(Where.CAPSULE, rank, 0) if place is None else Seat(Where.SLOT, rank, place)
+
+
+# What is wanted
+
+
+def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[Piece]) -> list[tuple[Leaf, ...]]:
+    """The leaves that each new rank is to have: all of its own, but of the optimizer's only those that were made.
+
+    Args:
+        new: the leaves that are foreseen for each new rank; one object for ranks that have the same.
+        pieces: what is held.
+    """
+    held = {piece.leaf.name for piece in pieces}
+    found: dict[int, tuple[Leaf, ...]] = {}
+    for leaves in new:
+        if id(leaves) not in found:
+            found[id(leaves)] = tuple(
+                leaf for leaf in leaves if not leaf.name.startswith(OPTIMIZER) or leaf.name in held
+            )
+    return [found[id(leaves)] for leaves in new]
+
+
+def match(pieces: Sequence[Piece], wanted: Sequence[Sequence[Leaf]], unequal: Collection[str] = ()) -> Match:
+    """Which part of which piece goes where.
+
+    Args:
+        pieces: what is held.
+        wanted: the leaves of each new rank.
+        unequal: names of leaves, foreseen as replicas, that the old ranks were found to hold with unlike bytes.
+    """
+    done = Match()
+    held: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        held.setdefault(piece.leaf.name, []).append(piece)
+    takers = _takers(wanted)
+    for name in sorted(takers):
+        _Tensor(name, held.get(name, []), takers[name], name in unequal).match(done)
+    for name in sorted(held.keys() - takers.keys()):
+        done.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
+    return done
+
+
+def _takers(wanted: Sequence[Sequence[Leaf]]) -> dict[str, dict[Leaf, list[int]]]:
+    """name → leaf → the new ranks that want it."""
+    ranks: dict[int, list[int]] = {}
+    for rank, leaves in enumerate(wanted):
+        ranks.setdefault(id(leaves), []).append(rank)
+    found: dict[str, dict[Leaf, list[int]]] = {}
+    for leaves in {id(each): each for each in wanted}.values():
+        for leaf in leaves:
+            whole = replace(leaf, staged=False)
+            found.setdefault(leaf.name, {}).setdefault(whole, []).extend(ranks[id(leaves)])
+    return found
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the state, and who wants it."""
+
+    name: str
+    pieces: Sequence[Piece]
+    takers: Mapping[Leaf, Sequence[int]]
+    is_unequal: bool
+
+    def match(self, done: Match) -> None:
+        problem = self._problem()
+        boxes = _Boxes.of(self.pieces) if not problem else None
+        if boxes is not None and boxes.cross:
+            problem = "it is held in pieces that overlap"
+        if problem or boxes is None:
+            done.problems.append(f"{self.name}: {problem}")
+            return
+        if any(len(piece.seats) > 1 for piece in boxes.pieces):
+            done.own.append(self.name)
+        taken = dict.fromkeys(range(len(boxes.pieces)), 0)
+        for leaf, ranks in self.takers.items():
+            nbytes = 0
+            for index in boxes.touching(leaf):
+                piece = boxes.pieces[index]
+                copy = overlap(piece.leaf, leaf)
+                assert copy is not None, "boxes that touch have bytes in common"
+                nbytes += copy.nbytes
+                taken[index] += copy.nbytes
+                for seat, receivers in _seated(piece.seats, sorted(ranks)):
+                    done.needs.append(Need(piece.leaf, seat, leaf, copy, receivers))
+            if nbytes != leaf.nbytes:
+                done.problems.append(
+                    f"{self.name}: {leaf.nbytes - nbytes} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
+                )
+        for index, nbytes in taken.items():
+            leaf = boxes.pieces[index].leaf
+            if nbytes < leaf.nbytes:
+                done.problems.append(
+                    f"{self.name}: {leaf.nbytes - nbytes} bytes of held {leaf.describe()} find no rank"
+                )
+
+    def _problem(self) -> str:
+        """Why nothing of this tensor can be taken; empty if it can."""
+        wanted = [leaf for leaf in self.takers if leaf.nbytes]
+        if not wanted or not self.pieces:
+            return f"not held, {wanted[0].describe()} in the new job" if wanted else ""
+        held = [piece.leaf for piece in self.pieces]
+        kinds = {(leaf.dtype, leaf.global_shape): leaf for leaf in (*held, *wanted)}
+        if len(kinds) > 1:
+            return f"held {_whole(held[0])}, {_whole(wanted[-1])} in the new job"
+        if self.is_unequal and any(len(piece.seats) > 1 for piece in self.pieces):
+            return "the ranks held unlike bytes of it, and nobody can say which are right in another shape"
+        return ""
+
+
+def _whole(leaf: Leaf) -> str:
+    return f"{leaf.dtype} {list(leaf.global_shape)}"
+
+
+def _seated(seats: Sequence[Seat], ranks: Sequence[int]) -> Iterator[tuple[Seat, tuple[int, ...]]]:
+    """Who takes a piece from which of its seats."""
+    if len(seats) == 1:
+        yield seats[0], tuple(ranks)
+        return
+    mine = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
+    lowest = seats[0] if seats[0].where is Where.CELL else mine[min(mine)]
+    takers: dict[Seat, list[int]] = {}
+    for rank in ranks:
+        seat = mine.get(rank, lowest) if lowest.where is not Where.CELL else lowest
+        takers.setdefault(seat, []).append(rank)
+    for seat, receivers in takers.items():
+        yield seat, tuple(receivers)
+
+
+@dataclass(frozen=True)
+class _Boxes:
+    """The pieces of one tensor, one for each box.
+
+    Attributes:
+        begins, ends: int64 [pieces, dimensions], global indices.
+        cross: whether two of them have elements in common.
+    """
+
+    pieces: tuple[Piece, ...]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    cross: bool
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> _Boxes:
+        boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
+        # The same box in other strides is the same piece again: one in a cell first, then that of the lowest rank.
+        for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not Where.CELL, piece.seats[0].owner)):
+            boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
+        found = tuple(boxes.values())
+        dims = len(found[0].leaf.shape) if found else 0
+        begins = np.array([piece.leaf.global_offset for piece in found], np.int64).reshape(len(found), dims)
+        ends = begins + np.array([piece.leaf.shape for piece in found], np.int64).reshape(len(found), dims)
+        whole = math.prod(found[0].leaf.global_shape) if found else 0
+        # Disjoint pieces can't have more elements than the whole; and to look at each pair is dear, so look at each once.
+        cross = sum(math.prod(piece.leaf.shape) for piece in found) > whole or any(
+            bool(_hits(begins[i + 1 :], ends[i + 1 :], begins[i], ends[i]).any()) for i in range(len(found) - 1)
+        )
+        return cls(found, begins, ends, cross)
+
+    def touching(self, leaf: Leaf) -> list[int]:
+        """The pieces that have elements in common with a leaf."""
+        begin = np.array(leaf.global_offset, np.int64)
+        end = begin + np.array(leaf.shape, np.int64)
+        found: list[int] = np.flatnonzero(_hits(self.begins, self.ends, begin, end)).tolist()
+        return found if leaf.nbytes else []
+
+
+def _hits(
+    begins: NDArray[np.int64], ends: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Which of the boxes have elements in common with one: bool [n]."""
+    found: NDArray[np.bool_] = np.all(np.maximum(begins, begin) < np.minimum(ends, end), axis=1)
+    return found

@@ -1,0 +1,124 @@
+"""A job comes back in another shape: every new rank gets its pieces, bit for bit, whatever was lost within bounds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from reft.client.cell_space import CellSpace
+from reft.client.checked import Source
+from reft.client.rebuilding import Proof
+from reft.client.reflow import Reflow
+from reft.core.gather import alike as lanes_alike
+from reft.core.gather import undecodable
+from reft.core.layout import pack
+from reft.core.regather import Regather, Sizes, readers_of
+from reft.core.reshape import Match, Own, match, pieces_of, wanted_leaves
+from tests.support.shapes import Shape, placement_for, random_shape, whole_state
+from tests.support.shards import Postbox, Tensors, make_slot, on_all, plain_bytes
+
+CHUNK = 4096
+SMALL = Sizes(piece=8 << 10, band=32 << 10, window=32 << 10)
+
+
+class Move:
+    """A state that a job of one shape held, and a job of another shape that is to have it."""
+
+    def __init__(self, whole: Tensors, old: Shape, new: Shape, domains: Sequence[int], scheme: str = "auto",
+                 tolerate: int | None = 1, own: Sequence[str] = ()) -> None:  # fmt: skip
+        self.whole, self.old, self.new, self.domains = whole, old, new, domains
+        self.before, tensors = old.states(whole)
+        self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own)
+        self.slots = [make_slot(self.placement, rank, tensors[rank]) for rank in range(old.world)]
+        division = self.placement.division
+        self.riders = [
+            {name: plain_bytes(tensors[rank][name]).tobytes() for name in division.riders[division.layout_of[rank]]}
+            for rank in range(old.world)
+        ]
+        self.tensors = tensors
+
+    def match(self, unequal: Collection[str] = ()) -> Match:
+        tables = [{leaf.name: leaf for leaf in leaves} for leaves in self.before]
+        owns = {rank: Own() for rank in range(self.old.world)}
+        pieces, problems = pieces_of(self.placement, lambda rank: tables[rank], owns)
+        assert not problems
+        after, _ = self.new.states(self.whole)
+        return match(pieces, wanted_leaves(after, pieces), unequal)
+
+    def can_lose(self, ranks: Collection[int]) -> bool:
+        """Whether what these ranks' slots held can be had without them."""
+        have = np.ones(self.old.world, np.bool_)
+        have[list(ranks)] = False
+        kept = any(self.placement.part(rank).kept.leaves for rank in ranks)
+        return not kept and not undecodable(lanes_alike(self.placement.lanes), have)
+
+    def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: Sizes = SMALL,
+             box: Postbox | None = None) -> list[Any]:  # fmt: skip
+        """All new ranks load, each in a thread; (damaged, wrong chunks) of each."""
+        found = self.match()
+        assert not found.problems, found.problems
+        have = {rank: f"node{self.domains[rank]}" for rank in range(self.old.world) if rank not in lost}
+        where = nodes or {f"node{rank}": [rank] for rank in range(self.new.world)}
+        readers = readers_of(have, where, self.new.world)
+        keepers = {rank: readers.get(rank, rank % self.new.world) for rank in range(self.old.world)}
+        regather = Regather(found.needs, self.placement, readers, keepers, self.new.world, sizes)
+        box = box or Postbox()
+        self.live: list[Tensors] = [{}] * self.new.world
+
+        def one(rank: int) -> Any:
+            leaves, tensors = self.new.state(self.whole, rank)
+            self.live[rank] = {name: blank(tensor) for name, tensor in tensors.items()}
+            layout = pack(leaves)
+            space = CellSpace(layout.leaves, layout.offsets, self.live[rank])
+            offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
+            slots = {
+                old: Source(self.slots[old], self.placement, old, lambda _: None)
+                for old, reader in readers.items()
+                if reader == rank
+            }
+            riders = {old: self.riders[old] for old, keeper in keepers.items() if keeper == rank}
+            proofs = {old: self.proof(old) for old in lost if old % self.new.world == rank}
+            Reflow(box.of(rank), rank, regather, slots, riders, proofs, space, offsets, False).run()
+            wrong = {old: proof.finish() for old, proof in proofs.items() if regather.is_rebuilt(old)}
+            return [old for old, source in slots.items() if source.is_bad], {o: w for o, w in wrong.items() if w}
+
+        return on_all(self.new.world, one)
+
+    def proof(self, old: int) -> Proof:
+        slot, part = self.slots[old], self.placement.part(old)
+        end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
+        return Proof(slot.digests[: slot.chunks].copy(), CHUNK, end)
+
+    def is_whole(self) -> bool:
+        _, expected = self.new.states(self.whole)
+        return all(
+            set(live) == set(tensors)
+            and all(np.array_equal(plain_bytes(live[n]), plain_bytes(tensors[n])) for n in tensors)
+            for live, tensors in zip(self.live, expected, strict=True)
+        )
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).fill_(1)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_shape_becomes_any_other(seed):
+    rng = random.Random(seed)
+    whole = whole_state(rng, rng.randint(1, 12), rng.choice((10, 300, 3000)))
+    old, new = random_shape(rng, whole), random_shape(rng, whole)
+    per_node = rng.choice((1, 1, 2, 3))
+    domains = [rank // per_node for rank in range(old.world)]
+    move = Move(whole, old, new, domains, rng.choice(("auto", "aec", "arc", "none")), rng.choice((None, 1, 2)))
+    nodes: dict[str, list[int]] = {}
+    for rank in range(new.world):
+        nodes.setdefault(f"node{rng.randrange(new.world + 1)}", []).append(rank)
+    lost = [rank for rank in range(old.world) if domains[rank] == rng.choice(domains)]
+    for gone in ([], lost) if move.can_lose(lost) else ([],):
+        assert move.load(gone, nodes) == [([], {})] * new.world
+        assert move.is_whole()

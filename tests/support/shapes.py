@@ -1,0 +1,129 @@
+"""Jobs of any shape in one process: a mesh, tensors that are cut over it, and what each rank's slot then holds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reft.client.state import leaf_of
+from reft.core.cells import RIDERS_MAX, divide
+from reft.core.layout import Layout, Leaf, pack
+from reft.core.placement import Placement, place
+from tests.support.shards import Tensors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.complex128)
+Cut = tuple[int | None, ...]  # for each dimension of the mesh the tensor's dimension that it shards; None: replicated
+
+
+def box(mesh: Sequence[int], rank: int, cut: Cut, shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Offset and shape of a rank's piece, cut as torch.chunk does it: the last ones are smaller, or empty."""
+    offset, size = [0] * len(shape), list(shape)
+    strides = [math.prod(mesh[i + 1 :]) for i in range(len(mesh))]
+    for length, stride, dim in zip(mesh, strides, cut, strict=True):
+        if dim is not None:
+            step = -(-size[dim] // length)
+            begin = min(rank // stride % length * step, size[dim])
+            offset[dim] += begin
+            size[dim] = min(step, size[dim] - begin)
+    return offset, size
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A job: how each tensor is cut over which mesh, and who has it at all.
+
+    Attributes:
+        mesh: how many ranks along each dimension.
+        cuts: name → cut.
+        stages: name → the index along the first dimension of the mesh that alone has it; others have none of it.
+        orders: name → in which order the dimensions of a piece lie in memory; row-major if it is not there.
+    """
+
+    mesh: tuple[int, ...]
+    cuts: dict[str, Cut]
+    stages: dict[str, int]
+    orders: dict[str, tuple[int, ...]]
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh)
+
+    def state(self, whole: Tensors, rank: int) -> tuple[list[Leaf], Tensors]:
+        """A rank's leaves and tensors."""
+        leaves, tensors = [], {}
+        for name, tensor in whole.items():
+            stage = self.stages.get(name)
+            if stage is not None and rank // math.prod(self.mesh[1:]) != stage:
+                continue
+            offset, size = box(self.mesh, rank, self.cuts[name], tensor.shape)
+            local = tensor[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
+            order = self.orders.get(name, tuple(range(tensor.dim())))
+            back = [order.index(d) for d in range(len(order))]
+            local = local.permute(order).contiguous().permute(back) if order else local
+            leaf = leaf_of(name, local, False)
+            leaves.append(replace(leaf, global_shape=tuple(tensor.shape), global_offset=tuple(offset)))
+            tensors[name] = local
+        return leaves, tensors
+
+    def states(self, whole: Tensors) -> tuple[list[list[Leaf]], list[Tensors]]:
+        """The same of all ranks."""
+        found = [self.state(whole, rank) for rank in range(self.world)]
+        return [leaves for leaves, _ in found], [tensors for _, tensors in found]
+
+
+def placement_for(
+    leaves: Sequence[Sequence[Leaf]], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int,
+    own: Sequence[str] = (),
+) -> Placement:  # fmt: skip
+    """The placement of a job whose ranks have these leaves; of those in `own` each rank keeps its own."""
+    layouts: dict[bytes, Layout] = {}
+    index = []
+    for each in leaves:
+        layout = pack(each)
+        layouts[layout.digest] = layout
+        index.append(layout.digest)
+    riders_max = RIDERS_MAX if len(set(domains)) > 1 else 0
+    return place(divide(layouts, index, own, riders_max), domains, scheme, tolerate, chunk_bytes)
+
+
+def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:
+    """Tensors of random shapes and kinds, with random bytes."""
+    found: Tensors = {}
+    for i in range(count):
+        dims = rng.choice((0, 1, 1, 2, 2, 2, 3))
+        shape = [
+            max(1, min(int(rng.expovariate(1 / (elements ** (1 / max(dims, 1))))), 4 * elements)) for _ in range(dims)
+        ]
+        dtype = rng.choice(DTYPES)
+        item = torch.empty((), dtype=dtype).element_size()
+        generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
+        top = 2 if dtype == torch.bool else 256
+        raw = torch.randint(0, top, (math.prod(shape) * item,), generator=generator, dtype=torch.uint8)
+        found[f"t{i}"] = raw.view(dtype).reshape(shape)
+    return found
+
+
+def random_shape(rng: random.Random, whole: Tensors, ranks_max: int = 16) -> Shape:
+    """A random mesh of up to three dimensions, with a random cut of each tensor."""
+    while True:
+        mesh = tuple(rng.choice((1, 2, 2, 3, 4)) for _ in range(rng.randint(1, 3)))
+        if math.prod(mesh) <= ranks_max:
+            break
+    cuts: dict[str, Cut] = {}
+    orders = {}
+    has_stages = rng.random() < 0.3
+    stages = {}
+    for name, tensor in whole.items():
+        dims = tensor.dim()
+        cuts[name] = tuple(rng.randrange(dims) if dims and rng.random() < 0.5 else None for _ in mesh)
+        if has_stages:
+            cuts[name] = (None, *cuts[name][1:])
+            stages[name] = rng.randrange(mesh[0])
+        if dims > 1 and rng.random() < 0.3:
+            orders[name] = tuple(rng.sample(range(dims), dims))
+    return Shape(mesh, cuts, stages, orders)
