@@ -310,8 +310,10 @@ class HeldJob:
         self.check_epoch(request.epoch)
         decision = messages.decision_from(self.record.decision)
         outcome = self.round.outcome if self.round else Outcome()
+        # The base may be of a job of more ranks than this one has.
+        world = max(self.record.manifest.world, self.record.base_manifest.world)
         for record in request.capsules:
-            self.custody.store.keep(record, decision, outcome, self.record.manifest.world)
+            self.custody.store.keep(record, decision, outcome, world)
 
     def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
         """What a holder of this node's capsules lacks, as much as fits into a message."""

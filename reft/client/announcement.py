@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from reft.client.request import Request
@@ -34,6 +36,11 @@ def restored(
         ranks = list(shortfall.ranks)[:8]
         lines.append(f"{shortfall.version} was not used: ranks {ranks} do not hold it.")
     return lines
+
+
+def reshaped(before: int, world: int, lines: Sequence[str]) -> list[str]:
+    """That the state was held in another shape, and what was done with what is each rank's own."""
+    return [f"the state of {before} ranks was brought into a job of {world}, by what each leaf is.", *lines]
 
 
 def earlier_runs(findings: Findings, script: str) -> list[str]:

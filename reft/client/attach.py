@@ -38,11 +38,12 @@ from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.reading import Remote
 from reft.client.reporter import Reporter
 from reft.client.request import Request
+from reft.client.reshaping import Reshaping, is_reshaped, leaves_by_rank
 from reft.client.restoration import Restoration
 from reft.client.roster import Roster
 from reft.client.session import Session
 from reft.client.snapshots import Snapshots
-from reft.client.transport import transport_of
+from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
 from reft.core import recovery
 from reft.core.layout import pack
@@ -249,12 +250,6 @@ class Attachment:
         before = self.findings.manifest
         self.plan = self.findings.plan(self.erased)
         base = self.plan.base
-        if base is not None and self.findings.manifests[base.epoch].world != self.exchange.world:
-            raise RestoreError(
-                f"{base} of job {self.job.id} is held for {self.findings.manifests[base.epoch].world} ranks, "
-                f"this run has {self.exchange.world}.",
-                f"start {self.findings.manifests[base.epoch].world} ranks, or another job name",
-            )
         if base is None and (self.erased or self.findings.had_whole):
             raise RestoreError(
                 self._what_is_lost(), f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh"
@@ -269,6 +264,7 @@ class Attachment:
             del self.manifest.unequal[:]
             self.manifest.unequal.extend(self.findings.manifests[base.epoch].unequal)
         self.placement = placement_of(self.manifest)
+        self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
 
     def _what_is_lost(self) -> str:
         """Why a job that had a whole version has none now."""
@@ -304,27 +300,31 @@ class Attachment:
     def _restore(self) -> list[int]:
         """Registers, and brings the base back; the ranks whose slots were damaged, the same on every rank."""
         self._tree: dict[str, Any] | None = None
+        self._reshaping: Reshaping | None = None
         self.exchange.together(self._register)
         if self.plan.base is None:
             return []
+        facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
+        hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
+        if self._is_reshaped:
+            self._reshaping = self._reshaping_of(self.plan.base)
+            damaged = self._reshaping.run(self._transport, hit)
+            if not damaged:
+                self._tree = self._reshaping.finish()
+            return damaged
         restoration = self._restoration(self.plan.base)
         damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.open()}))
         if damaged:
             return damaged
-        group = self.exchange.group
-        transport = group and transport_of(
-            self.settings.load_transport, group, self._device, self.settings.attach_deadline_s
-        )
-        facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
-
-        def load() -> dict[str, Any]:
-            hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
-            return {"damaged": restoration.load(transport, hit)}
-
-        damaged = self._damaged(self.exchange.together(load))
+        damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.load(self._transport(), hit)}))
         if not damaged:
             self._tree = restoration.finish()
         return damaged
+
+    def _transport(self) -> Transport | None:
+        """How bytes travel while they are loaded; all ranks call it together."""
+        group, deadline_s = self.exchange.group, self.settings.attach_deadline_s
+        return group and transport_of(self.settings.load_transport, group, self._device, deadline_s)
 
     def _register(self) -> dict[str, Any]:
         self.leaser = Leaser(
@@ -336,8 +336,22 @@ class Attachment:
         return {}
 
     def _restoration(self, base: Version) -> Restoration:
-        manifest = self.findings.manifests[base.epoch]
-        layouts, index = layouts_of(manifest)
+        layouts, index = layouts_of(self.findings.manifests[base.epoch])
+        return Restoration(
+            self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
+            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
+            self._remote(), self.subjects, self.host,
+        )  # fmt: skip
+
+    def _reshaping_of(self, base: Version) -> Reshaping:
+        before = self.findings.manifests[base.epoch]
+        return Reshaping(
+            self.plan, self.findings.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
+            before.unequal, self.exchange.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
+            self.leaser, self._remote(), self.subjects, self.host, self.exchange,
+        )  # fmt: skip
+
+    def _remote(self) -> Remote:
         everyone = [node for each in self.findings.manifests.values() for node in each.nodes] + self.nodes
         # On another host the path of our own socket leads to us.
         own = set(self._node.addresses)
@@ -345,12 +359,7 @@ class Attachment:
             node.id: [each for each in node.addresses if node.id == self._node.id or each not in own]
             for node in everyone
         }
-        remote = Remote(self.job.id, self.manifest.token, addresses, self.settings.attach_deadline_s)
-        return Restoration(
-            self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
-            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
-            remote, self.subjects, self.host,
-        )  # fmt: skip
+        return Remote(self.job.id, self.manifest.token, addresses, self.settings.attach_deadline_s)
 
     def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
         return sorted({rank for result in results for rank in result["damaged"]})
@@ -386,7 +395,9 @@ class Attachment:
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
             self.slots, self.leaser, self.placement, (base.step if base else 0) + 2 * self.request.every,
         )  # fmt: skip
-        moved = any(source.node != self._node_of(rank).id for rank, source in self.plan.sources.items())
+        moved = self._reshaping is not None or any(
+            source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
+        )
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
         session = Session(
             snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
@@ -413,6 +424,8 @@ class Attachment:
         lines = announcement.restored(
             self.job.id, self.decision.base, restored_from, self.manifest, self.findings, self.plan
         )
+        if self._reshaping is not None:
+            lines += announcement.reshaped(len(self._reshaping.before), self.exchange.world, self._reshaping.lines)
         if self.decision.base is None and not self.job.named:
             lines += announcement.earlier_runs(self.findings, self.manifest.script)
         lines += announcement.exposure(self.placement)

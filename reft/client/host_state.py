@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,17 @@ class HostState:
             "random": capture_random(),
         }
 
-    def restore(self, tree: Mapping[str, Any]) -> None:
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """The user's objects, by name."""
+        return self._objects
+
+    def restore(self, tree: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> None:
         """Brings back what `capture` took, but for tensors that are leaves.
+
+        Args:
+            tree: as `capture` gave it.
+            lists: name → states of several ranks, for objects that get them all by `load_state_dicts`.
 
         Raises:
             LayoutChanged: other optimizers, groups or objects than were held.
@@ -65,6 +75,9 @@ class HostState:
         if missing:
             raise LayoutChanged(f"state= holds {sorted(tree['state'])}, passed were {sorted(self._objects)}.")
         for name, value in self._objects.items():
+            if name in lists:
+                value.load_state_dicts([from_plain(each) for each in lists[name]])
+                continue
             saved = from_plain(tree["state"][name])
             value.set_state(saved) if isinstance(value, torch.Generator) else value.load_state_dict(saved)
 

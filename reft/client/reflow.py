@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reft.client.cell_space import CellSpace
-from reft.client.checked import Source
+from reft.client.checked import Checked
 from reft.client.flow import Buffers
 from reft.client.packing import Starts, gather, scatter
 from reft.client.rebuilding import Bands, Proof
@@ -59,7 +59,7 @@ class Reflow:
     transport: Transport | None
     rank: int
     regather: Regather
-    slots: Mapping[int, Source]
+    slots: Mapping[int, Checked]
     riders: Mapping[int, Mapping[str, bytes]]
     proofs: Mapping[int, Proof]
     space: CellSpace
@@ -113,7 +113,7 @@ class Reflow:
             self._capsules[parcel.owner] = np.frombuffer(bytearray(whole), np.uint8)
         return self._capsules[parcel.owner], lambda at: at
 
-    def _check(self, source: Source, begin: int, end: int) -> None:
+    def _check(self, source: Checked, begin: int, end: int) -> None:
         for _ in source.checked(begin, end):
             pass
 
@@ -193,7 +193,7 @@ class Reflow:
             if self.rank in parcel.receivers:
                 self._take(parcel)
 
-    def _send_band(self, band: Band, source: Source, offset: int) -> None:
+    def _send_band(self, band: Band, source: Checked, offset: int) -> None:
         staging, data = None, None
         if len(band.ranges) > 1:
             staging = self._stagings.take(self._retire)
@@ -201,7 +201,7 @@ class Reflow:
         work = self._peers.send(data, band.rebuilder, TAG)
         self._post(_UnderWay([work], data.nbytes, staging))
 
-    def _columns(self, band: Band, source: Source, offset: int, room: Bytes | None) -> Bytes:
+    def _columns(self, band: Band, source: Checked, offset: int, room: Bytes | None) -> Bytes:
         """The band of one shard at hand, checked: as it lies, or packed into `room`."""
         ranges = [(offset + begin, offset + end) for begin, end in band.ranges]
         for begin, end in ranges:

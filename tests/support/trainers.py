@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -56,6 +56,8 @@ class Trainers:
         daemons: a rank's daemon address, if they differ.
     """
 
+    target: Callable[[dict[str, Any]], None] | None = None  # what runs in each process; None: train_mlp's
+
     def __init__(self, spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> None:
         from tests.support import train_mlp
 
@@ -67,7 +69,7 @@ class Trainers:
             own = {**asdict(spec), "rank": rank, "world": world, "port": port, "out": str(self.folder / f"{rank}.json")}
             if daemons:
                 own["daemon"] = daemons[rank]
-            process = _CONTEXT.Process(target=train_mlp.train, args=(own,), daemon=True)
+            process = _CONTEXT.Process(target=self.target or train_mlp.train, args=(own,), daemon=True)
             process.start()
             self.processes.append(process)
 

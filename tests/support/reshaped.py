@@ -1,0 +1,198 @@
+"""Trainers of every kind of parallelism that gloo can do, brought back into another shape by reft and by torch's own checkpoints.
+
+save:  train some steps ─► session.seal, torch.distributed.checkpoint.save
+load:  attach ─► bits against torch.distributed.checkpoint.load into fresh objects ─► train on, save again
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import reft
+from tests.support.trainers import Trainers
+
+WIDTH, LAYERS = 20, 4  # three ranks share 20 rows unevenly
+SIZES = (("in", 6, WIDTH), *((f"hidden{i}", WIDTH, WIDTH) for i in range(LAYERS - 2)), ("out", WIDTH, 5))
+
+
+class Net(nn.Module):
+    """Layers by name, some of them only: what a pipeline's stage has."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(rows, columns) for name, rows, columns in SIZES if name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Loader:
+    """A data position that counts samples of all ranks together, so it means something for any number of them."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.mine, self.given = world, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"mine": self.mine, "rank": dist.get_rank() if dist.is_initialized() else 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.mine = state["mine"]
+
+    def load_state_dicts(self, states: Sequence[dict[str, int]]) -> None:
+        self.given = sum(state["mine"] for state in states)
+        self.mine = self.given // self.world
+
+
+def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of a kind, e.g. "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer."""
+    torch.manual_seed(1)
+    names = [name for name, _, _ in SIZES]
+    if kind.startswith("pp"):
+        per = LAYERS // world
+        names = names[rank * per : (rank + 1) * per]
+    model: nn.Module = Net(names)
+    if kind == "ddp" and world > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp2" or kind.startswith("hsdp"):
+        _shard(model, kind, world)
+    elif kind.startswith("tp"):
+        _tensor_parallel(model, kind)
+    weights = [p for n, p in model.named_parameters() if n.endswith("weight")]
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _shard(model: nn.Module, kind: str, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = tuple(int(n) for n in kind[4:].split("x")) if kind.startswith("hsdp") else (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _tensor_parallel(model: nn.Module, kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    tensor, data = (int(part[2:]) for part in kind.split("x"))
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    plan = {
+        f"layers.{name}": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i, (name, _, _) in enumerate(SIZES)
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    model.data_group = mesh["dp"].get_group()
+
+
+def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
+    """One step on random data."""
+    first = next(iter(model.parameters()))
+    is_stage = kind.startswith("pp")
+    columns = first.shape[1] if is_stage else 6
+    if kind.startswith("tp"):  # the ranks of one tensor-parallel group see the same data
+        generator = torch.Generator().manual_seed(dist.get_group_rank(model.data_group, dist.get_rank()))
+        x = torch.randn(4, columns, generator=generator)
+    else:
+        x = torch.randn(4, columns)
+    loader.mine += 4
+    model(x).square().mean().backward()
+    if kind.startswith("tp"):
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad.to_local(), group=model.data_group)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Every local tensor of the state, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = name.removeprefix("module.")
+        found[plain] = parameter
+        for key, value in optimizer.state[parameter].items():
+            found[f"{plain}.{key}"] = value
+    local = {name: getattr(value, "_local_tensor", value).detach() for name, value in found.items()}
+    return {name: value.contiguous().reshape(-1).view(torch.uint8).clone() for name, value in local.items()}
+
+
+def run(spec: dict[str, Any]) -> None:
+    """One rank; what became of it goes to spec["out"]."""
+    os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
+    log = open(Path(spec["out"]).with_suffix(".err"), "w")
+    os.dup2(log.fileno(), 2)
+    try:
+        _run(spec)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _run(spec: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    rank, world, options = spec["rank"], spec["world"], spec["options"]
+    if world > 1:
+        store = f"tcp://127.0.0.1:{spec['port']}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    kind = options["kind"]
+    model, optimizer = build(kind, rank, world)
+    torch.manual_seed(100 + rank)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    loader = Loader(world)
+    session = reft.attach(
+        model, optimizer, state={"lr": scheduler, "data": loader}, job=spec["job"], daemon=spec["daemon"]
+    )
+    result: dict[str, Any] = {"began": session.step, "from": session.restored_from, "given": loader.given}
+    result["random"] = torch.get_rng_state().numpy().tobytes().hex()[:64]
+    result["lr"] = [group["lr"] for group in optimizer.param_groups]
+    if options.get("load"):
+        other, fresh = build(kind, rank, world)
+        state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+        dcp.load(state, checkpoint_id=options["load"], no_dist=world == 1)
+        set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        mine, theirs = tensors(model, optimizer), tensors(other, fresh)
+        result["unlike"] = [name for name in theirs if not torch.equal(mine.get(name, torch.empty(0)), theirs[name])]
+        result["compared"] = len(theirs), sum(value.numel() for value in theirs.values())
+        result["groups"] = [
+            {key: value for key, value in group.items() if key != "params"}
+            == {k: v for k, v in its.items() if k != "params"}
+            for group, its in zip(optimizer.param_groups, fresh.param_groups, strict=True)
+        ]
+    for _ in session.steps(spec["steps"]):
+        step(kind, model, optimizer, loader)
+        scheduler.step()
+        np.random.rand()
+    sealed = session.seal(timeout=60)
+    result["sealed"] = [sealed.whole, sealed.step]
+    if options.get("save"):
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=options["save"], no_dist=world == 1)
+    result["stats"] = session.stats()
+    session.close()
+    Path(spec["out"]).write_text(json.dumps(result))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+class Ranks(Trainers):
+    """All ranks of one run of one job of this kind."""
+
+    target = staticmethod(run)
