@@ -24,12 +24,13 @@ import numpy as np
 import torch
 import xxhash
 
-from reft.client.host_state import to_plain
+from reft.client.plain import to_plain
 from reft.errors import LayoutChanged
 from reft.wire import capsule
 
 Tree = dict[str, Any]
-ITEMS = ("optimizers", "scalers", "state")  # parts of a tree, each with parts that are compared one by one
+ITEMS = ("subjects", "scalers", "state")  # parts of a tree, each with parts that are compared one by one
+GROUPED = {"class", "groups", "scalars"}  # what the tree of a torch optimizer consists of
 SEED_BITS = 63
 
 
@@ -37,9 +38,7 @@ def parts(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of a capsule's tree that are mapped on their own, by name."""
     found: dict[str, Any] = {"random": tree["random"]}
     for item in ITEMS:
-        inner = tree[item]
-        named = inner.items() if isinstance(inner, Mapping) else enumerate(inner)
-        found |= {f"{item}.{name}": value for name, value in named}
+        found |= {f"{item}.{name}": value for name, value in tree[item].items()}
     return found
 
 
@@ -89,7 +88,7 @@ class Inheritance:
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
         found: Tree = {"step": step, "marked": marked, "random": self._random()}
-        found["optimizers"] = [self._optimizer(int(name)) for name in names["optimizers"]]
+        found["subjects"] = {prefix: self._subject(prefix) for prefix in names["subjects"]}
         found["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
         found["state"] = {name: self._state(name) for name in names["state"]}
         return found
@@ -155,27 +154,27 @@ class Inheritance:
             )
         return found
 
-    # Optimizers
+    # Models and optimizers
 
-    def _optimizer(self, index: int) -> Any:
-        """Of the live optimizer's groups, with what the old groups of their parameters say."""
-        part = f"optimizers.{index}"
-        if index >= len(self.live["optimizers"]):
-            raise LayoutChanged(f"{len(self.live['optimizers'])} optimizers were passed, more are held.")
+    def _subject(self, prefix: str) -> Any:
+        """What an extractor gave; of an optimizer's groups, what the old groups of this rank's parameters say."""
+        part = f"subjects.{prefix}"
+        live = self.live["subjects"].get(prefix)
         helds = [self.values[each] for each in dict.fromkeys(ranks[part] for ranks in self.digests if part in ranks)]
-        live = self.live["optimizers"][index]
+        if live is None or any(held.keys() != GROUPED for held in (live, *helds)):
+            return self._shared(part)
         scalars: dict[str, Any] = {}
         for held in helds:
             for name, values in held["scalars"].items():
                 if digest(scalars.setdefault(name, values)) != digest(values):
-                    raise LayoutChanged(f"optimizer {index}: ranks held unlike numbers for {name}.")
+                    raise LayoutChanged(f"{prefix}: ranks held unlike numbers for {name}.")
         groups = [
-            {"params": group["params"], "values": self._group(index, g, group["params"], helds)}
+            {"params": group["params"], "values": self._group(f"{prefix}, group {g}", g, group["params"], helds)}
             for g, group in enumerate(live["groups"])
         ]
         return {"class": helds[0]["class"], "groups": groups, "scalars": scalars}
 
-    def _group(self, index: int, g: int, names: Collection[str], helds: Sequence[Any]) -> Any:
+    def _group(self, what: str, g: int, names: Collection[str], helds: Sequence[Any]) -> Any:
         wanted = set(names)
         found: dict[str, Any] = {}
         seen: set[str] = set()
@@ -192,7 +191,7 @@ class Inheritance:
             if len(found) > 1
             else f"{len(wanted - seen)} of its parameters were in no group, e.g. {min(wanted - seen, default='')}"
         )
-        raise LayoutChanged(f"optimizer {index}, group {g}: {why}.", "pass the groups as they were")
+        raise LayoutChanged(f"{what}: {why}.", "pass the groups as they were")
 
 
 def seeded(seed: int, devices: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from reft.client.reading import Remote
 from reft.client.rebuilding import Proof
 from reft.client.reflow import Reflow
 from reft.client.restore import live_tensors
-from reft.client.state import Subjects
+from reft.client.subjects import Subjects
 from reft.client.transport import Transport
 from reft.core.layout import Layout, Leaf, pack
 from reft.core.placement import Placement

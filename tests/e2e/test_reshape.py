@@ -48,13 +48,30 @@ def test_ddp_shrinks_and_grows(site, tmp_path):
     """4 → 3 with the fourth node lost, → 4 with a fresh one."""
     nodes = site.add(4)
     job = Job(tmp_path)
-    first = job.run("ddp", nodes)
+    four = job.run("ddp", nodes)
     vanish(nodes[3])
-    fewer = job.run("ddp", nodes[:3])
-    assert [each["from"] for each in fewer] == ["peers"] * 3
-    assert [each["given"] for each in fewer] == [4 * 3 * 4] * 3, "samples of all four ranks"
+    three = job.run("ddp", nodes[:3])
+    assert [each["from"] for each in three] == ["peers"] * 3
+    assert [each["random"] for each in three] == [each["random at the end"] for each in four[:3]]
+    assert [each["given"] for each in three] == [4 * 3 * 4] * 3, "the loader got the positions of all four ranks"
     again = job.run("ddp", [*nodes[:3], *site.add(1)])
-    assert [each["from"] for each in again] == ["peers"] * 4
+    assert [each["random"] for each in again[:3]] == [each["random at the end"] for each in three]
     assert len({each["random"] for each in again}) == 4, "the new rank's generators are its own"
-    assert "new ranks 3: random generators" in job.said
-    assert first
+    assert "new ranks 3: random generators" in job.said and "state['lr'] was the same on all 3" in job.said
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [
+        ("fsdp2", "fsdp2", (4, 2)),
+        ("hsdp2x2", "hsdp1x2", (4, 2)),
+        ("tp2xdp2", "tp1xdp4", (4, 4)),
+        ("pp2", "pp1", (2, 1)),
+    ],
+)
+def test_shards_are_cut_anew(site, tmp_path, before, after, ranks):
+    """All nodes are there; ranks that are left out still give what they hold."""
+    nodes = site.add(max(ranks))
+    job = Job(tmp_path)
+    job.run(before, nodes[: ranks[0]])
+    assert {each["from"] for each in job.run(after, nodes[: ranks[1]])} == {"peers"}

@@ -6,6 +6,7 @@ load:  attach ─► bits against torch.distributed.checkpoint.load into fresh o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -133,6 +134,11 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     return {name: value.contiguous().reshape(-1).view(torch.uint8).clone() for name, value in local.items()}
 
 
+def random_digest() -> str:
+    """Of the generators as they are."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode()).hexdigest()
+
+
 def run(spec: dict[str, Any]) -> None:
     """One rank; what became of it goes to spec["out"]."""
     os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
@@ -161,25 +167,28 @@ def _run(spec: dict[str, Any]) -> None:
         model, optimizer, state={"lr": scheduler, "data": loader}, job=spec["job"], daemon=spec["daemon"]
     )
     result: dict[str, Any] = {"began": session.step, "from": session.restored_from, "given": loader.given}
-    result["random"] = torch.get_rng_state().numpy().tobytes().hex()[:64]
+    result["random"] = random_digest()
     result["lr"] = [group["lr"] for group in optimizer.param_groups]
     if options.get("load"):
-        other, fresh = build(kind, rank, world)
+        with torch.random.fork_rng():
+            other, fresh = build(kind, rank, world)
         state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
         dcp.load(state, checkpoint_id=options["load"], no_dist=world == 1)
         set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         mine, theirs = tensors(model, optimizer), tensors(other, fresh)
         result["unlike"] = [name for name in theirs if not torch.equal(mine.get(name, torch.empty(0)), theirs[name])]
         result["compared"] = len(theirs), sum(value.numel() for value in theirs.values())
-        result["groups"] = [
-            {key: value for key, value in group.items() if key != "params"}
-            == {k: v for k, v in its.items() if k != "params"}
+        result["unlike groups"] = [
+            (key, repr(group.get(key)), repr(value))
             for group, its in zip(optimizer.param_groups, fresh.param_groups, strict=True)
+            for key, value in its.items()
+            if key != "params" and group.get(key) != value
         ]
     for _ in session.steps(spec["steps"]):
         step(kind, model, optimizer, loader)
         scheduler.step()
         np.random.rand()
+    result["random at the end"] = random_digest()
     sealed = session.seal(timeout=60)
     result["sealed"] = [sealed.whole, sealed.step]
     if options.get("save"):
