@@ -110,7 +110,8 @@ class Match:
 def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> bool:
     """Whether every new rank has the same pieces as the old rank of its number, so that it can take over what that had.
 
-    A leaf that only one of the two jobs has says nothing of the shape: it is another model then, and refused elsewhere.
+    A leaf that only one of the two jobs has, or has in another global shape, says nothing: it is another model then, and
+    refused elsewhere.
 
     Args:
         old, new: the leaves of each rank; one object for ranks that have the same.
@@ -118,7 +119,7 @@ def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> boo
     if len(old) != len(new):
         return False
     seen: set[tuple[int, int]] = set()
-    shared = _names(old) & _names(new)
+    shared = _wholes(old) & _wholes(new)
     for before, after in zip(old, new, strict=True):
         if (id(before), id(after)) in seen:
             continue
@@ -128,12 +129,15 @@ def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> boo
     return True
 
 
-def _names(ranks: Sequence[Iterable[Leaf]]) -> set[str]:
-    return {leaf.name for leaves in {id(each): each for each in ranks}.values() for leaf in leaves}
+def _wholes(ranks: Sequence[Iterable[Leaf]]) -> set[tuple[str, tuple[int, ...]]]:
+    """(name, global shape) of all leaves."""
+    return {(leaf.name, leaf.global_shape) for leaves in {id(each): each for each in ranks}.values() for leaf in leaves}
 
 
-def _boxes(leaves: Iterable[Leaf], names: Collection[str]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    return {leaf.name: (leaf.global_offset, leaf.shape) for leaf in leaves if leaf.name in names}
+def _boxes(
+    leaves: Iterable[Leaf], wholes: Collection[tuple[str, tuple[int, ...]]]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    return {leaf.name: (leaf.global_offset, leaf.shape) for leaf in leaves if (leaf.name, leaf.global_shape) in wholes}
 
 
 # What is held
