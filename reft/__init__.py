@@ -38,8 +38,9 @@ def attach(
     """Protects a training job from here on, and brings its state back if this is a restart. Call it on every rank.
 
     Args:
-        model: the nn.Module, or a list of them; DDP wrappers are fine.
-        optimizer: the optimizer, or a list of them.
+        model: the nn.Module, or a list of them: plain, DDP, FSDP, HSDP, TP, EP (DTensors of any mesh).
+        optimizer: the optimizer, or a list of them; ZeroRedundancyOptimizer too. What else there is: the outermost object,
+            once `reft.client.register_extractor` was told how to find its state.
         schedule: None, or a pipeline schedule (`reft.schedules`).
         state: name → anything else that belongs to the state and has state_dict and load_state_dict: the LR scheduler, the
             data loader, a GradScaler, a module such as an average of the weights, a torch.Generator.

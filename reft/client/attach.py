@@ -144,7 +144,7 @@ class Attachment:
                 "call init_process_group before reft.attach",
             )
         self.subjects = self.request.subjects()
-        self.host = HostState(self.subjects, self.request.objects())
+        self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
         capsule.encode(self.host.capture(0))
         bindings = self.subjects.bind()
         self.predicted = pack([*bindings.leaves(), *self.subjects.predict()])

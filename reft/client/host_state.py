@@ -32,6 +32,7 @@ class HostState:
     def __init__(self, subjects: Subjects, objects: Mapping[str, Any]) -> None:
         self._subjects = subjects
         self._objects = objects
+        self._names = subjects.names()
         for name, value in objects.items():
             if not isinstance(value, torch.Generator) and not (
                 hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
@@ -44,7 +45,7 @@ class HostState:
         """The tree as it is now; it holds copies, no live values."""
         return {
             "step": step,
-            "subjects": self._subjects.capture(),
+            "subjects": self._subjects.capture(self._names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._subjects.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
             "random": capture_random(),
@@ -68,7 +69,7 @@ class HostState:
         held, live = set(tree["subjects"]), {prefix for prefix, _, _ in self._subjects.items()}
         if held != live:
             raise LayoutChanged(f"{sorted(held)} are held, {sorted(live)} were passed.")
-        self._subjects.restore(tree["subjects"])
+        self._subjects.restore(tree["subjects"], self._names)
         for name, scaler in self._subjects.scalers.items():
             _restore_scaler(scaler, tree["scalers"].get(name))
         missing = set(self._objects) ^ set(tree["state"])

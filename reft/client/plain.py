@@ -7,16 +7,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from reft.errors import RestoreError
+from reft.errors import RestoreError, UnsupportedState
 from reft.wire.capsule import TensorBytes
 
 _DICTS = (dict, Counter, OrderedDict)
 
 
 def to_plain(value: Any) -> Any:
-    """The tree with every tensor as bytes, for the capsule's codec; nothing in it changes when the original does."""
+    """The tree with every tensor as bytes, for the capsule's codec; nothing in it changes when the original does.
+
+    Raises:
+        UnsupportedState: a tensor is sharded, or another subclass: its bytes alone do not say what it is.
+    """
     if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            raise UnsupportedState(
+                f"a value among the small state is a {type(value).__name__} of shape {list(value.shape)}.",
+                "keep tensors in a module or an optimizer, and pass that",
+            )
         flat = value.detach().cpu().contiguous()
         data = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         return TensorBytes(str(value.dtype).removeprefix("torch."), tuple(value.shape), data)

@@ -118,6 +118,12 @@ class Bindings:
             return
         if own is not None:
             name += own.tag
+        if name in self.tensors:
+            raise UnsupportedState(
+                f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS)}) are cut out.",
+                "rename one of the submodules",
+            )
+        if own is not None:
             self.boxes[name] = own
         self._seen[identity] = name
         self.tensors[name] = local

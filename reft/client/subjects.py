@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from reft.client.extract.registry import Extractor, Named, Names, extractor_of
 from reft.client.room import Room
-from reft.client.state import Bindings
+from reft.client.state import Bindings, clean
 from reft.core.layout import Leaf
 
 
@@ -19,6 +20,19 @@ def extractor(value: Any) -> Extractor:
     found = extractor_of(value)
     assert found is not None, f"{type(value).__name__} was let pass and has no extractor"
     return found
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """A module's extra state, as an object of the user."""
+
+    module: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"extra_state": self.module.get_extra_state()}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.module.set_extra_state(saved["extra_state"])
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,15 @@ class Subjects:
     def parameters(self) -> Iterator[Named]:
         """All parameters, each once."""
         yield from self.names().values()
+
+    def extra_states(self) -> dict[str, ExtraState]:
+        """What modules keep as `get_extra_state` (fp8 scales, …), by the module's name; small, so the capsule has it."""
+        return {
+            f"{prefix}.{clean(path)}.extra_state": ExtraState(part)
+            for prefix, module in self.modules.items()
+            for path, part in module.named_modules()
+            if type(part).get_extra_state is not nn.Module.get_extra_state
+        }
 
     def bind(self) -> Bindings:
         """Finds all leaves as they are now.
@@ -85,17 +108,19 @@ class Subjects:
             if own:
                 its.make(prefix, value, own, names, room)
 
-    def capture(self) -> dict[str, dict[str, Any]]:
-        """Small state that is no leaf, by prefix."""
-        names = self.names()
+    def capture(self, names: Names) -> dict[str, dict[str, Any]]:
+        """Small state that is no leaf, by prefix.
+
+        Args:
+            names: of all parameters, as `names` found them at attach: looking for them takes too long for a mark.
+        """
         return {prefix: its.capture(prefix, value, names) for prefix, value, its in self.items()}
 
-    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, saved: Mapping[str, Mapping[str, Any]], names: Names) -> None:
         """The reverse of `capture`.
 
         Raises:
             LayoutChanged: what was held is of other objects.
         """
-        names = self.names()
         for prefix, value, its in self.items():
             its.restore(prefix, value, names, saved.get(prefix, {}))

@@ -350,4 +350,4 @@ def _sentence(reason: Reason, f: int, asked: int, nbytes: int) -> str:
         return f"{size(nbytes)} have all their holders in one failure domain and are lost with it."
     if reason == "few domains":
         return f"{size(nbytes)} survive {f} lost domains and not {asked}: their holders lie in {f + 1} domains."
-    return f"{size(nbytes)} differ by rank or have one holder, and are too large for capsules: lost with their node."
+    return f"{size(nbytes)} have one holder each (unreplicated shards, or what differs by rank): lost with their node."

@@ -11,15 +11,20 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reft.client.extract.dtensor import box_of, is_strided, local_piece
-from reft.client.state import Bindings
+from reft.client.restore import live_tensors
+from reft.client.state import Bindings, leaf_of
+from reft.client.subjects import Subjects
 from reft.core.cells import divide
+from reft.core.layout import pack
+from reft.core.placement import exposed, place
 from reft.errors import UnsupportedState
 
 
@@ -128,3 +133,72 @@ def test_a_local_tensor_that_was_replaced_is_seen(rank_zero_of_four):
     assert found.hold() and found.versions() != before
     tensor._local_tensor = torch.ones(2, 2)
     assert not found.hold()
+
+
+OPTIMIZERS = [  # Rprop and Adafactor of torch 2.13 have no step for DTensors
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Muon,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1))], ids=str)
+def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four, kind, placements):
+    def build():
+        module = nn.Linear(6, 5, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), rank_zero_of_four, placements))
+        return module, kind(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def described(leaves):
+        return sorted((leaf.name, leaf.dtype, leaf.describe(), leaf.stride) for leaf in leaves)
+
+    def kinds(optimizer):
+        return [
+            (key, type(value), getattr(value, "placements", None), value.dtype)
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    module, optimizer = build()
+    subjects = Subjects({"model.0": module}, [optimizer], {})
+    foreseen = [*subjects.bind().leaves(), *subjects.predict()]
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    held = subjects.bind().leaves()
+    assert described(foreseen) == described(held)
+    other, another = build()
+    fresh = Subjects({"model.0": other}, [another], {})
+    tensors = live_tensors(held, fresh)
+    assert kinds(another) == kinds(optimizer)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in held}
+
+
+def layout_at(mesh, coordinate, placements):
+    """A rank's layout of one parameter of 1024 x 64 floats and its two moments, and of a whole scalar."""
+    names = ["model.0.w", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg_sq.model.0.w"]
+    local, box = box_of((1024, 64), mesh, coordinate, placements)
+    leaves = [leaf_of(name, torch.empty(local), False, box) for name in names]
+    return pack([*leaves, leaf_of("optimizer.0.step.model.0.w", torch.empty(()), False)])
+
+
+def placement_on(mesh, placements, domains):
+    layouts = [layout_at(mesh, each, placements) for each in itertools.product(*(range(size) for size in mesh))]
+    division = divide({layout.digest: layout for layout in layouts}, [layout.digest for layout in layouts])
+    return place(division, [ord(each) for each in domains], "auto", 1, 1 << 20)
+
+
+def test_shards_of_fsdp_have_one_holder_and_what_a_lost_node_takes_is_said():
+    (exposure,) = exposed(placement_on((4,), [Shard(0)], ["a", "b", "c", "d"]))
+    assert exposure.reason == "kept" and exposure.ranks == (0, 1, 2, 3) and exposure.nbytes == 3 * 1024 * 64 * 4
+    assert (
+        exposure.what
+        == "768.0 KiB have one holder each (unreplicated shards, or what differs by rank): lost with their node."
+    )
+
+
+def test_shards_of_hsdp_protect_each_other_on_nodes_of_their_own():
+    placement = placement_on((2, 2), [Replicate(), Shard(0)], ["a", "a", "b", "b"])
+    assert [cell.holders for cell in placement.division.cells] == [(0, 1, 2, 3), (0, 2), (1, 3)]
+    assert exposed(placement) == ()
+    assert exposed(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
