@@ -46,7 +46,7 @@ def placement_for(nodes: int) -> Placement:
             leaf = Leaf(f"model.{coordinate}.{cell}", "float32", (1,), (1,), 1 << 26, False, (1,), (0,))
             lanes.append(Lane(len(cells), 0, leaf.nbytes, holders, code, 1 << 12))
             cells.append(Cell((leaf,), (0,), leaf.nbytes, holders))
-    division = Division(tuple(cells), (b"",) * world, {}, {b"": ()}, {b"": pack([])})
+    division = Division(tuple(cells), (b"",) * world, {}, {b"": ()}, {b"": pack([])}, {b"": 0})
     domains = tuple(rank // RANKS for rank in range(world))
     return Placement(division, tuple(lanes), domains, "aec", F, 1 << 18)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -124,8 +124,8 @@ class Rebuild:
 
     # What is to be done
 
-    async def _placed(self) -> tuple[Placement, list[Layout]]:
-        """The placement of the version's epoch, and the layout that each rank was predicted to have."""
+    async def _placed(self) -> tuple[Placement, dict[int, Layout]]:
+        """The placement of the version's epoch, and the layout that each lost rank was predicted to have."""
         request, version = self.request, self.version
         decision = messages.decision_from(request.decision)
         if not counts(version, decision):
@@ -140,7 +140,7 @@ class Rebuild:
         if not request.lost or max(nodes, default=0) >= len(request.nodes):
             raise ConfigError("no rank is to be rebuilt, or a node is not described.")
         layouts, index = layouts_of(manifest)
-        return await _in_thread(placement_of, manifest), [layouts[i] for i in index]
+        return await _in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
 
     def _stripes(self, placement: Placement) -> list[Stripe]:
         have = {each.rank for each in self.request.slots}
@@ -160,7 +160,9 @@ class Rebuild:
             raise StaleEpoch(f"epoch {job.epoch.counter} of job {job.id} is in force here.")
         return job
 
-    async def _fetch(self, job: HeldJob, lost: pb.LostRank, placement: Placement, layouts: list[Layout]) -> _Lost:
+    async def _fetch(
+        self, job: HeldJob, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
+    ) -> _Lost:
         """The capsule of a lost rank, and what follows from it."""
         node, what = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
         record = await self._capsule(job, node, lost.rank)

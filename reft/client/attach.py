@@ -45,13 +45,13 @@ from reft.client.session import Session
 from reft.client.snapshots import Snapshots
 from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
-from reft.core import recovery
+from reft.core import recovery, symbolic
 from reft.core.layout import pack
 from reft.core.placement import exposed
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import capsule, messages, rpc
+from reft.wire import capsule, messages, rpc, symbols
 from reft.wire.findings import Findings
 from reft.wire.manifest import layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -147,7 +147,8 @@ class Attachment:
         self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
         capsule.encode(self.host.capture(0))
         bindings = self.subjects.bind()
-        self.predicted = pack([*bindings.leaves(), *self.subjects.predict()])
+        leaves = [*bindings.leaves(), *self.subjects.predict()]
+        self.predicted, self.symbolic = pack(leaves), symbolic.of(leaves)
         self.table = messages.table_to(self.predicted)
         self.values = roster.value_digests(bindings) if self.exchange.world > 1 else {}
         self.address, self.hello = starter.find(self.settings)
@@ -160,13 +161,13 @@ class Attachment:
             "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
             "launch": launch_mark(self.launch.under_agent), "pid": os.getpid(),
             "ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32),
-            "layout": self.predicted.digest.hex(), "values": roster.combined(self.values),
+            "values": roster.combined(self.values), **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip
 
     def _description(self) -> dict[str, Any]:
         said: dict[str, Any] = {}
         if self.roster.describes(self.exchange.rank):
-            said["table"] = text_of(self.table)
+            said["table"] = text_of(symbols.table_to(self.symbolic.table))
         if self.roster.may_differ:
             said["values"] = self.values
         return said
@@ -174,15 +175,15 @@ class Attachment:
     def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
         """What the new manifest says of layouts."""
         first = self.roster.facts[0]
-        tables, index = self.roster.layouts(described)
-        names = {leaf.name for table in tables for leaf in messages.table_from(table).leaves}
+        tables, layouts, index = self.roster.layouts(described)
         tolerate = -1 if self.request.tolerate is None else self.request.tolerate
         self.manifest = pb.Manifest(
             job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.exchange.world,
             nodes=self.nodes, script=first["script"], every=self.request.every, launch=first["launch"],
-            protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, layouts=tables,
-            layout_of=index, unequal=roster.unequal(described, names),
+            protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
+            layouts=layouts, layout_of=index,
         )  # fmt: skip
+        self.manifest.unequal.extend(roster.unequal(described, layouts_of(self.manifest)[0].names))
 
     @property
     def _is_leader(self) -> bool:
@@ -454,5 +455,5 @@ class Attachment:
 def _placing(manifest: pb.Manifest) -> tuple[object, ...]:
     """What of a manifest decides where bytes lie."""
     nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
-    index = tuple(manifest.layout_of)
-    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, tuple(manifest.layouts), index
+    layouts = tuple(manifest.layouts[i].digest for i in manifest.layout_of)
+    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, layouts

@@ -12,7 +12,10 @@ import xxhash
 from reft.client.exchange import bytes_of
 from reft.client.state import Bindings, flat_bytes, is_dense
 from reft.core.identity import Job, identify
+from reft.core.layout import Layout
+from reft.core.symbolic import Symbolic
 from reft.errors import ConfigError
+from reft.wire import symbols
 from reft.wire.v1 import daemon_pb2 as pb
 
 CONSTANT = "constant "  # before a digest
@@ -50,26 +53,38 @@ class Roster:
         return list(nodes.values())
 
     def describes(self, rank: int) -> bool:
-        """Whether this rank is the one that publishes its layout: the first of those that share it."""
-        mine = self.facts[rank]["layout"]
-        return all(facts["layout"] != mine for facts in self.facts[:rank])
+        """Whether this rank is the one that publishes its symbolic table: the first of those that share it."""
+        mine = self.facts[rank]["table"]
+        return all(facts["table"] != mine for facts in self.facts[:rank])
 
-    def layouts(self, described: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[int]]:
-        """The distinct leaf tables, and for each rank the index of its own."""
+    def layouts(self, described: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
+        """The symbolic tables, the distinct layouts, and for each rank the index of its own."""
+        number: dict[str, int] = {}
         tables: list[bytes] = []
+        layouts: list[pb.RankLayout] = []
         index: list[int] = []
         found: dict[str, int] = {}
         for facts, said in zip(self.facts, described, strict=True):
-            if facts["layout"] not in found:
-                found[facts["layout"]] = len(tables)
+            if facts["table"] not in number:
+                number[facts["table"]] = len(tables)
                 tables.append(bytes_of(said["table"]))
+            if facts["layout"] not in found:
+                found[facts["layout"]] = len(layouts)
+                digest = bytes.fromhex(facts["layout"])
+                layouts.append(pb.RankLayout(table=number[facts["table"]], cuts=facts["cuts"], digest=digest))
             index.append(found[facts["layout"]])
-        return tables, index
+        return tables, layouts, index
 
     @property
     def may_differ(self) -> bool:
         """Whether leaves that should be replicas may differ, so that each must be compared on its own."""
         return len({facts["values"] for facts in self.facts}) > 1
+
+
+def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:
+    """What a rank says of its layout: digests of it and of its symbolic table, and its cuts, as numbers in a row."""
+    table = xxhash.xxh3_128_hexdigest(symbols.table_to(form.table))
+    return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}
 
 
 def value_digests(bindings: Bindings) -> dict[str, str]:

@@ -8,18 +8,25 @@ Invariants
   2. All holders of a cell have the same bytes at its mark, so each may write any part of it for the others.
   3. The cells depend on what the layouts say, not on the order of their leaves nor on their digests.
 
-The work grows with the leaves of the distinct layouts and the sum of the cells' holders, not with ranks × leaves: layouts
-are given once per digest, and leaves meet by the digests that have them before any rank is looked at.
+The work grows with the leaves of the tables, the shared leaves, and the sum of the cells' holders, not with ranks × leaves:
+layouts are given once per digest, `sharing` looks at families of leaves, and what a rank has alone is written down when
+somebody asks for that rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
+from typing import TypeVar
 
 from reft.core.layout import SMALL_BYTES, Layout, Leaf, pack
+from reft.core.sharing import Own, sharing
+from reft.core.symbolic import Symbolic, of
 
+T = TypeVar("T")
+SEATS_MAX = 16  # layouts whose own leaves are remembered: those of the ranks of one node
 RIDERS_MAX = 256 << 10  # bytes of riders of one rank: they travel with every snapshot, and a capsule holds 1 MiB
 
 
@@ -50,6 +57,7 @@ class Division:
         cells_of: digest → the indices of the cells that its ranks hold, ascending.
         riders: digest → names of the leaves that travel in the capsule, sorted.
         kept: digest → leaves that only the rank's own slot holds, at their offsets in its kept section.
+        kept_bytes: digest → bytes of these leaves without padding, without writing them down.
     """
 
     cells: tuple[Cell, ...]
@@ -57,10 +65,11 @@ class Division:
     cells_of: Mapping[bytes, tuple[int, ...]]
     riders: Mapping[bytes, tuple[str, ...]]
     kept: Mapping[bytes, Layout]
+    kept_bytes: Mapping[bytes, int]
 
 
 def divide(
-    layouts: Mapping[bytes, Layout],
+    layouts: Mapping[bytes, Layout | Symbolic],
     layout_of: Sequence[bytes],
     unequal: Collection[str] = (),
     riders_max: int = RIDERS_MAX,
@@ -70,7 +79,7 @@ def divide(
     Two leaves are the same if all that describes them is: name, dtype, shape, strides, size and place in the whole.
 
     Args:
-        layouts: digest → layout, once per distinct layout.
+        layouts: digest → layout, once per distinct layout, written down or symbolic.
         layout_of: rank → digest.
         unequal: names of leaves whose bytes may differ between their holders.
         riders_max: the most bytes of riders that a rank may have; 0 where capsules stay on their node.
@@ -85,58 +94,54 @@ def divide(
     if missing:
         raise ValueError(f"rank {missing[0]} names a layout that is not among the {len(layouts)} given")
 
-    groups, alone = _by_digests({digest: layouts[digest] for digest in ranks_of}, frozenset(unequal))
-    found: list[tuple[Cell, tuple[bytes, ...]]] = []
-    for digests, leaves in groups.items():
-        holders = tuple(sorted(chain.from_iterable(ranks_of[digest] for digest in digests)))
-        if len(holders) < 2:
-            alone[digests[0]] += leaves
-            continue
+    digests = list(ranks_of)
+    forms = [form if isinstance(form := layouts[digest], Symbolic) else of(form.leaves) for digest in digests]
+    shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], unequal)
+    found: list[tuple[Cell, tuple[int, ...]]] = []
+    for indices, leaves in shared.groups.items():
+        holders = tuple(sorted(chain.from_iterable(ranks_of[digests[index]] for index in indices)))
         packed = pack(_by_name(leaves))
-        found.append((Cell(packed.leaves, packed.offsets, packed.data_bytes, holders), digests))
+        found.append((Cell(packed.leaves, packed.offsets, packed.data_bytes, holders), indices))
     found.sort(key=lambda pair: pair[0].holders)
 
-    cells_of: dict[bytes, list[int]] = {digest: [] for digest in ranks_of}
-    for index, (_, digests) in enumerate(found):
-        for digest in digests:
-            cells_of[digest].append(index)
-    seats = {digest: _seat(leaves, riders_max) for digest, leaves in alone.items()}
+    cells_of: dict[bytes, list[int]] = {digest: [] for digest in digests}
+    for number, (_, indices) in enumerate(found):
+        for index in indices:
+            cells_of[digests[index]].append(number)
+    own = dict(zip(digests, shared.own, strict=True))
+    seat = lru_cache(maxsize=SEATS_MAX)(lambda digest: _seat(own[digest], riders_max))
     return Division(
         cells=tuple(cell for cell, _ in found),
         layout_of=tuple(layout_of),
-        cells_of={digest: tuple(indices) for digest, indices in cells_of.items()},
-        riders={digest: riders for digest, (riders, _) in seats.items()},
-        kept={digest: kept for digest, (_, kept) in seats.items()},
+        cells_of={digest: tuple(numbers) for digest, numbers in cells_of.items()},
+        riders=_OnDemand(own, lambda digest: seat(digest)[0]),
+        kept=_OnDemand(own, lambda digest: seat(digest)[1]),
+        kept_bytes=_OnDemand(own, lambda digest: own[digest].kept_bytes(riders_max)),
     )
 
 
-def _by_digests(
-    layouts: Mapping[bytes, Layout], unequal: frozenset[str]
-) -> tuple[dict[tuple[bytes, ...], list[Leaf]], dict[bytes, list[Leaf]]]:
-    """Leaves by the layouts that share them, and by layout those that are never shared.
+@dataclass(frozen=True)
+class _OnDemand(Mapping[bytes, T]):
+    """A mapping whose values are made when they are asked for."""
 
-    A leaf that is staged in one layout is shared by none: where one rank's forward writes it, others' copies prove nothing.
-    """
-    staged = {replace(leaf, staged=False) for layout in layouts.values() for leaf in layout.leaves if leaf.staged}
-    sharing: dict[Leaf, list[bytes]] = {}
-    alone: dict[bytes, list[Leaf]] = {digest: [] for digest in layouts}
-    for digest, layout in layouts.items():
-        for leaf in layout.leaves:
-            if leaf.nbytes and not leaf.staged and leaf not in staged and leaf.name not in unequal:
-                sharing.setdefault(leaf, []).append(digest)
-            else:
-                alone[digest].append(leaf)
-    groups: dict[tuple[bytes, ...], list[Leaf]] = {}
-    for leaf, digests in sharing.items():
-        groups.setdefault(tuple(digests), []).append(leaf)
-    return groups, alone
+    keys_of: Mapping[bytes, object]
+    make: Callable[[bytes], T]
+
+    def __getitem__(self, key: bytes) -> T:
+        return self.make(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.keys_of)
+
+    def __len__(self) -> int:
+        return len(self.keys_of)
 
 
-def _seat(leaves: Iterable[Leaf], room: int) -> tuple[tuple[str, ...], Layout]:
+def _seat(own: Own, room: int) -> tuple[tuple[str, ...], Layout]:
     """Which of a rank's own leaves ride in the capsule, smallest first while there is room, and the layout of the rest."""
     riders: list[str] = []
     kept: list[Leaf] = []
-    for leaf in sorted(leaves, key=lambda leaf: (leaf.nbytes, leaf.name)):
+    for leaf in sorted(own.leaves(), key=lambda leaf: (leaf.nbytes, leaf.name)):
         if (leaf.staged or leaf.nbytes < SMALL_BYTES) and leaf.nbytes <= room:
             riders.append(leaf.name)
             room -= leaf.nbytes

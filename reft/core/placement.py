@@ -325,7 +325,7 @@ def exposed(placement: Placement) -> tuple[Exposure, ...]:
     found = [
         Exposure(_sentence(*key, nbytes[key]), tuple(sorted(ranks[key])), nbytes[key], key[0]) for key in sorted(ranks)
     ]
-    kept = {digest: layout.payload_bytes for digest, layout in placement.division.kept.items() if layout.leaves}
+    kept = {digest: nbytes for digest, nbytes in placement.division.kept_bytes.items() if nbytes}
     owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in kept)
     if owners:
         total = sum(kept[placement.division.layout_of[rank]] for rank in owners)

@@ -132,7 +132,7 @@ def _outlook(chosen: Plan, copies: Iterable[Copy], placement: Placement, domains
         kept[copy.rank] = max(copy.kept_bytes, kept.get(copy.rank, 0))
     for rank, digest in enumerate(placement.division.layout_of):
         # Nobody keeps its capsule, and so nobody says it; what was foreseen is the best that is known.
-        kept.setdefault(rank, placement.division.kept[digest].payload_bytes)
+        kept.setdefault(rank, placement.division.kept_bytes[digest])
     slots = {rank: held.node for rank, held in chosen.sources.items()}
     return Outlook(placement, slots, found, kept, domains)
 
@@ -152,7 +152,7 @@ def groups(placement: Placement) -> tuple[Group, ...]:
 def meant(placement: Placement) -> int:
     """How many domains may vanish while everything is where the placement puts it."""
     division = placement.division
-    if any(division.kept[digest].payload_bytes for digest in division.layout_of):
+    if any(division.kept_bytes[digest] for digest in division.layout_of):
         return 0  # lost with their node
     return min((lane.code.f for lane in placement.lanes), default=0)
 

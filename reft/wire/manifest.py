@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from typing import get_args
 
 from reft.core.cells import RIDERS_MAX, divide
-from reft.core.layout import Layout
 from reft.core.placement import Placement, Scheme, place
 from reft.errors import FormatError
-from reft.wire.messages import table_from
+from reft.wire.symbols import Layouts
 from reft.wire.v1 import daemon_pb2 as pb
 
 
-def layouts_of(manifest: pb.Manifest) -> tuple[list[Layout], list[int]]:
+def layouts_of(manifest: pb.Manifest) -> tuple[Layouts, list[int]]:
     """The distinct layouts that were predicted at attach, and for each rank the index of its own.
 
     Raises:
         FormatError: a table can't be read, or a rank has none.
     """
-    layouts = [table_from(table) for table in manifest.layouts]
+    layouts = Layouts(manifest)
     index = list(manifest.layout_of)
     if len(index) != manifest.world or any(i >= len(layouts) for i in index):
         raise FormatError(f"the manifest of job {manifest.job} names no layout for some of its {manifest.world} ranks.")
@@ -55,15 +54,15 @@ def placement_of(manifest: pb.Manifest) -> Placement:
         FormatError: the manifest contradicts itself.
     """
     layouts, index = layouts_of(manifest)
-    keys = [layout.digest for layout in layouts]
     scheme = next((each for each in get_args(Scheme) if each == manifest.protect), None)
     if scheme is None:
         raise FormatError(
             f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
         )
-    own = {leaf.name for layout in layouts for leaf in layout.leaves} if scheme == "none" else set(manifest.unequal)
+    own = layouts.names if scheme == "none" else set(manifest.unequal)
     domains = domains_of(manifest)
     riders_max = RIDERS_MAX if len(set(domains)) > 1 else 0  # with one domain, a capsule has nowhere to go
-    division = divide(dict(zip(keys, layouts, strict=True)), [keys[i] for i in index], own, riders_max)
+    digests = layouts.digests
+    division = divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, riders_max)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
     return place(division, domains, scheme, tolerate, manifest.chunk_bytes)

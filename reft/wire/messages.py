@@ -183,14 +183,24 @@ def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:
     entries = []
     for leaf, offset in zip(layout.leaves, layout.offsets, strict=True):
         place = places.get(leaf.name, pb.KEPT) if places else pb.KEPT
-        entries.append(
-            pb.LeafEntry(
-                name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes,
-                staged=leaf.staged, global_shape=leaf.global_shape, global_offset=leaf.global_offset,
-                offset=offset if place == pb.KEPT else 0, place=pb.Place.Name(place),
-            )
-        )  # fmt: skip
+        entries.append(leaf_to(leaf, offset if place == pb.KEPT else 0, place))
     return pb.LeafTable(leaves=entries, data_bytes=layout.data_bytes).SerializeToString(deterministic=True)
+
+
+def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.KEPT) -> pb.LeafEntry:
+    """A leaf of a leaf table; `place` is where its bytes are, and `offset` where in the slot's data if it is KEPT."""
+    return pb.LeafEntry(
+        name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes, staged=leaf.staged,
+        global_shape=leaf.global_shape, global_offset=leaf.global_offset, offset=offset, place=pb.Place.Name(place),
+    )  # fmt: skip
+
+
+def leaf_from(entry: pb.LeafEntry) -> Leaf:
+    """The leaf itself."""
+    return Leaf(
+        entry.name, entry.dtype, tuple(entry.shape), tuple(entry.stride), entry.nbytes, entry.staged,
+        tuple(entry.global_shape), tuple(entry.global_offset),
+    )  # fmt: skip
 
 
 def table_from(data: bytes) -> Layout:
@@ -204,12 +214,7 @@ def table_from(data: bytes) -> Layout:
     for entry in table.leaves:
         if entry.place == pb.KEPT and entry.offset + entry.nbytes > table.data_bytes:
             raise FormatError(f"leaf {entry.name!r} lies outside the data.")
-        leaves.append(
-            Leaf(
-                entry.name, entry.dtype, tuple(entry.shape), tuple(entry.stride), entry.nbytes, entry.staged,
-                tuple(entry.global_shape), tuple(entry.global_offset),
-            )
-        )  # fmt: skip
+        leaves.append(leaf_from(entry))
     offsets = tuple(entry.offset if entry.place == pb.KEPT else 0 for entry in table.leaves)
     return Layout(tuple(leaves), offsets, table.data_bytes)
 

@@ -11,13 +11,13 @@ from reft.cli import recovery, tables, views
 from reft.cli.main import main, pairs_of
 from reft.cli.recovery import recovery_lines, recovery_view, with_targets
 from reft.core.health import Health
-from reft.core.layout import Leaf, pack
+from reft.core.layout import Leaf
 from reft.core.placement import capsule_holders
 from reft.errors import ConfigError
-from reft.wire import messages
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.cli.test_tables import job, rank, reply
+from tests.support.manifests import described
 
 EPOCH = pb.Epoch(counter=2, ident=bytes(16))
 SIZE = 3 << 20
@@ -25,10 +25,10 @@ SIZE = 3 << 20
 
 def findings(nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,)) -> Findings:
     """One rank a node, all with the same leaf; what those that are not lost say."""
-    table = messages.table_to(pack([Leaf("w", "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,))]))
+    leaf = Leaf("w", "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,))
     manifest = pb.Manifest(
-        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, layouts=[table],
-        layout_of=[0] * nodes, nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
+        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096,
+        **described(*[[leaf]] * nodes), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
     )  # fmt: skip
     replies = {}
     for i in set(range(nodes)) - lost:

@@ -27,7 +27,7 @@ def cell_of(nbytes: int, *counts: int) -> tuple[Division, list[int]]:
     """One cell of any size, and the domain of each rank: domain i has counts[i] of its holders, which are all ranks."""
     domains = [domain for domain, count in enumerate(counts) for _ in range(count)]
     cell = Cell((), (), nbytes, tuple(range(len(domains))))
-    return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}), domains
+    return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}, {b"": 0}), domains
 
 
 def placed(nbytes: int, counts, scheme="auto", tolerate=None) -> Placement:

@@ -21,16 +21,15 @@ from reft_daemon.service import DaemonService
 from reft_daemon.watch import FENCE_DEADLINE_S
 from tests.daemon.jobs import CHUNK, Code, Job, layout_of, refused, tcp_call, write
 from tests.support.daemons import DaemonProcess, until
+from tests.support.manifests import described
 
 SEALED, VOID = Answer.SEALED, Answer.VOID
 
 
 def placed(ranks: int, tolerate: int = 1) -> dict[str, object]:
     """What of a manifest makes its ranks hold replicas that must survive `tolerate` nodes."""
-    table = messages.table_to(layout_of(2 * CHUNK))
-    return {
-        "protect": "auto", "tolerate": tolerate, "chunk_bytes": CHUNK, "layouts": [table], "layout_of": [0] * ranks,
-    }  # fmt: skip
+    leaves = layout_of(2 * CHUNK).leaves
+    return {"protect": "auto", "tolerate": tolerate, "chunk_bytes": CHUNK, **described(*[leaves] * ranks)}
 
 
 @pytest.fixture
@@ -340,7 +339,7 @@ def test_strangers_and_dead_histories(job):
 
 def test_a_manifest_that_can_not_be_placed(start):
     job = held_job([start()])
-    job.manifest.layouts[0] = b"\xff\xff"
+    job.manifest.tables[0] = b"\xff\xff"
     with pytest.raises(grpc.RpcError) as error:
         job.decide()
     assert error.value.code() in (Code.DATA_LOSS, Code.INVALID_ARGUMENT)

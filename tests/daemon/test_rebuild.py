@@ -17,7 +17,6 @@ from reft.cli.main import main
 from reft.cli.survey import survey
 from reft.client.share import Cut, share_of
 from reft.client.state import leaf_of
-from reft.core.layout import pack
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.wire import capsule, messages
@@ -27,6 +26,7 @@ from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import CHUNK, Code, Job, Trainer, refused, slot_path, tcp_call
 from tests.support.daemons import DaemonProcess, until
+from tests.support.manifests import described
 from tests.support.shards import plain_bytes, slot_data
 
 RIDER = "running_mean"
@@ -53,7 +53,7 @@ class Held:
         leaves = [leaf_of(name, tensor, name == RIDER) for name, tensor in tensors_of(0).items()]
         self.job = Job(
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], protect="auto", tolerate=tolerate,
-            chunk_bytes=CHUNK, layouts=[messages.table_to(pack(leaves))], layout_of=[0] * len(daemons), **facts,
+            chunk_bytes=CHUNK, **described(*[leaves] * len(daemons)), **facts,
         ).decide()  # fmt: skip
         self.placement = placement_of(self.job.manifest)
         self.present = [leaf for leaf in leaves if leaf.name != "late"]

@@ -94,7 +94,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layouts", "layout_of", "unequal")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "unequal", "tables", "layouts")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -106,9 +106,10 @@ class Manifest(_message.Message):
     PROTECT_FIELD_NUMBER: _ClassVar[int]
     TOLERATE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_OF_FIELD_NUMBER: _ClassVar[int]
     UNEQUAL_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -120,10 +121,21 @@ class Manifest(_message.Message):
     protect: str
     tolerate: int
     chunk_bytes: int
-    layouts: _containers.RepeatedScalarFieldContainer[bytes]
     layout_of: _containers.RepeatedScalarFieldContainer[int]
     unequal: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layouts: _Optional[_Iterable[bytes]] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ...) -> None: ...
+    tables: _containers.RepeatedScalarFieldContainer[bytes]
+    layouts: _containers.RepeatedCompositeFieldContainer[RankLayout]
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ...) -> None: ...
+
+class RankLayout(_message.Message):
+    __slots__ = ("table", "cuts", "digest")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    cuts: _containers.RepeatedScalarFieldContainer[int]
+    digest: bytes
+    def __init__(self, table: _Optional[int] = ..., cuts: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Decision(_message.Message):
     __slots__ = ("epoch", "base")
@@ -858,3 +870,31 @@ class LeafTable(_message.Message):
     leaves: _containers.RepeatedCompositeFieldContainer[LeafEntry]
     data_bytes: int
     def __init__(self, leaves: _Optional[_Iterable[_Union[LeafEntry, _Mapping]]] = ..., data_bytes: _Optional[int] = ...) -> None: ...
+
+class SymbolicLeaf(_message.Message):
+    __slots__ = ("name", "dtype", "staged", "item_bytes", "global_shape", "axes", "order", "literal")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    ITEM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    LITERAL_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    staged: bool
+    item_bytes: int
+    global_shape: _containers.RepeatedScalarFieldContainer[int]
+    axes: _containers.RepeatedScalarFieldContainer[int]
+    order: _containers.RepeatedScalarFieldContainer[int]
+    literal: LeafEntry
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., staged: bool = ..., item_bytes: _Optional[int] = ..., global_shape: _Optional[_Iterable[int]] = ..., axes: _Optional[_Iterable[int]] = ..., order: _Optional[_Iterable[int]] = ..., literal: _Optional[_Union[LeafEntry, _Mapping]] = ...) -> None: ...
+
+class SymbolicTable(_message.Message):
+    __slots__ = ("leaves", "axes")
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    AXES_FIELD_NUMBER: _ClassVar[int]
+    leaves: _containers.RepeatedCompositeFieldContainer[SymbolicLeaf]
+    axes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, leaves: _Optional[_Iterable[_Union[SymbolicLeaf, _Mapping]]] = ..., axes: _Optional[_Iterable[int]] = ...) -> None: ...

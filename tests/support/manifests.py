@@ -1,0 +1,21 @@
+"""What a manifest says of layouts, as attach would have written it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reft.client.exchange import text_of
+from reft.client.roster import Roster, layout_facts
+from reft.core import symbolic
+from reft.core.layout import Leaf, pack
+from reft.wire.symbols import table_to
+
+
+def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:
+    """Fields of a manifest whose ranks have these leaves."""
+    forms = [symbolic.of(leaves) for leaves in ranks]
+    roster = Roster([layout_facts(pack(leaves), form) for leaves, form in zip(ranks, forms, strict=True)])
+    said = [{"table": text_of(table_to(form.table))} if roster.describes(i) else {} for i, form in enumerate(forms)]
+    tables, layouts, index = roster.layouts(said)
+    return {"tables": tables, "layouts": layouts, "layout_of": index}

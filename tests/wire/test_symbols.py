@@ -1,0 +1,109 @@
+"""Symbolic tables and a manifest's layouts, there and back; what does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.core.layout import pack
+from reft.core.symbolic import of
+from reft.errors import FormatError
+from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.symbols import BYTES_MAX, table_from, table_to
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.core.test_symbolic import LEAVES, MESHES, WILD, piece, ranks_of
+from tests.support.manifests import described
+
+
+@given(WILD)
+def test_tables_with_their_own_bytes(leaves):
+    table = of(leaves).table
+    assert table_from(table_to(table)) == table
+    assert table_to(of(leaves).table) == table_to(table)
+
+
+@given(MESHES, LEAVES, st.booleans())
+def test_layouts_of_a_manifest(mesh, rows, protects):
+    ranks = ranks_of(mesh, rows)
+    facts = described(*ranks)
+    nodes = [pb.Node(id=str(rank), ranks=[rank]) for rank in range(len(ranks))]
+    protect = "auto" if protects else "none"
+    manifest = pb.Manifest(world=len(ranks), protect=protect, tolerate=1, chunk_bytes=4096, nodes=nodes, **facts)
+    layouts, index = layouts_of(manifest)
+    assert [layouts[i] for i in index] == [pack(leaves) for leaves in ranks]
+    assert layouts.names == {leaf.name for leaves in ranks for leaf in leaves}
+    assert len(layouts) == len({pack(leaves).digest for leaves in ranks}) == len(layouts[:])
+    assert placement_of(manifest).division.layout_of == tuple(pack(leaves).digest for leaves in ranks)
+
+
+def manifest(*ranks) -> pb.Manifest:
+    return pb.Manifest(job="run1", world=len(ranks), **described(*ranks))
+
+
+def two() -> pb.Manifest:
+    return manifest(*([piece("w", (8, 6), 0, 2, rank)] for rank in range(2)))
+
+
+def test_ranks_of_one_mesh_are_a_table_and_numbers():
+    found = two()
+    assert len(found.tables) == 1 and [list(each.cuts) for each in found.layouts] == [[0, 4], [4, 4]]
+
+
+def test_a_layout_that_is_not_what_it_says_is_refused_when_it_is_asked_for():
+    found = two()
+    found.layouts[1].cuts[0] = 3
+    layouts, _ = layouts_of(found)
+    assert layouts[0] == pack([piece("w", (8, 6), 0, 2, 0)])
+    with pytest.raises(FormatError, match="layout 1 of the manifest is not what it says"):
+        layouts[1]
+
+
+def break_cuts(found):
+    found.layouts[0].cuts[1] = 9
+
+
+def break_count(found):
+    found.layouts[0].cuts.pop()
+
+
+def break_table(found):
+    found.layouts[0].table = 1
+
+
+def break_twice(found):
+    found.layouts[1].CopyFrom(found.layouts[0])
+
+
+def break_bytes(found):
+    found.tables[0] = b"\xff\xff"
+
+
+def break_index(found):
+    found.layout_of[1] = 2
+
+
+@pytest.mark.parametrize("breaks", [break_cuts, break_count, break_table, break_twice, break_bytes, break_index])
+def test_a_manifest_that_contradicts_itself_is_refused(breaks):
+    found = two()
+    breaks(found)
+    with pytest.raises(FormatError):
+        layouts_of(found)
+
+
+def test_a_leaf_that_can_not_be_is_refused():
+    for changes in ({"axes": [0, 2]}, {"axes": [1]}, {"axes": [0, 1]}, {"order": [0, 0]}, {"item_bytes": BYTES_MAX}):
+        table = pb.SymbolicTable.FromString(two().tables[0])
+        for name, value in changes.items():
+            table.leaves[0].ClearField(name)
+            if isinstance(value, list):
+                getattr(table.leaves[0], name).extend(value)
+            else:
+                setattr(table.leaves[0], name, value)
+        with pytest.raises(FormatError):
+            table_from(table.SerializeToString())
+    huge = dataclasses.replace(piece("w", (8, 6), -1, 1, 0), nbytes=BYTES_MAX + 1, stride=(9, 9))
+    with pytest.raises(FormatError):
+        table_from(table_to(of([huge]).table))
