@@ -1,7 +1,7 @@
 """Attach: from the user's objects to a session, in steps that all ranks take together.
 
     introduce   find or start this node's daemon; every rank learns every rank's facts
-    describe    one rank for each distinct layout publishes it; leaves that should be replicas and differ are named
+    describe    one rank for each symbolic table publishes it; leaves that should be replicas and differ are named
     inventory   one rank a node: orphans are ended, headers of all held slots and capsules; one rank asks nodes that are gone
     plan        the same pure functions on every rank: base version and who reads what, or a fresh start; the new placement
     decide      one rank a node: the decision record, before anyone loads
@@ -29,7 +29,7 @@ from typing import Any
 import grpc
 import torch
 
-from reft.client import announcement, host_state, roster, starter
+from reft.client import announcement, host_state, likeness, roster, starter
 from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import die_with_parent, launch_mark
@@ -146,11 +146,10 @@ class Attachment:
         self.subjects = self.request.subjects()
         self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
         capsule.encode(self.host.capture(0))
-        bindings = self.subjects.bind()
-        leaves = [*bindings.leaves(), *self.subjects.predict()]
+        self.bindings = self.subjects.bind()
+        leaves = [*self.bindings.leaves(), *self.subjects.predict()]
         self.predicted, self.symbolic = pack(leaves), symbolic.of(leaves)
         self.table = messages.table_to(self.predicted)
-        self.values = roster.value_digests(bindings) if self.exchange.world > 1 else {}
         self.address, self.hello = starter.find(self.settings)
         if self.launch.under_agent:
             die_with_parent()
@@ -160,17 +159,16 @@ class Attachment:
             "slurm": self.launch.slurm_job,
             "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
             "launch": launch_mark(self.launch.under_agent), "pid": os.getpid(),
-            "ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32),
-            "values": roster.combined(self.values), **roster.layout_facts(self.predicted, self.symbolic),
+            **(self._secrets() if self.exchange.rank == 0 else {}),
+            **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip
 
+    def _secrets(self) -> dict[str, str]:
+        return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
+
     def _description(self) -> dict[str, Any]:
-        said: dict[str, Any] = {}
-        if self.roster.describes(self.exchange.rank):
-            said["table"] = text_of(symbols.table_to(self.symbolic.table))
-        if self.roster.may_differ:
-            said["values"] = self.values
-        return said
+        is_mine = self.roster.describes(self.exchange.rank)
+        return {"table": text_of(symbols.table_to(self.symbolic.table))} if is_mine else {}
 
     def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
         """What the new manifest says of layouts."""
@@ -183,7 +181,7 @@ class Attachment:
             protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
             layouts=layouts, layout_of=index,
         )  # fmt: skip
-        self.manifest.unequal.extend(roster.unequal(described, layouts_of(self.manifest)[0].names))
+        self.manifest.unequal.extend(likeness.unequal(self.exchange, self.manifest, self.bindings))
 
     @property
     def _is_leader(self) -> bool:

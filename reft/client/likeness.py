@@ -1,0 +1,126 @@
+"""Which leaves that should be replicas are not: found at attach, before anything is placed.
+
+    cells, if all replicas were alike ─► every rank: one digest of each of its cells ─► all the same: done
+                                                                                    └► digests of leaves, from one rank of
+                                                                                       each kind ─► the leaves that differ
+
+Pieces of a whole that only one rank has are not looked at: nobody is to bring them back from another's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from reft.client.exchange import Exchange
+from reft.client.state import Bindings, flat_bytes, is_dense
+from reft.core.cells import Division, divide
+from reft.wire.manifest import layouts_of
+from reft.wire.v1 import daemon_pb2 as pb
+
+CONSTANT = "constant "  # before a digest
+
+
+def unequal(exchange: Exchange, manifest: pb.Manifest, bindings: Bindings) -> list[str]:
+    """Names of leaves that ranks hold with unlike bytes, or will; all ranks call it together.
+
+    Args:
+        manifest: its layouts.
+        bindings: what this rank has.
+
+    Raises:
+        AttachError: a rank could not take part.
+    """
+    if exchange.world == 1:
+        return []
+    layouts, index = layouts_of(manifest)
+    digests = layouts.digests
+    division = divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index])
+    values: dict[str, str] = {}
+
+    def cells() -> dict[str, Any]:
+        values.update(value_digests(bindings, {leaf.name for leaf in shared(division, exchange.rank)}))
+        return {"cells": cell_digests(division, exchange.rank, values)}
+
+    said = [each["cells"] for each in exchange.together(cells)]
+    if are_alike(division, said):
+        return []
+    kinds = [(index[rank], tuple(each)) for rank, each in enumerate(said)]
+    is_first = kinds.index(kinds[exchange.rank]) == exchange.rank
+    described = exchange.together(lambda: {"values": values} if is_first else {})
+    return differing(described, layouts.names)
+
+
+def shared(division: Division, rank: int) -> list[Any]:
+    """The leaves that a rank has in common with others."""
+    cells = division.cells_of[division.layout_of[rank]]
+    return [leaf for cell in cells for leaf in division.cells[cell].leaves]
+
+
+def value_digests(bindings: Bindings, names: Iterable[str]) -> dict[str, str]:
+    """A digest of the bytes of each of these leaves that exists; after CONSTANT if all elements are equal.
+
+    By name; pieces of a whole by name, a line end, and their place in it: other pieces are other leaves.
+    """
+    wanted, found = set(names), {}
+    for name, tensor in bindings.tensors.items():
+        if name not in wanted:
+            continue
+        dense = tensor if is_dense(tensor) else tensor.contiguous()
+        data = flat_bytes(dense).to(torch.device("cpu")).numpy()
+        size = tensor.element_size()
+        is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
+        box = bindings.boxes.get(name)
+        where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
+        found[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
+    return found
+
+
+def cell_digests(division: Division, rank: int, values: Mapping[str, str]) -> list[str]:
+    """One digest of what a rank has in each of its cells, in their order."""
+    by_name = {piece.partition("\n")[0]: digest for piece, digest in values.items()}
+    found = []
+    for cell in division.cells_of[division.layout_of[rank]]:
+        lines = "\n".join(by_name.get(leaf.name, "") for leaf in division.cells[cell].leaves)
+        found.append(xxhash.xxh3_64_hexdigest(lines.encode()))
+    return found
+
+
+def are_alike(division: Division, said: Sequence[Sequence[str]]) -> bool:
+    """Whether all holders of each cell say the same of it.
+
+    Args:
+        said: what each rank said, from `cell_digests`.
+    """
+    seen: dict[int, str] = {}
+    return all(
+        seen.setdefault(cell, digest) == digest
+        for rank, digests in enumerate(said)
+        for cell, digest in zip(division.cells_of[division.layout_of[rank]], digests, strict=True)
+    )
+
+
+def differing(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """Names of leaves that ranks hold with unlike bytes, or will.
+
+    The optimizer's state of such a leaf goes with it. So do leaves of one repeated value once anything differs: that zeros
+    are equal proves nothing.
+
+    Args:
+        described: the digests of some ranks, as "values".
+        names: all leaves of all layouts, also those that do not exist yet.
+    """
+    seen: dict[str, set[str]] = {}
+    for said in described:
+        for name, digest in said.get("values", {}).items():
+            seen.setdefault(name, set()).add(digest)
+    differ = {piece.partition("\n")[0] for piece, digests in seen.items() if len(digests) > 1}
+    if not differ:
+        return []
+    constant = {piece for piece, digests in seen.items() if all(digest.startswith(CONSTANT) for digest in digests)}
+    proven = {piece.partition("\n")[0] for piece in seen if piece not in constant}
+    differ |= {piece.partition("\n")[0] for piece in constant} - proven
+    return sorted({name for name in names if name in differ or any(name.endswith(f".{each}") for each in differ)})
