@@ -1,0 +1,257 @@
+"""What attach exchanges on thousands of ranks, and how long one rank works on it: simulated in one process, without a network.
+
+    python bench/exchange.py [--quick] [--result FILE]
+
+Jobs of 16,384 ranks, 8 a node, of a Llama-like model with 2,000 leaves: FSDP2, every parameter and moment cut along its first
+dimension among all ranks; TP 8 x PP 16 x DP 128, whose norms are whole on all eight; and HSDP, 128 times the same 128
+shards. One rank's own work is done for real. What the others say of their layouts is made from their cuts alone; for 24 of
+them it is compared with what they would really say. Bytes are those that a rank receives, padding included. Seconds are of
+the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common import Goal, table
+
+from reft.client.exchange import spoken_alone, text_of
+from reft.client.likeness import are_alike
+from reft.client.roster import Roster, layout_facts
+from reft.core import symbolic
+from reft.core.cells import divide
+from reft.core.layout import Leaf, pack
+from reft.core.placement import exposed
+from reft.wire import symbols
+from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.v1 import daemon_pb2 as pb
+
+T = TypeVar("T")
+RANKS = 8  # a node
+WIDTH, INNER, WORDS, KV = 16384, 53248, 128256, 1024
+MiB = 1 << 20
+# name, shape, dimension that tensor parallelism cuts (-1: none)
+BLOCK = [
+    ("wq", (WIDTH, WIDTH), 0), ("wk", (KV, WIDTH), 0), ("wv", (KV, WIDTH), 0), ("wo", (WIDTH, WIDTH), 1),
+    ("w1", (INNER, WIDTH), 0), ("w2", (WIDTH, INNER), 1), ("w3", (INNER, WIDTH), 0), ("norm", (WIDTH,), -1),
+    ("ffn_norm", (WIDTH,), -1),
+]  # fmt: skip
+STATE = ("", "exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass
+class Job:
+    """A job, by what a rank holds.
+
+    Attributes:
+        cut: (name, shape, tp dimension, rank) → for each dimension begin and size.
+        layers: rank → the layers that it has.
+    """
+
+    name: str
+    world: int
+    cut: Callable[[tuple[int, ...], int, int], list[tuple[int, int]]]
+    layers: Callable[[int], range]
+
+    def leaves(self, rank: int) -> Iterator[Leaf]:
+        """All leaves of a rank, parameters first."""
+        layers = self.layers(rank)
+        named = [(f"layers.{layer}.{name}", shape, dim) for layer in layers for name, shape, dim in BLOCK]
+        named += [("embed", (WORDS, WIDTH), 0)] if 0 in layers else []
+        named += [("output", (WORDS, WIDTH), 0), ("norm", (WIDTH,), -1)] if LAYERS - 1 in layers else []
+        for state in STATE:
+            for name, shape, dim in named:
+                full = f"model.0.{name}.weight" if not state else f"optimizer.0.{state}.model.0.{name}.weight"
+                yield self._leaf(full, () if state == "step" else shape, dim, rank)
+
+    def _leaf(self, name: str, shape: tuple[int, ...], dim: int, rank: int) -> Leaf:
+        cuts = self.cut(shape, dim, rank)
+        local = tuple(size for _, size in cuts)
+        stride, step = [0] * len(shape), 1
+        for i in reversed(range(len(shape))):
+            stride[i], step = step, step * max(local[i], 1)
+        nbytes = 4
+        for size in local:
+            nbytes *= size
+        return Leaf(name, "float32", local, tuple(stride), nbytes, False, shape, tuple(begin for begin, _ in cuts))
+
+
+LAYERS = 55  # (55 x 9 + 3) parameters x 4
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and size of a part, as torch.chunk makes them: the last ones may be short or empty."""
+    step = -(-length // parts)
+    begin = min(index * step, length)
+    return begin, min(step, length - begin)
+
+
+def fsdp2(shards: int, replicas: int) -> Job:
+    """Every first dimension is cut among so many neighbours."""
+
+    def cut(shape: tuple[int, ...], dim: int, rank: int) -> list[tuple[int, int]]:
+        return [chunk(size, shards, rank % shards) if d == 0 else (0, size) for d, size in enumerate(shape)]
+
+    name = f"FSDP2 x {shards}" if replicas == 1 else f"HSDP {replicas} x {shards}"
+    return Job(name, shards * replicas, cut, lambda rank: range(LAYERS))
+
+
+def hybrid(world: int) -> Job:
+    """TP 8, within a node, under PP 16 under data parallelism; no rank has more than its stage."""
+
+    def cut(shape: tuple[int, ...], dim: int, rank: int) -> list[tuple[int, int]]:
+        return [chunk(size, 8, rank % 8) if d == dim else (0, size) for d, size in enumerate(shape)]
+
+    def layers(rank: int) -> range:
+        stage = rank // 8 % 16
+        return range(LAYERS * stage // 16, LAYERS * (stage + 1) // 16)
+
+    return Job(f"TP 8 x PP 16 x DP {world // 128}", world, cut, layers)
+
+
+@dataclass
+class Clock:
+    """CPU seconds by what they were spent on."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, what: str, work: Callable[[], T]) -> T:
+        began = time.process_time()
+        result = work()
+        self.spent[what] = self.spent.get(what, 0.0) + time.process_time() - began
+        return result
+
+
+def received(messages: list[str]) -> int:
+    """Bytes that a rank receives in one exchange: sizes, messages and their padding."""
+    widths = [len(message) for message in messages]
+    alone = spoken_alone(widths)
+    rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
+    return 8 * len(widths) + len(widths) * rest + sum(widths[rank] for rank in alone)
+
+
+def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
+    """What every rank says at first; and the table of each rank."""
+    kinds: dict[object, tuple[symbolic.Table, dict[str, Any], list[Leaf]]] = {}
+    digests: dict[object, str] = {}
+    found, tables = [], []
+    checked = {0, 1, 7, 8, 127, 128, job.world - 1, *range(5, job.world, job.world // 16)}
+    for rank in range(job.world):
+        kind = job.layers(rank)
+        if kind not in kinds:
+            leaves = list(job.leaves(rank))
+            form = symbolic.of(leaves)
+            axes = [next(leaf for leaf, p in zip(leaves, form.table.patterns, strict=True) if i in p.axes)
+                    for i in range(len(form.table.axes))]  # fmt: skip
+            kinds[kind] = (form.table, layout_facts(pack(leaves), form), axes)
+        table, said, axes = kinds[kind]
+        cuts = []
+        for i, leaf in enumerate(axes):
+            dim = next(p.axes.index(i) for p in table.patterns if p.name == leaf.name)
+            name = leaf.name.rsplit(".", 2)[-2]
+            cuts += job.cut(leaf.global_shape, {n: d for n, _, d in BLOCK}.get(name, 0), rank)[dim]
+        if (kind, *cuts) not in digests:  # the first is real; the others only have to be as distinct
+            made = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
+            digests[(kind, *cuts)] = made if rank else said["layout"]
+        mine = {"layout": digests[(kind, *cuts)], "table": said["table"], "cuts": cuts}
+        if rank in checked:
+            leaves = list(job.leaves(rank))
+            form = symbolic.of(leaves)
+            real = layout_facts(pack(leaves), form)
+            if (real["table"], real["cuts"]) != (mine["table"], mine["cuts"]) or form.leaves() != leaves:
+                raise RuntimeError(f"{job.name}: rank {rank} would say something else of its layout")
+        node = rank // RANKS
+        found.append({
+            "node": f"node-{node:05}", "node_id": f"{node:032x}", "addresses": [f"10.{node >> 8}.{node & 255}.7:29401"],
+            "domain": f"rack-{node // 16:04}", "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
+            "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "pid": 100_000 + rank,
+            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine,
+        })  # fmt: skip
+        tables.append(table)
+    return found, tables
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Bytes and seconds of one rank, the first."""
+    clock = Clock()
+    leaves = list(job.leaves(0))
+    form = clock("own layout", lambda: symbolic.of(leaves))
+    clock("own layout", lambda: layout_facts(pack(leaves), form))
+    said, tables = facts(job)
+    sent = [json.dumps({"ok": each}) for each in said]
+    nbytes = received(sent)
+    roster = clock("facts", lambda: Roster([json.loads(each)["ok"] for each in sent]))
+    nodes = clock("facts", lambda: (roster.job(), roster.nodes())[1])
+    first = {each["table"]: rank for rank, each in reversed(list(enumerate(said)))}
+    clock("facts", lambda: roster.describes(job.world - 1))
+    described = [{"table": text_of(symbols.table_to(tables[rank]))} if first[each["table"]] == rank else {}
+                 for rank, each in enumerate(said)]  # fmt: skip
+    sent = [json.dumps({"ok": each}) for each in described]
+    nbytes += received(sent)
+    described = clock("tables", lambda: [json.loads(each)["ok"] for each in sent])
+    found, layouts, index = clock("tables", lambda: roster.layouts(described))
+    manifest = pb.Manifest(
+        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=found,
+        layouts=layouts, layout_of=index,
+    )  # fmt: skip
+    held, index = clock("tables", lambda: layouts_of(manifest))
+    if held[index[0]] != pack(leaves):
+        raise RuntimeError(f"{job.name}: the layout of rank 0 is not what it said")
+    digests = held.digests
+    division = clock(
+        "cells", lambda: divide(dict(zip(digests, held.symbolic, strict=True)), [digests[i] for i in index])
+    )
+    cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
+    sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
+    nbytes += received(sent)
+    if not clock("cells", lambda: are_alike(division, [json.loads(each)["ok"]["cells"] for each in sent])):
+        raise RuntimeError(f"{job.name}: equal cells are not alike")
+    placement = clock("placement", lambda: placement_of(manifest))
+    part = clock("placement", lambda: placement.part(0))
+    lost = clock("placement", lambda: exposed(placement))
+    return {
+        "job": job.name, "leaves": len(leaves), "tables": len(found), "layouts": len(layouts), "cells": len(division.cells),
+        "MB": nbytes / 1e6, "manifest_MB": manifest.ByteSize() / 1e6, "seconds": sum(clock.spent.values()),
+        "kept_GiB": part.kept.payload_bytes / 1024**3, "exposed": [each.what for each in lost], "parts": clock.spent,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="2,048 ranks")
+    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    world = 2048 if options.quick else 16384
+    rows = [measure(job) for job in (fsdp2(world, 1), hybrid(world), fsdp2(128, world // 128))]
+    head = ["job", "leaves", "tables", "layouts", "cells", "MB", "manifest_MB", "seconds"]
+    print(
+        table(
+            head,
+            [[f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key]) for key in head] for row in rows],
+        )
+    )
+    parts = list(rows[0]["parts"])
+    print(table(["seconds", *parts], [[row["job"], *(f"{row['parts'][part]:.2f}" for part in parts)] for row in rows]))
+    goals = []
+    for row in rows:
+        goals.append(
+            Goal(f"{row['job']}: received", row["MB"], 64, "MB", "a rank, facts, tables and cells of an attach")
+        )
+        goals.append(Goal(f"{row['job']}: work", row["seconds"], 5, "s", "a rank, one core, all parts above"))
+    print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
+    if options.result:
+        options.result.write_text(json.dumps({"rows": rows, "goals": [vars(goal) for goal in goals]}))
+    sys.exit(0 if all(goal.passed for goal in goals) else 1)
+
+
+if __name__ == "__main__":
+    main()
