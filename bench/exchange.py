@@ -28,11 +28,11 @@ from reft.client.exchange import spoken_alone, text_of
 from reft.client.likeness import are_alike
 from reft.client.roster import Roster, layout_facts
 from reft.core import symbolic
-from reft.core.cells import divide
+from reft.core.cells import RIDERS_MAX
 from reft.core.layout import Leaf, pack
 from reft.core.placement import exposed
 from reft.wire import symbols
-from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.manifest import division_of, layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 T = TypeVar("T")
@@ -206,16 +206,13 @@ def measure(job: Job) -> dict[str, Any]:
     held, index = clock("tables", lambda: layouts_of(manifest))
     if held[index[0]] != pack(leaves):
         raise RuntimeError(f"{job.name}: the layout of rank 0 is not what it said")
-    digests = held.digests
-    division = clock(
-        "cells", lambda: divide(dict(zip(digests, held.symbolic, strict=True)), [digests[i] for i in index])
-    )
+    division = clock("cells", lambda: division_of(manifest, RIDERS_MAX, ()))
     cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
     sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
     nbytes += received(sent)
     if not clock("cells", lambda: are_alike(division, [json.loads(each)["ok"]["cells"] for each in sent])):
         raise RuntimeError(f"{job.name}: equal cells are not alike")
-    placement = clock("placement", lambda: placement_of(manifest))
+    placement = clock("placement", lambda: placement_of(manifest, division))
     part = clock("placement", lambda: placement.part(0))
     lost = clock("placement", lambda: exposed(placement))
     return {

@@ -53,7 +53,7 @@ from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import capsule, messages, rpc, symbols
 from reft.wire.findings import Findings
-from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -181,7 +181,9 @@ class Attachment:
             protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
             layouts=layouts, layout_of=index,
         )  # fmt: skip
-        self.manifest.unequal.extend(likeness.unequal(self.exchange, self.manifest, self.bindings))
+        self.alike = division_of(self.manifest, riders_max(domains_of(self.manifest)), ())
+        names = layouts_of(self.manifest)[0].names
+        self.manifest.unequal.extend(likeness.unequal(self.exchange, self.alike, names, self.bindings))
 
     @property
     def _is_leader(self) -> bool:
@@ -262,7 +264,7 @@ class Attachment:
             # Random values before a restore say nothing; what was found unequal when training began, does.
             del self.manifest.unequal[:]
             self.manifest.unequal.extend(self.findings.manifests[base.epoch].unequal)
-        self.placement = placement_of(self.manifest)
+        self.placement = placement_of(self.manifest, self.alike)
         self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
 
     def _what_is_lost(self) -> str:

@@ -9,7 +9,7 @@ Pieces of a whole that only one rank has are not looked at: nobody is to bring t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,18 @@ import xxhash
 
 from reft.client.exchange import Exchange
 from reft.client.state import Bindings, flat_bytes, is_dense
-from reft.core.cells import Division, divide
-from reft.wire.manifest import layouts_of
-from reft.wire.v1 import daemon_pb2 as pb
+from reft.core.cells import Division
+from reft.core.layout import Leaf
 
 CONSTANT = "constant "  # before a digest
 
 
-def unequal(exchange: Exchange, manifest: pb.Manifest, bindings: Bindings) -> list[str]:
+def unequal(exchange: Exchange, division: Division, names: Collection[str], bindings: Bindings) -> list[str]:
     """Names of leaves that ranks hold with unlike bytes, or will; all ranks call it together.
 
     Args:
-        manifest: its layouts.
+        division: as if all replicas were alike.
+        names: all leaves of all layouts, also those that do not exist yet.
         bindings: what this rank has.
 
     Raises:
@@ -36,9 +36,6 @@ def unequal(exchange: Exchange, manifest: pb.Manifest, bindings: Bindings) -> li
     """
     if exchange.world == 1:
         return []
-    layouts, index = layouts_of(manifest)
-    digests = layouts.digests
-    division = divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index])
     values: dict[str, str] = {}
 
     def cells() -> dict[str, Any]:
@@ -48,13 +45,13 @@ def unequal(exchange: Exchange, manifest: pb.Manifest, bindings: Bindings) -> li
     said = [each["cells"] for each in exchange.together(cells)]
     if are_alike(division, said):
         return []
-    kinds = [(index[rank], tuple(each)) for rank, each in enumerate(said)]
+    kinds = [(division.layout_of[rank], tuple(each)) for rank, each in enumerate(said)]
     is_first = kinds.index(kinds[exchange.rank]) == exchange.rank
     described = exchange.together(lambda: {"values": values} if is_first else {})
-    return differing(described, layouts.names)
+    return differing(described, names)
 
 
-def shared(division: Division, rank: int) -> list[Any]:
+def shared(division: Division, rank: int) -> list[Leaf]:
     """The leaves that a rank has in common with others."""
     cells = division.cells_of[division.layout_of[rank]]
     return [leaf for cell in cells for leaf in division.cells[cell].leaves]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import get_args
 
-from reft.core.cells import RIDERS_MAX, divide
+from reft.core.cells import RIDERS_MAX, Division, divide
 from reft.core.placement import Placement, Scheme, place
 from reft.errors import FormatError
 from reft.wire.symbols import Layouts
@@ -45,24 +45,47 @@ def node_domains(nodes: Sequence[pb.Node]) -> list[int]:
     return [labels.setdefault(node.domain or f"node {node.id}", len(labels)) for node in nodes]
 
 
-def placement_of(manifest: pb.Manifest) -> Placement:
+def division_of(manifest: pb.Manifest, riders_max: int, own: Collection[str]) -> Division:
+    """The manifest's layouts, divided.
+
+    Args:
+        riders_max: see `divide`.
+        own: names of leaves that each rank keeps for itself.
+
+    Raises:
+        FormatError: a table can't be read, or a rank has none.
+    """
+    layouts, index = layouts_of(manifest)
+    digests = layouts.digests
+    return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, riders_max)
+
+
+def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placement:
     """Where every byte of every rank's state lies, the same for everyone who holds the manifest.
 
     With protect "none" every rank keeps all that it has, whether others have the same or not.
 
+    Args:
+        alike: the division if no leaf is unequal, where it is known already: of thousands of ranks it takes a second.
+
     Raises:
         FormatError: the manifest contradicts itself.
     """
-    layouts, index = layouts_of(manifest)
     scheme = next((each for each in get_args(Scheme) if each == manifest.protect), None)
     if scheme is None:
         raise FormatError(
             f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
         )
-    own = layouts.names if scheme == "none" else set(manifest.unequal)
     domains = domains_of(manifest)
-    riders_max = RIDERS_MAX if len(set(domains)) > 1 else 0  # with one domain, a capsule has nowhere to go
-    digests = layouts.digests
-    division = divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, riders_max)
+    if alike is not None and scheme != "none" and not manifest.unequal:
+        division = alike
+    else:
+        own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.unequal)
+        division = division_of(manifest, riders_max(domains), own)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
     return place(division, domains, scheme, tolerate, manifest.chunk_bytes)
+
+
+def riders_max(domains: Sequence[int]) -> int:
+    """The most bytes of riders: none where all ranks are in one domain, for a capsule has nowhere to go then."""
+    return RIDERS_MAX if len(set(domains)) > 1 else 0

@@ -7,15 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.client.exchange import BROADCAST_BYTES, spoken_alone
 from reft.client.extract.dtensor import Box
 from reft.client.likeness import CONSTANT, differing, unequal, value_digests
 from reft.client.state import Bindings
-from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.manifests import described
+from reft.core.cells import divide
 
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
 
@@ -62,10 +61,13 @@ class Exchange:
 
 def compared(ranks: list[Bindings]) -> tuple[list[str], list[list[dict]]]:
     """What every rank finds, and all that was said."""
-    manifest = pb.Manifest(world=len(ranks), **described(*[bindings.leaves() for bindings in ranks]))
+    layouts = [bindings.layout() for bindings in ranks]
+    division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
+    names = {name for bindings in ranks for name in bindings.tensors}
     exchange = Exchange(len(ranks))
     with ThreadPoolExecutor(len(ranks)) as pool:
-        found = list(pool.map(lambda rank: unequal(exchange.of(rank), manifest, ranks[rank]), range(len(ranks))))
+        act = lambda rank: unequal(exchange.of(rank), division, names, ranks[rank])  # noqa: E731
+        found = list(pool.map(act, range(len(ranks))))
     assert all(each == found[0] for each in found)
     return found[0], exchange.rounds
 
@@ -124,6 +126,7 @@ def test_long_messages_are_spoken_alone_where_padding_would_cost_more(widths, al
     assert spoken_alone(widths) == alone
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1 << 24), max_size=40))
 def test_nobody_moves_more_bytes_than_with_padding(widths):
     alone = spoken_alone(widths)

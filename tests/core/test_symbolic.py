@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.cells import RIDERS_MAX, divide
@@ -49,6 +49,7 @@ def piece(
     )
 
 
+@settings(deadline=None, max_examples=60)
 @given(WILD)
 def test_any_leaves_come_back_as_they_were(leaves):
     assert of(leaves).leaves() == leaves
@@ -150,6 +151,7 @@ def by_leaves(ranks: list[list[Leaf]], unequal: set[str]) -> tuple[dict[tuple[in
     return cells, own
 
 
+@settings(deadline=None, max_examples=60)
 @given(MESHES, LEAVES, st.sampled_from([0, 100, RIDERS_MAX]))
 def test_the_division_is_that_of_the_leaves(mesh, rows, riders_max):
     ranks = ranks_of(mesh, rows)

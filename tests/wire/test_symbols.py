@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.layout import pack
@@ -18,6 +18,7 @@ from tests.core.test_symbolic import LEAVES, MESHES, WILD, piece, ranks_of
 from tests.support.manifests import described
 
 
+@settings(deadline=None, max_examples=60)
 @given(WILD)
 def test_tables_with_their_own_bytes(leaves):
     table = of(leaves).table
@@ -25,6 +26,7 @@ def test_tables_with_their_own_bytes(leaves):
     assert table_to(of(leaves).table) == table_to(table)
 
 
+@settings(deadline=None, max_examples=60)
 @given(MESHES, LEAVES, st.booleans())
 def test_layouts_of_a_manifest(mesh, rows, protects):
     ranks = ranks_of(mesh, rows)
