@@ -105,7 +105,7 @@ class Reshaping:
         self._inherit(facts, {digest: value for each in published for digest, value in each.items()})
         self._tell(found)
         regather = Regather(
-            found.needs, self.placement, self._readers, self._keepers, self._world, sizes
+            found.needs, self.placement, self._readers, self._keepers, self._node_of, sizes
         )  # fmt: skip
         self.exchange.together(self._make)
         results = self.exchange.together(lambda: self._load(regather, transport, at_chunk))
@@ -140,6 +140,12 @@ class Reshaping:
         """Old rank → the new rank that has its capsule, and decodes its slot if that is lost."""
         readers = self._readers
         return {old: readers.get(old, old % self._world) for old in range(len(self.before))}
+
+    @property
+    def _node_of(self) -> list[str]:
+        """The node of each new rank."""
+        found = {rank: node for node, ranks in self.nodes.items() for rank in ranks}
+        return [found[rank] for rank in range(self._world)]
 
     # open
 
@@ -205,10 +211,10 @@ class Reshaping:
     def _publish(self, facts: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
         """Host state that other ranks may need: each distinct value once, by the keeper of the lowest old rank that had it."""
         mine, seen, keepers = {}, set(), self._keepers
-        heirs = {inheritance.parent(rank, len(self.before)): rank for rank in range(self._world)}
+        is_shared = len({about["digests"]["random"] for about in facts.values()}) == 1
         for old, about in sorted(facts.items()):
             for part, digest in about["digests"].items():
-                if part == "random" and heirs.get(old) == keepers[old] and self._world <= len(self.before):
+                if part == "random" and not is_shared and (old >= self._world or keepers[old] == old):
                     continue  # nobody else goes on with these generators
                 if digest not in seen and keepers[old] == self.rank:
                     mine[digest] = text_of(capsule.encode(inheritance.parts(self._trees[old])[part]))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice, zip_longest
@@ -94,7 +94,6 @@ class Band:
         read: which shards are taken, and which are decoded from them.
         inputs: for each of read.shards: the old rank whose slot has it, and its offset there.
         rebuilder: new rank.
-        is_last: of the lost slot.
         parcels: of what was decoded.
     """
 
@@ -106,7 +105,6 @@ class Band:
     end: int
     inputs: tuple[tuple[int, int], ...]
     rebuilder: int
-    is_last: bool
     parcels: tuple[Parcel, ...]
 
     @property
@@ -116,13 +114,17 @@ class Band:
 
 
 class Extent(NamedTuple):
-    """Bytes begin..end of a source: bytes of a piece from `first` on. `only` are the new ranks that take it from here."""
+    """Bytes begin..end of a source: bytes of a piece from `first` on. `takes` says which new ranks take it from here."""
 
     begin: int
     end: int
     first: int
     needs: Sequence[Need]
-    only: frozenset[int] | None
+    takes: Callable[[int], bool]
+
+
+def _all(rank: int) -> bool:
+    return True
 
 
 def bands(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
@@ -160,8 +162,8 @@ class Regather:
         needs: what goes where.
         placement: under which the slots were written.
         reader_of: old rank → new rank that reads its slot, for all slots at hand.
-        keeper_of: old rank → new rank that has its capsule.
-        world: how many new ranks there are.
+        keeper_of: old rank → new rank that has its capsule, and decodes its slot if that is lost.
+        node_of: for each new rank what its node is called.
         sizes: of pieces and bands.
     """
 
@@ -169,7 +171,7 @@ class Regather:
     placement: Placement
     reader_of: Mapping[int, int]
     keeper_of: Mapping[int, int]
-    world: int
+    node_of: Sequence[str]
     sizes: Sizes
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
     _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
@@ -191,7 +193,7 @@ class Regather:
         """The riders of an old rank that somebody needs, end to end in the order of their names."""
         found, at = [], 0
         for needs in self._riding[owner].values():
-            found.append(Extent(at, at + needs[0].piece.nbytes, 0, needs, None))
+            found.append(Extent(at, at + needs[0].piece.nbytes, 0, needs, _all))
             at += needs[0].piece.nbytes
         return found
 
@@ -235,23 +237,23 @@ class Regather:
 
     def _slot(self, owner: int) -> Iterator[Parcel]:
         part = self.placement.part(owner)
-        blocks = [self._block(block, self._only(block, owner)) for block in part.blocks[: part.data_blocks]]
+        blocks = [self._block(block, self._takes(block, owner)) for block in part.blocks[: part.data_blocks]]
         kept = (
-            Extent(at, at + needs[0].piece.nbytes, 0, needs, None) for at, needs in self._by_slot.get(owner, {}).items()
+            Extent(at, at + needs[0].piece.nbytes, 0, needs, _all) for at, needs in self._by_slot.get(owner, {}).items()
         )
         # Copies that are numbered as parity hold data too: their reader needs no message for it.
         copies = [
-            self._block(block, self._only(block, owner))
+            self._block(block, self._takes(block, owner))
             for block in part.blocks[part.data_blocks :]
             if self.placement.lanes[block.lane].code.k == 1
         ]
         extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), kept)
         yield from self._windows(Where.SLOT, owner, extents, self.reader_of[owner])
 
-    def _block(self, block: Block, only: frozenset[int] | None) -> Iterator[Extent]:
+    def _block(self, block: Block, takes: Callable[[int], bool]) -> Iterator[Extent]:
         """What somebody needs of a block of data, in the order of its bytes."""
         lane = self.placement.lanes[block.lane]
-        if lane.cell not in self._by_cell or only == frozenset():
+        if lane.cell not in self._by_cell:
             return
         shard = block.shard if lane.code.k > 1 else 0
         begin, end, _ = ranges(lane, block.stripe, shard)
@@ -262,24 +264,21 @@ class Regather:
             first, last = max(begin, offset), min(end, offset + needs[offset][0].piece.nbytes)
             if first < last:
                 at = block.offset + first - begin
-                yield Extent(at, at + last - first, first - offset, needs[offset], only)
+                yield Extent(at, at + last - first, first - offset, needs[offset], takes)
 
-    def _only(self, block: Block, owner: int) -> frozenset[int] | None:
-        """The new ranks that take a block from this slot; None means all that need it."""
+    def _takes(self, block: Block, owner: int) -> Callable[[int], bool]:
+        """Which new ranks take a block from this slot: of copies each takes its own, else one of its node, else the first."""
         lane = self.placement.lanes[block.lane]
         if lane.code.k > 1 or not lane.code.f:
-            return None
+            return _all
         holders = [lane.members[lane.member_of(block.stripe, shard)] for shard in range(lane.code.f + 1)]
-        at_hand: dict[int, int] = {}
-        for old in holders:
-            if old in self.reader_of:
-                at_hand.setdefault(self.reader_of[old], old)
-        mine = self.reader_of[owner]
-        first = next(old for old in holders if old in self.reader_of)
-        takers = {mine} if at_hand[mine] == owner else set()
-        if first == owner:
-            takers |= set(range(self.world)) - at_hand.keys()
-        return frozenset(takers)
+        at_hand = [old for old in holders if old in self.reader_of]
+        by_rank: dict[int, int] = {}
+        by_node: dict[str, int] = {}
+        for old in at_hand:
+            by_rank.setdefault(self.reader_of[old], old)
+            by_node.setdefault(self.node_of[self.reader_of[old]], old)
+        return lambda rank: by_rank.get(rank, by_node.get(self.node_of[rank], at_hand[0])) == owner
 
     # Parcels
 
@@ -303,8 +302,8 @@ class Regather:
         begin = extent.first + at - extent.begin
         for need in extent.needs:
             receivers = need.receivers
-            if extent.only is not None:
-                receivers = tuple(rank for rank in receivers if rank in extent.only)
+            if extent.takes is not _all:
+                receivers = tuple(rank for rank in receivers if extent.takes(rank))
             part = Part(need, at, begin, begin + end - at)
             if receivers and part.nbytes:
                 parts.setdefault(receivers, []).append(part)
@@ -325,7 +324,7 @@ class Regather:
             return
         part = self.placement.part(owner)
         blocks = part.blocks[: part.data_blocks]
-        for i, block in enumerate(blocks):
+        for block in blocks:
             lane, read = self.placement.lanes[block.lane], self._read(block)
             inputs = tuple(self._input(block, shard) for shard in read.shards)
             # One after the other, so that the columns of all packets that are read fit into Sizes.band.
@@ -333,16 +332,14 @@ class Regather:
             width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                is_last = i == len(blocks) - 1 and end == lane.packet_bytes
-                rebuilder = owner % self.world
-                band = Band(owner, block, lane, read, begin, end, inputs, rebuilder, is_last, ())
+                band = Band(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
                 yield replace(band, parcels=tuple(self._decoded(band)))
 
     def _decoded(self, band: Band) -> Iterator[Parcel]:
         """What somebody needs of a band."""
         if band.lane.code.k == 1:  # a copy, which its reader sends: here it is only compared with its digests
             return
-        extents = list(self._block(band.block, None))
+        extents = list(self._block(band.block, _all))
         cut = []
         for begin, end in band.ranges:
             at, upto = band.block.offset + begin, band.block.offset + end

@@ -348,10 +348,12 @@ class _Boxes:
 
     def touching(self, leaf: Leaf) -> list[int]:
         """The pieces that have elements in common with a leaf."""
+        if not leaf.nbytes:
+            return []
         begin = np.array(leaf.global_offset, np.int64)
         end = begin + np.array(leaf.shape, np.int64)
         found: list[int] = np.flatnonzero(_hits(self.begins, self.ends, begin, end)).tolist()
-        return found if leaf.nbytes else []
+        return found
 
 
 def _hits(
