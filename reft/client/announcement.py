@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from reft.client import hooks
 from reft.client.request import Request
 from reft.client.subjects import Subjects
 from reft.core.placement import Placement, exposed
@@ -68,8 +69,10 @@ def exposure(placement: Placement) -> list[str]:
 def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
     """What a restart would not bring back, and what would make it differ."""
     lines = []
-    if request.schedule is not None:
-        lines.append("copies run beside compute; placing them by the pipeline's schedule is not in this version.")
+    if isinstance(request.schedule, hooks.PIPELINES):
+        lines.append(
+            "the schedule is only described: copies go into the idle times that the loop marks with session.idle()."
+        )
     if world > 2 and any(_regroups(module) for module in subjects.modules.values()):
         lines.append(
             "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "

@@ -404,6 +404,7 @@ class Attachment:
             snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
             counts_calls=tree is not None and not tree["marked"], every=self.request.every,
             seal_deadline_s=self.settings.seal_deadline_s, is_protected=not exposed(self.placement),
+            schedule=self.request.schedule,
         )  # fmt: skip
         if self.exchange.rank == 0:
             self._announce(restored_from)

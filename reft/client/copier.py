@@ -16,20 +16,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from reft.client.comparing import Sample, digest
+from reft.client.gate import Gate
 from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
+from reft.client.tally import Tally
+from reft.client.timeline import COPYING, TIERS, Event
 from reft.core import coding
+from reft.core.course import Course, Passage, Task
 from reft.core.layout import align
+from reft.core.pacing import Tier
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
@@ -51,6 +57,7 @@ class CopyJob:
         sealed, failed: what to do when the digests are there, or instead of both.
         samples: what of the cells to digest for comparison with other ranks.
         compared: takes the samples' digests, by cell, before `landed`.
+        course: where in the window the bytes are to go; None: at once, beside whatever training does.
     """
 
     open: Callable[[bool], SlotMap]
@@ -65,24 +72,38 @@ class CopyJob:
     failed: Callable[[Exception], None]
     samples: Callable[[], Sequence[Sample]]
     compared: Callable[[Mapping[int, int]], None]
+    course: Course | None = None
 
 
 class Copier(Protocol):
     """The seam between a session and what moves its bytes."""
 
-    copied_bytes: int
-    idle_bytes: int
+    tally: Tally  # what it copied, when and how fast
     cut: Cut  # how it wants parity cut
     compares_all: bool  # whether it may be asked to digest all live bytes of a snapshot
+    keeps_host_time: bool  # whether the host's time is the device's
 
     def begin(self, job: CopyJob) -> None:
         """Starts one snapshot; the earlier one must have passed its fence."""
 
-    def fence(self) -> float:
-        """Makes sure that nothing reads the state any more; the seconds for which the caller was held up."""
+    def fence(self) -> None:
+        """Makes sure that nothing reads the state any more; the time for which training is held up goes into the tally."""
 
-    def idle(self, is_idle: bool) -> None:
-        """Tells whether the trainer is in a marked idle time."""
+    def enter(self, index: int, tier: Tier) -> Any:
+        """Tells what training does from now on; stretches of a window are numbered, 0 begins at the mark.
+
+        Returns:
+            A stamp of this moment, for `times`.
+        """
+
+    def stamp(self) -> Any:
+        """A stamp of this moment in the device's time."""
+
+    def times(self, stamps: Sequence[Any]) -> list[float] | None:
+        """When stamps were passed, in seconds of `time.perf_counter`; None if the device has not passed all of them."""
+
+    def hurry(self) -> None:
+        """Lets the snapshot that is under way go at once: somebody waits for it, or training has paused."""
 
     def submit(self, task: Callable[[], None]) -> None:
         """Runs a small task in the engine's thread."""
@@ -168,11 +189,15 @@ class Plan:
         return by_chunk(pieces, self.share.chunk_bytes, -(-self.share.data_bytes // self.share.chunk_bytes))
 
     @cached_property
-    def work(self) -> np.ndarray:
-        """The bytes that the tasks move, int64, added up: chunks first, then columns."""
+    def weights(self) -> list[int]:
+        """The bytes that each task moves: chunks first, then columns."""
         moved = [sum(piece.source.nbytes for piece in pieces) for pieces in self.table]
-        moved += [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
-        return np.cumsum(moved, dtype=np.int64)
+        return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """The same, int64, added up."""
+        return np.cumsum(self.weights, dtype=np.int64)
 
     def bounds(self, threads: int) -> list[int]:
         """Where each thread's tasks begin and end, so that all move about as many bytes."""
@@ -216,17 +241,17 @@ class CpuCopier:
 
     Args:
         cpus: one copy thread for each, bound to it; empty means one thread that runs anywhere.
+        clock: seconds, as `time.perf_counter` gives them.
     """
 
-    def __init__(self, cpus: list[int]) -> None:
-        self.copied_bytes = 0
-        self.idle_bytes = 0
+    def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.tally = Tally()
         self.cut = Cut()
-        self.compares_all = True
+        self.compares_all = self.keeps_host_time = True
         self._reading = threading.Event()
         self._reading.set()  # set: nothing is being read
-        self._is_idle = False
-        self._counting = threading.Lock()
+        self._clock = clock
+        self._gate = Gate(clock)
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
@@ -237,20 +262,31 @@ class CpuCopier:
         plan = self._plan
         for copy_aside in plan.at_mark:
             copy_aside()
+        self._gate.begin()
         self._reading.clear()
         self._job = job
         self._threads[0].submit(lambda: self._take(job, plan))
 
-    def fence(self) -> float:
+    def fence(self) -> None:
         if self._reading.is_set() or self._job is None:
-            return 0.0
-        began = time.perf_counter()
+            return
+        began_s = self._clock()
         self._job.give_up()
+        self._gate.lift(Tier.FENCE)
         self._reading.wait()
-        return time.perf_counter() - began
+        self.tally.stalled(began_s, self._clock())
 
-    def idle(self, is_idle: bool) -> None:
-        self._is_idle = is_idle
+    def enter(self, index: int, tier: Tier) -> float:
+        return self._gate.enter(index, tier)
+
+    def stamp(self) -> float:
+        return self._clock()
+
+    def times(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+    def hurry(self) -> None:
+        self._gate.lift()
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads[0].submit(task)
@@ -269,7 +305,7 @@ class CpuCopier:
                 data[offset : offset + size] = 0
             for copy_aside in plan.later:
                 copy_aside()
-            self._together(plan.bounds, lambda i, tasks: self._read(job, plan, data, digests, i, tasks))
+            self._copy(job, plan, data, digests)
             found = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
             job.intact()
             job.compared(found)
@@ -301,27 +337,63 @@ class CpuCopier:
         for failure in filter(None, failures):
             raise failure
 
-    def _read(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, tasks: range) -> None:
-        """Chunks are the first tasks, columns the others."""
+    def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
+        """All chunks and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
+        if job.course is None:
+            self._together(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            return
+        passage = Passage(job.course, plan.weights, len(plan.table), plan.share.parity_chunks)
+        self._gate.open(passage)
+
+        def read(thread: int, _: range) -> None:
+            spent = dict.fromkeys(Tier, (0, 0.0))
+
+            def note(task: Task, begin_s: float, end_s: float) -> None:
+                nbytes, seconds = spent[task.tier]
+                spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
+                name = "chunk" if task.number < len(plan.table) else "parity"
+                track = f"{COPYING} {thread}"
+                self.tally.timeline.add(Event(track, name, begin_s, end_s, task.tier, task.number))
+
+            self._read(job, plan, data, digests, thread, self._gate.tasks(passage, note))
+            for tier, (nbytes, seconds) in spent.items():
+                self.tally.moved(tier, nbytes * len(self._threads), seconds)
+
+        self._together(lambda threads: [0] * (threads + 1), read)
+
+    def _read_at_once(
+        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
+    ) -> None:
+        began_s, tier = self._clock(), self._gate.tier
+        self._read(job, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
+        ended_s = self._clock()
+        if len(tasks):
+            nbytes = int(plan.work[tasks.stop - 1]) - (int(plan.work[tasks.start - 1]) if tasks.start else 0)
+            self.tally.moved(tier, nbytes * len(self._threads), ended_s - began_s)
+            track = f"{COPYING} {thread}"
+            self.tally.timeline.add(Event(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes))
+
+    def _read(
+        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int,
+        tasks: Iterable[tuple[int, Tier | None]],
+    ) -> None:  # fmt: skip
+        """Chunks are the first tasks, columns the others; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
-        copied = idle = 0
+        counts = [0] * len(TIERS)
         chunks, parity = len(plan.table), plan.share.parity_chunks
-        for task in tasks:
+        for task, tier in tasks:
             if task >= chunks:
                 job.at_parity(task - chunks)
                 column = plan.share.columns[task - chunks]
                 _compute(plan, column, data, plan.scratch[thread])
-                moved = column.nbytes * len(column.outputs)
+                written = column.nbytes * len(column.outputs)
             elif task in parity:
                 continue
             else:
                 job.at_chunk(task)
-                moved = _copy_chunk(plan.table[task], data[: plan.share.data_bytes], digests, task, job.chunk_bytes)
-            copied += moved
-            idle += moved if self._is_idle else 0
-        with self._counting:
-            self.copied_bytes += copied
-            self.idle_bytes += idle
+                written = _copy_chunk(plan.table[task], data[: plan.share.data_bytes], digests, task, job.chunk_bytes)
+            counts[(tier or self._gate.tier) - 1] += written
+        self.tally.wrote(counts)
 
 
 def _copy_chunk(pieces: list[Piece], data: Bytes, digests: np.ndarray, index: int, size: int) -> int:

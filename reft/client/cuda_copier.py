@@ -1,108 +1,51 @@
-"""The copying engine on CUDA: everything is enqueued at the mark, on a side stream; the host never waits in a step.
+"""The copying engine on CUDA: everything is enqueued on a side stream; the host never waits in a step.
 
-    compute stream   … optimizer t │ gather riders + small leaves │ forward, backward t+1 │ wait(done) │ optimizer t+1
-    side stream                    └► wait(gathered) ► riders ► live bytes, piece by piece ► parity, column by column ► done
-    worker thread                                                   done ► zeros ► intact? ► LANDED ► digests ► SEALED
+    compute stream   … optimizer t │ gather riders + small leaves │ F0 │ gap │ F1 │ … │ wait(read) │ optimizer t+1
+    side stream                    └► wait(gathered) ► riders          └► wait(gap begins) ► parts ► … ► read ► done
+    worker thread                                                       done ► zeros ► intact? ► LANDED ► digests ► SEALED
 
-    parity column    live bytes where they lie ─┐
-                     what must be put together ─┼► scratch: XOR ─► slot, and the same scratch for the next column
-                     zeros ─────────────────────┘
+Without a course all is enqueued at the mark. With one, the plan (core/pacing.py) says for each stretch what it holds; that
+is enqueued when training enqueues the stretch, behind an event of the compute stream: the device is there when its work is,
+not when Python is. What no stretch holds is enqueued at the fence, first of all into scratch memory of the device where it
+was granted: the optimizer then waits for that copy only, and the slot gets the bytes beside what follows.
 
 The fence is a wait of the compute stream, so every copy and the event behind the last one are enqueued before the
 optimizer's pre-hook returns: an event that is not recorded yet would be no fence. Whether the state was written in between
 is decided by whoever comes first, the fence or the worker; after the fence the optimizer itself changes the counters that
 tell. LANDED is written by the host once the event has passed: in the order of a tag in the stream, and never before it.
 
-Parity needs no more memory of the device than `parity_scratch_bytes`, a row of zeros, and the gathered leaves: the scratch
-is allocated once, and every register of a column is a row of it or the live tensor itself.
-
-What talks to CUDA is behind `Device`, so that the contract test can run this engine where there is none. On a GPU this
-version has not been run.
+What talks to CUDA is behind `Device`, so that the contract test can run this engine where there is none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from reft.client import coding
 from reft.client.comparing import Sample, digest_of
 from reft.client.copier import CopyJob, Worker
-from reft.client.share import Column, Cut, Share
+from reft.client.device import Device
+from reft.client.share import Cut
 from reft.client.state import flat_bytes, is_dense
-from reft.core.layout import ALIGNMENT, SMALL_BYTES, align
-from reft.errors import ReftError, UnsupportedState
+from reft.client.tally import Tally
+from reft.client.timeline import COPYING, Event
+from reft.client.transfers import TRANSFER_BYTES, Transfers, compute, plan_transfers
+from reft.core import pacing
+from reft.core.course import Course
+from reft.core.pacing import Tier
 from reft.wire.slot_format import SlotMap, chunk_digest
 
-TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full bandwidth, small enough to stop between
-
-
-class Device:
-    """What the engine needs of CUDA."""
-
-    def __init__(self) -> None:
-        self.side = torch.cuda.Stream(priority=0)  # 0 is the lowest priority: compute goes first
-
-    def record_compute(self) -> Any:
-        """An event behind all that is enqueued for computing."""
-        return torch.cuda.current_stream().record_event()
-
-    def record_side(self) -> Any:
-        """An event behind all that is enqueued for copying."""
-        return self.side.record_event()
-
-    def side_waits(self, event: Any) -> None:
-        self.side.wait_event(event)
-
-    def compute_waits(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
-
-    def on_side(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self.side)
-
-    def host_waits(self, event: Any) -> None:
-        event.synchronize()
-
-
-@dataclass(frozen=True)
-class Transfers:
-    """How one share travels. Gathered leaves have the same place in `gathered` and in the host's memory of a snapshot.
-
-    Attributes:
-        gathered: of the device: riders, then small leaves in the order of the slot, then what lies on the host.
-        small: (live tensor of the device, its place in `gathered`).
-        host: (live tensor of the host, where it begins in the host's memory).
-        riders_bytes: size of the riders' run at the beginning.
-        host_offset: where the run of the host's leaves begins.
-        places: leaf number → where a gathered leaf begins.
-        sources: the bytes of each leaf: live, or in `gathered`.
-        pieces: (source, offset in the slot) of what is copied from the device.
-        late: (begin in the host's memory, size, offset in the slot) of what the worker copies.
-        large: (live bytes of the host, offset in the slot): copied at the mark, which blocks.
-        scratch: rows for the registers of a column.
-        zeros: as many as the widest column has bytes.
-    """
-
-    share: Share
-    gathered: torch.Tensor
-    small: list[tuple[torch.Tensor, torch.Tensor]]
-    host: list[tuple[torch.Tensor, int]]
-    riders_bytes: int
-    host_offset: int
-    places: dict[int, int]
-    sources: list[torch.Tensor]
-    pieces: list[tuple[torch.Tensor, int]]
-    late: list[tuple[int, int, int]]
-    large: list[tuple[torch.Tensor, int]]
-    scratch: torch.Tensor
-    zeros: torch.Tensor
+PLAN_EVERY = 16  # snapshots until a plan is made again from newer measurements; it costs the host up to a millisecond
+PENDING_MAX = 256  # measurements that the device has not made yet
 
 
 class CudaCopier:
@@ -111,52 +54,69 @@ class CudaCopier:
     Args:
         device: CUDA, or what stands for it in the contract test.
         parity_scratch_bytes: the most memory of the device for computing parity.
+        overrun_scratch_bytes: memory of the device for what is not copied when the fence comes; 0 lets the optimizer wait.
     """
 
-    def __init__(self, device: Device | None = None, parity_scratch_bytes: int = 64 << 20) -> None:
-        self.copied_bytes = 0
-        self.idle_bytes = 0
+    def __init__(
+        self, device: Device | None = None, parity_scratch_bytes: int = 64 << 20, overrun_scratch_bytes: int = 0
+    ) -> None:
+        self.tally = Tally()
         # A launch costs more than a small column, so columns are as wide as the scratch allows.
         self.cut = Cut(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
         self.compares_all = False  # all bytes of a cell over PCIe would undo what sharding saves
+        self.keeps_host_time = False
         self._device = device or Device()
+        self._overrun_bytes = overrun_scratch_bytes
+        self._overrun: torch.Tensor | None = None
         self._transfers: Transfers | None = None
+        self._planned: tuple[Transfers, tuple[Tier, ...], pacing.Plan] | None = None
+        self._plan_age = 0
         self._worker = Worker("reft-copier", None)
-        self._lock = threading.Lock()
-        self._verdict: Future[None] | None = None
-        self._job: CopyJob | None = None
-        self._done: Any = None
-        self._is_idle = False
+        self._flight: _Flight | None = None
+        self._tier = Tier.COMPUTE
+        self._pending: deque[_Measured] = deque(maxlen=PENDING_MAX)
 
     def begin(self, job: CopyJob) -> None:
         if self._transfers is None or self._transfers.share is not job.share:
             self._transfers = plan_transfers(job.share, job.chunk_bytes)
-        transfers = self._transfers
-        slot = job.open(False)
-        # Fresh for each snapshot: the worker reads it when the next one may have begun. torch reuses pinned memory.
-        on_cuda = transfers.gathered.device.type != "cpu"
-        aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-        verdict: Future[None] = Future()
-        compared: list[tuple[Sample, list[torch.Tensor]]] = []
-        try:
-            self._enqueue(job, transfers, aside, torch.from_numpy(slot.data))
-            compared = self._enqueue_samples(job, transfers, on_cuda)
-        except Exception as error:
-            # What is enqueued already still reads the state, so there is a fence, and then the failure.
-            verdict.set_exception(error)
-        done = self._device.record_side()
-        self._job, self._verdict, self._done = job, verdict, done
-        self._worker.submit(lambda: self._finish(job, slot, transfers, aside, compared, done, verdict))
+        self._settle()
+        plan = self._plan(self._transfers, job.course) if job.course else None
+        flight = _Flight(job, job.open(False), self._transfers, plan, self._device, self._pending)
+        flight.start()
+        self._flight = flight
+        at_once = job.share.written_bytes - sum(self._transfers.written)  # what lies on the host
+        self.tally.wrote([at_once if tier is self._tier else 0 for tier in Tier])
+        self._launch(list(flight.todo) if plan is None else [*plan.tasks(pacing.AT_MARK), *plan.tasks(0)], self._tier)
 
-    def fence(self) -> float:
-        if self._job is not None and self._verdict is not None:
-            self._decide(self._job, self._verdict)
-            self._device.compute_waits(self._done)
-            self._job = None
-        return 0.0
+    def enter(self, index: int, tier: Tier) -> Any:
+        event = self._device.record_compute()
+        self._tier = tier
+        if index and self._flight is not None and self._flight.todo:
+            self._flight.side_waits(event)
+            self._launch(self._flight.tasks(index, tier), tier)
+        return event
 
-    def idle(self, is_idle: bool) -> None:
-        self._is_idle = is_idle
+    def stamp(self) -> Any:
+        return self._device.record_compute()
+
+    def times(self, stamps: Sequence[Any]) -> list[float] | None:
+        return self._device.times(stamps)
+
+    def hurry(self) -> None:
+        if self._flight is not None:
+            self._launch(list(self._flight.todo), self._tier)
+
+    def fence(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if flight.todo:
+            self.tally.wrote(flight.overrun(self._scratch()))
+            self._worker.submit(flight.finish)
+        flight.decide()
+        before = self._device.record_compute()
+        self._device.compute_waits(flight.read)
+        self._pending.append(_Measured(before, self._device.record_compute(), Tier.FENCE, 0))
 
     def submit(self, task: Callable[[], None]) -> None:
         self._worker.submit(task)
@@ -164,19 +124,197 @@ class CudaCopier:
     def close(self) -> None:
         self._worker.close()
 
-    def _decide(self, job: CopyJob, verdict: Future[None]) -> None:
+    def _launch(self, tasks: Sequence[int], tier: Tier) -> None:
+        """Enqueues tasks of the snapshot under way; behind the last one the worker goes on."""
+        flight = self._flight
+        if flight is None or flight.read is not None:
+            return
+        if len(tasks):
+            self.tally.wrote(flight.launch(tasks, tier))
+        if not flight.todo:
+            flight.land()
+            self._worker.submit(flight.finish)
+
+    def _scratch(self) -> torch.Tensor:
+        """Memory for an overrun: allocated when it is needed first, then kept."""
+        if self._overrun is None:
+            assert self._transfers is not None
+            self._overrun = torch.empty(self._overrun_bytes, dtype=torch.uint8, device=self._transfers.gathered.device)
+        return self._overrun
+
+    def _plan(self, transfers: Transfers, course: Course) -> pacing.Plan:
+        """Where each part and column goes; made again now and then, and when windows or the share are others."""
+        tiers = tuple(stretch.tier for stretch in course.stretches)
+        self._plan_age += 1
+        known = self._planned
+        if known is not None and known[0] is transfers and known[1] == tiers and self._plan_age % PLAN_EVERY:
+            return known[2]
+        ends = list(accumulate((stretch.seconds for stretch in course.stretches), initial=0.0))
+        windows = [pacing.Window(tier, *span) for tier, span in zip(tiers, pairwise(ends), strict=True)]
+        beside = course.beside_bytes_per_s
+        rates = pacing.Rates(course.bytes_per_s, beside, beside, self.tally.parity_rate() or course.bytes_per_s / 2)
+        sizes = [source.nbytes for source, _ in transfers.parts]
+        parity = transfers.written[len(sizes) :]
+        plan = pacing.plan(sizes, parity, windows, rates, course.guard_s, course.seconds)
+        self._planned = transfers, tiers, plan
+        return plan
+
+    def _settle(self) -> None:
+        """Takes the measurements that the device has made since into account."""
+        while self._pending and (times := self._device.times(self._pending[0][:2])):
+            measured = self._pending.popleft()
+            begin_s, end_s = times
+            if measured.tier is Tier.FENCE and not measured.nbytes:
+                self.tally.stalled(begin_s, end_s)
+                continue
+            self.tally.moved(measured.tier, measured.nbytes, end_s - begin_s, measured.is_parity)
+            name = "parity" if measured.is_parity else "chunks"
+            self.tally.timeline.add(Event(COPYING, name, begin_s, end_s, measured.tier, measured.nbytes))
+
+
+class _Measured(NamedTuple):
+    """Two events, and what was enqueued between them; 0 bytes at the fence: nothing, the compute stream waited."""
+
+    begin: Any
+    end: Any
+    tier: Tier
+    nbytes: int
+    is_parity: bool = False
+
+
+class _Flight:
+    """One snapshot under way; see the module. The trainer's thread enqueues, the worker finishes."""
+
+    def __init__(
+        self, job: CopyJob, slot: SlotMap, transfers: Transfers, plan: pacing.Plan | None, device: Device,
+        pending: deque[_Measured],
+    ) -> None:  # fmt: skip
+        self._job, self._slot, self._transfers, self._plan = job, slot, transfers, plan
+        self._device, self._pending = device, pending
+        self._data = torch.from_numpy(slot.data)
+        # Fresh for each snapshot: the worker reads it when the next one may have begun. torch reuses pinned memory.
+        self._on_cuda = transfers.gathered.device.type != "cpu"
+        self._aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._lock = threading.Lock()
+        self._verdict: Future[None] = Future()
+        self._compared: list[tuple[Sample, list[torch.Tensor]]] = []
+        self._done: Any = None
+        self.read: Any = None  # behind the last byte that is read from the live state
+        self.todo = dict.fromkeys(range(len(transfers.parts) + len(transfers.share.columns)))  # in order
+
+    def side_waits(self, event: Any) -> None:
+        """What is enqueued from here on is copied when the device has passed this event."""
+        self._device.side_waits(event)
+
+    def tasks(self, index: int, tier: Tier) -> Sequence[int]:
+        """What the plan has for a stretch; everything if training has left the course."""
+        windows = self._plan.windows if self._plan else ()
+        if self._plan is None or index >= len(windows) or windows[index].tier is not tier:
+            return list(self.todo)
+        return self._plan.tasks(index).tolist()
+
+    def start(self) -> None:
+        """At the mark: what forward mutates and what is small is gathered, in the compute stream."""
+        self._attempt(self._start, on_side=False)
+
+    def _start(self) -> None:
+        self._gather()
+        self._device.side_waits(self._device.record_compute())
+        riders = self._transfers.riders_bytes
+        with self._device.on_side():
+            self._aside[:riders].copy_(self._transfers.gathered[:riders], non_blocking=True)
+            self._compared = [(sample, self._sampled(sample)) for sample in self._job.samples()]
+
+    def launch(self, tasks: Iterable[int], tier: Tier) -> list[int]:
+        """Enqueues those of the tasks that are left; bytes written, by tier."""
+        left = [task for task in tasks if task in self.todo]
+        self._batch(left, tier, self._copy)
+        for task in left:
+            self.todo.pop(task, None)
+        return self._counted(left, tier)
+
+    def land(self) -> None:
+        """Everything is enqueued."""
+        self._done = self.read = self._device.record_side()
+
+    def overrun(self, scratch: torch.Tensor) -> list[int]:
+        """At the fence: what was not enqueued yet, as much of it as possible by way of the scratch memory."""
+        left = list(self.todo)
+        rooms: dict[int, torch.Tensor] = {}
+        used = 0
+        for task in left:
+            nbytes = self._transfers.parts[task][0].nbytes if task < len(self._transfers.parts) else 0
+            if nbytes and used + nbytes <= scratch.nbytes:
+                rooms[task] = scratch[used : used + nbytes]
+                used += nbytes
+        self._batch([task for task in left if task not in rooms], Tier.FENCE, self._copy)
+        self._attempt(lambda: self._stage(rooms))
+        self.read = self._device.record_side()
+        self._batch(list(rooms), Tier.FENCE, lambda task: self._to_slot(task, rooms[task]))
+        self.todo.clear()
+        self._done = self._device.record_side()
+        return self._counted(left, Tier.FENCE)
+
+    def _stage(self, rooms: Mapping[int, torch.Tensor]) -> None:
+        for task, room in rooms.items():
+            self._job.at_chunk(task)
+            room.copy_(self._transfers.parts[task][0], non_blocking=True)
+
+    def decide(self) -> None:
         """Whether the state was left alone so far; the first answer holds."""
         with self._lock:
-            if verdict.done():
+            if self._verdict.done():
                 return
             try:
-                job.intact()
-                verdict.set_result(None)
+                self._job.intact()
+                self._verdict.set_result(None)
             except Exception as error:
-                verdict.set_exception(error)
+                self._verdict.set_exception(error)
 
-    def _gather(self, transfers: Transfers, aside: torch.Tensor, data: torch.Tensor) -> None:
-        """At the mark, in the compute stream: what forward mutates and what is small; what lies on the host, at once."""
+    def _attempt(self, enqueue: Callable[[], object], on_side: bool = True) -> None:
+        """A failure ends the snapshot, not the training; what is enqueued still reads the state, so there is a fence."""
+        if self._verdict.done():
+            return
+        try:
+            with torch.no_grad(), self._device.on_side() if on_side else contextlib.nullcontext():
+                enqueue()
+        except Exception as error:
+            self._verdict.set_exception(error)
+            self.todo.clear()
+
+    def _counted(self, tasks: Sequence[int], tier: Tier) -> list[int]:
+        written = sum(self._transfers.written[task] for task in tasks)
+        return [written if each is tier else 0 for each in Tier]
+
+    def _batch(self, tasks: Sequence[int], tier: Tier, enqueue: Callable[[int], None]) -> None:
+        """Enqueues tasks, copies before parity, each kind between two events that tell how long it took."""
+        parts = len(self._transfers.parts)
+        for kind in ([task for task in tasks if task < parts], [task for task in tasks if task >= parts]):
+            if not kind:
+                continue
+            begin = self._device.record_side()
+            for task in kind:
+                self._attempt(partial(enqueue, task))
+            nbytes = sum(self._transfers.written[task] for task in kind)
+            self._pending.append(_Measured(begin, self._device.record_side(), tier, nbytes, kind[0] >= parts))
+
+    def _copy(self, task: int) -> None:
+        """From the live state into the slot; of parity, the computation too."""
+        parts = self._transfers.parts
+        if task < len(parts):
+            self._job.at_chunk(task)
+            self._to_slot(task, parts[task][0])
+        else:
+            self._job.at_parity(task - len(parts))
+            compute(self._transfers, self._transfers.share.columns[task - len(parts)], self._data)
+
+    def _to_slot(self, task: int, source: torch.Tensor) -> None:
+        offset = self._transfers.parts[task][1]
+        self._data[offset : offset + source.nbytes].copy_(source, non_blocking=True)
+
+    def _gather(self) -> None:
+        """In the compute stream; what lies on the host, at once."""
+        transfers, aside = self._transfers, self._aside
         for tensor, place in transfers.small:
             place.copy_(tensor, non_blocking=True)
         for tensor, at in transfers.host:
@@ -185,62 +323,31 @@ class CudaCopier:
         at = transfers.host_offset
         transfers.gathered[at:].copy_(aside[at:], non_blocking=True)
         for tensor, offset in transfers.large:
-            data[offset : offset + tensor.nbytes].copy_(tensor)
+            self._data[offset : offset + tensor.nbytes].copy_(tensor)
 
-    def _enqueue(self, job: CopyJob, transfers: Transfers, aside: torch.Tensor, data: torch.Tensor) -> None:
-        riders = transfers.riders_bytes
-        with torch.no_grad():
-            self._gather(transfers, aside, data)
-            self._device.side_waits(self._device.record_compute())
-            with self._device.on_side():
-                aside[:riders].copy_(transfers.gathered[:riders], non_blocking=True)
-                self._enqueue_pieces(job, transfers, data)
-                for index, column in enumerate(job.share.columns):
-                    job.at_parity(index)
-                    _compute(transfers, column, data)
-        self.copied_bytes += job.share.written_bytes
-        self.idle_bytes += job.share.written_bytes if self._is_idle else 0
-
-    def _enqueue_pieces(self, job: CopyJob, transfers: Transfers, data: torch.Tensor) -> None:
-        index = 0
-        for source, offset in transfers.pieces:
-            for at in range(0, source.nbytes, TRANSFER_BYTES):
-                job.at_chunk(index)
-                part = source[at : at + TRANSFER_BYTES]
-                data[offset + at : offset + at + part.nbytes].copy_(part, non_blocking=True)
-                index += 1
-
-    def _enqueue_samples(
-        self, job: CopyJob, transfers: Transfers, on_cuda: bool
-    ) -> list[tuple[Sample, list[torch.Tensor]]]:
+    def _sampled(self, sample: Sample) -> list[torch.Tensor]:
         """Copies of what is compared with other ranks, a small window of each cell, in host memory of their own."""
-        found = []
-        with torch.no_grad(), self._device.on_side():
-            for sample in job.samples():
-                parts = []
-                for leaf, begin, nbytes, _ in sample.runs:
-                    part = torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-                    part.copy_(transfers.sources[leaf][begin : begin + nbytes], non_blocking=True)
-                    parts.append(part)
-                found.append((sample, parts))
-        return found
+        parts = []
+        for leaf, begin, nbytes, _ in sample.runs:
+            part = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+            part.copy_(self._transfers.sources[leaf][begin : begin + nbytes], non_blocking=True)
+            parts.append(part)
+        return parts
 
-    def _finish(
-        self, job: CopyJob, slot: SlotMap, transfers: Transfers, aside: torch.Tensor,
-        compared: list[tuple[Sample, list[torch.Tensor]]], done: Any, verdict: Future[None],
-    ) -> None:  # fmt: skip
+    def finish(self) -> None:
         """In the worker: what follows the last byte."""
+        job, slot, transfers = self._job, self._slot, self._transfers
         try:
-            self._device.host_waits(done)
-            self._decide(job, verdict)
-            verdict.result()
-            memory, data = aside.numpy(), slot.data
+            self._device.host_waits(self._done)
+            self.decide()
+            self._verdict.result()
+            memory, data = self._aside.numpy(), slot.data
             for begin, size, offset in transfers.late:
                 np.copyto(data[offset : offset + size], memory[begin : begin + size])
             for offset, size in job.share.zeros if slot.is_new_layout else ():
                 data[offset : offset + size] = 0
             job.compared(
-                {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in compared}
+                {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._compared}
             )
             leaves = [(job.share.leaves[i], transfers.places[i]) for i in job.share.riders]
             job.landed({leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves})
@@ -249,108 +356,3 @@ class CudaCopier:
             job.failed(error)
             return
         job.sealed(digests)
-
-
-def _compute(transfers: Transfers, column: Column, data: torch.Tensor) -> None:
-    """Enqueues one column of parity: everything that it needs beside live bytes is a row of the scratch."""
-    n, program = column.nbytes, column.program
-    assert column.rows * n <= transfers.scratch.nbytes, f"{column.rows} rows of {n} bytes outgrow the scratch"
-    rows: Iterator[torch.Tensor] = (transfers.scratch[i * n : (i + 1) * n] for i in range(column.rows))
-    inputs = []
-    for runs in column.inputs:
-        if not runs:
-            inputs.append(transfers.zeros[:n])
-        elif transfers.share.is_direct(runs, n):
-            inputs.append(transfers.sources[runs[0].leaf][runs[0].begin : runs[0].begin + n])
-        else:
-            row = next(rows)
-            if sum(run.nbytes for run in runs) < n:
-                row.zero_()
-            for leaf, begin, size, at in runs:
-                row[at : at + size].copy_(transfers.sources[leaf][begin : begin + size], non_blocking=True)
-            inputs.append(row)
-    outputs = [next(rows) for _ in column.outputs]
-    coding.run(program, inputs, outputs, list(rows))
-    for output, offset in zip(outputs, column.outputs, strict=True):
-        data[offset : offset + n].copy_(output, non_blocking=True)
-
-
-def plan_transfers(share: Share, chunk_bytes: int) -> Transfers:
-    """Sorts the leaves of a share by how they travel.
-
-    Raises:
-        UnsupportedState: they lie on more than one device, or a large one has gaps between its elements.
-        ReftError: slots have other chunks than the share was cut for.
-    """
-    if chunk_bytes != share.chunk_bytes:
-        raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
-    tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    if len(devices) > 1:
-        raise UnsupportedState(f"the state lies on {len(devices)} devices; one a process is held.")
-    device = next(iter(devices), torch.device("cpu"))
-    places, riders_bytes, host_offset, end = _seats(share)
-    gathered = torch.zeros(end, dtype=torch.uint8, device=device)
-    small, host, sources = [], [], []
-    for i, (leaf, tensor) in enumerate(zip(share.leaves, tensors, strict=True)):
-        if i not in places:
-            if not is_dense(tensor):
-                raise UnsupportedState(f"{leaf.name} has gaps between its elements and is too large to gather.")
-            sources.append(flat_bytes(tensor))
-            continue
-        run = gathered[places[i] : places[i] + leaf.nbytes]
-        sources.append(run)
-        if i in share.apart:
-            host.append((tensor, places[i]))
-        elif leaf.nbytes:
-            small.append((tensor, run.view(tensor.dtype).as_strided(tensor.shape, leaf.stride)))
-    pieces, late, large = _sorted_runs(share, places, sources, gathered)
-    columns = share.columns
-    room = max((column.rows * column.nbytes for column in columns), default=0)
-    assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
-    return Transfers(
-        share, gathered, small, host, riders_bytes, host_offset, places, sources, pieces, late, large,
-        scratch=torch.empty(room, dtype=torch.uint8, device=device),
-        zeros=torch.zeros(max((column.nbytes for column in columns), default=0), dtype=torch.uint8, device=device),
-    )  # fmt: skip
-
-
-def _seats(share: Share) -> tuple[dict[int, int], int, int, int]:
-    """Where each gathered leaf begins; where riders end, where the host's leaves begin, and where all end."""
-    riders = set(share.riders)
-    small = [i for i, leaf in enumerate(share.leaves) if leaf.staged or leaf.nbytes < SMALL_BYTES or i in riders]
-    at = {run.leaf: run.at for run in reversed(share.runs)}
-    # In the order of the slot, so that neighbours there are neighbours here, and travel together.
-    small.sort(key=lambda i: (i in share.apart, i not in riders, at.get(i, 0)))
-    places: dict[int, int] = {}
-    riders_bytes, host_offset, end = 0, -1, 0
-    for i in small:
-        if i in share.apart and host_offset < 0:
-            host_offset = end
-        places[i] = end
-        end = align(end + share.leaves[i].nbytes)
-        if i in riders and i not in share.apart:
-            riders_bytes = end
-    return places, riders_bytes, end if host_offset < 0 else host_offset, end
-
-
-def _sorted_runs(
-    share: Share, places: dict[int, int], sources: list[torch.Tensor], gathered: torch.Tensor
-) -> tuple[list[tuple[torch.Tensor, int]], list[tuple[int, int, int]], list[tuple[torch.Tensor, int]]]:
-    """Runs as Transfers has them: pieces, late, large. Gathered neighbours become one piece, the zeros between included."""
-    pieces: list[tuple[torch.Tensor, int]] = []
-    late: list[tuple[int, int, int]] = []
-    large: list[tuple[torch.Tensor, int]] = []
-    merged: list[list[int]] = []  # begin and end in `gathered`, offset in the slot
-    for leaf, begin, size, at in share.runs:
-        if leaf not in places:
-            (large if leaf in share.apart else pieces).append((sources[leaf][begin : begin + size], at))
-            continue
-        first = places[leaf] + begin
-        if leaf in share.apart:
-            late.append((first, size, at))
-        elif merged and at - merged[-1][2] == first - merged[-1][0] and 0 <= first - merged[-1][1] < ALIGNMENT:
-            merged[-1][1] = first + size
-        else:
-            merged.append([first, first + size, at])
-    return [(gathered[first:last], at) for first, last, at in merged] + pieces, late, large

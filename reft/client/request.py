@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reft.client import hooks
 from reft.client.extract.registry import extractor_of
 from reft.client.subjects import Subjects
 from reft.errors import ConfigError
@@ -46,6 +47,7 @@ class Request:
                     f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected, or what "
                     "reft.client.register_extractor was told of."
                 )
+        hooks.check(self.schedule)
         if self.every < 1:
             raise ConfigError(f"every is {self.every}; it must be at least 1.")
         if self.protect not in SCHEMES:

@@ -12,18 +12,23 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from reft.client import hooks
+from reft.client.rhythm import OTHER, Rhythm
 from reft.client.snapshots import Snapshots
 from reft.client.subjects import extractor
+from reft.core.course import Course
+from reft.core.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
 
 CLOSE_WAIT_S = 2.0
+TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,14 @@ class Session:
         restored_from: None, "memory", "peers" or "storage".
         counts_calls: whether the restored step was counted by calls of the optimizer, not by marks.
         every: a snapshot after each n-th step.
+        schedule: whose gaps are to be used; None if there is none, or nothing to hook.
         is_protected: whether a whole snapshot survives as many lost nodes as were asked for.
     """
 
     def __init__(
         self, snapshots: Snapshots | None, optimizers: Sequence[Any], *, step: int,
         restored_from: str | None, counts_calls: bool, every: int, seal_deadline_s: float, is_protected: bool,
+        schedule: Any = None,
     ) -> None:  # fmt: skip
         self.step = step
         self.restored_from = restored_from
@@ -77,7 +84,11 @@ class Session:
         for optimizer in optimizers:
             after = self._after_last if optimizer is optimizers[-1] else self._after_other
             self._hooks += extractor(optimizer).hook(optimizer, self._before_optimizer, after)
+        self._rhythm: Rhythm | None = None
+        self._unfollow: Callable[[], None] = lambda: None
         if snapshots is not None:
+            self._rhythm = Rhythm(snapshots.copier, hooks.closed(schedule))
+            self._unfollow = hooks.follow(schedule, self._rhythm)
             atexit.register(_drain, weakref.ref(self))
 
     # Marks
@@ -119,12 +130,13 @@ class Session:
         self._close_window()
         self._inside = 0
         self.step += 1
+        course = self._rhythm.mark(self.step) if self._rhythm else None
         if self.step % self.every == 0:
-            self._take()
+            self._take(course)
 
-    def _take(self) -> None:
+    def _take(self, course: Course | None = None) -> None:
         is_marked = isinstance(self._marks, _Marked)
-        if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
+        if self._snapshots is not None and self._snapshots.take(self.step, is_marked, course):
             self._window_open = True
         self._taken = self.step
 
@@ -138,6 +150,8 @@ class Session:
         self._taken = self.step
 
     def _close_window(self) -> None:
+        if self._rhythm is not None:
+            self._rhythm.fence()
         if self._window_open and self._snapshots is not None:
             self._window_open = False
             self._snapshots.fence()
@@ -181,6 +195,7 @@ class Session:
             return Sealed(False, False, -1)
         if self._taken != self.step and self.step > 0 and self._inside == 0:
             self._take()
+        self._snapshots.copier.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
         if not whole:
             deadline = self._seal_deadline_s if timeout is None else timeout
@@ -192,12 +207,14 @@ class Session:
 
         sealed_step: newest step that this rank sealed; whole_step: newest step known to be whole on all ranks; snapshots,
         skipped: counts; bytes: written by one snapshot; stall_ms: mean time for which a snapshot held up training;
-        bubble_fraction: share of the snapshots' bytes that was copied inside `idle()`.
+        bubble_fraction: share of the snapshots' bytes that was copied in gaps of the schedule or inside `idle()`;
+        gap_bytes, compute_bytes, collective_bytes, fence_bytes: of all snapshots, by what training did when their copy
+        began; at the fence it waited.
         """
         if self._snapshots is None:
-            return {"step": self.step, "sealed_step": -1, "whole_step": -1, "snapshots": 0, "skipped": 0, "bytes": 0,
-                    "stall_ms": 0.0, "bubble_fraction": 0.0}  # fmt: skip
-        counts, copier = self._snapshots.counts, self._snapshots.copier
+            numbers = dict.fromkeys(("snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction", *TIER_BYTES), 0.0)
+            return {"step": self.step, "sealed_step": -1, "whole_step": -1, **numbers}
+        counts, tally = self._snapshots.counts, self._snapshots.copier.tally
         return {
             "step": self.step,
             "sealed_step": counts.sealed_step,
@@ -205,30 +222,34 @@ class Session:
             "snapshots": counts.snapshots,
             "skipped": counts.skipped,
             "bytes": self._snapshots.bytes_per_snapshot(),
-            "stall_ms": 1000 * counts.stall_s / max(counts.snapshots, 1),
-            "bubble_fraction": copier.idle_bytes / max(copier.copied_bytes, 1),
+            "stall_ms": 1000 * tally.stall_s / max(counts.snapshots, 1),
+            "bubble_fraction": tally.written(Tier.GAP) / max(tally.written(), 1),
+            **{name: tally.written(tier) for name, tier in TIER_BYTES.items()},
         }
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Marks a time in which this loop neither computes nor communicates, e.g. while it waits for a batch."""
-        if self._snapshots is None:
+        if self._rhythm is None:
             yield
             return
-        self._snapshots.copier.idle(True)
+        self._rhythm.enter(Tier.GAP, "idle")
         try:
             yield
         finally:
-            self._snapshots.copier.idle(False)
+            self._rhythm.enter(Tier.COMPUTE, OTHER)
 
     def close(self) -> None:
         """Ends the session: the newest snapshot is finished, the hooks are taken off, the daemon keeps the slots."""
         if self._snapshots is None or os.getpid() != self._pid:
             return
         if self._window_open:
+            self._snapshots.copier.hurry()
             # Before the fence: the newest snapshot may still be waiting for a slot.
             self._snapshots.reporter.wait(self._taken, CLOSE_WAIT_S)
         self._close_window()
+        self._unfollow()
+        self._rhythm = None
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
             hook.remove()

@@ -27,6 +27,7 @@ from reft.client.reporter import Reporter
 from reft.client.share import Cut, Share, share_of
 from reft.client.state import Bindings
 from reft.client.subjects import Subjects
+from reft.core.course import Course
 from reft.core.layout import Leaf
 from reft.core.placement import Placement
 from reft.core.round import Answer
@@ -47,7 +48,6 @@ class Counts:
     snapshots: int = 0
     skipped: int = 0
     sealed_step: int = -1
-    stall_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,15 @@ class Snapshots:
     _outgrown: list[MappedSlot] = field(default_factory=list)
     _under_way: set[int] = field(default_factory=set)  # indexes of slots that the engine has not finished with
 
-    def take(self, step: int, is_marked: bool) -> bool:
+    def take(self, step: int, is_marked: bool, course: Course | None = None) -> bool:
         """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
 
         Args:
             is_marked: whether the step was counted by a mark; else by a call of the optimizer.
+            course: where in the window its bytes go; None: at once.
         """
         try:
-            reason = self._begin(step, is_marked)
+            reason = self._begin(step, is_marked, course)
         except Exception as error:
             # A protector must not be the killer: whatever went wrong, training goes on.
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
@@ -125,7 +126,7 @@ class Snapshots:
 
     def fence(self) -> None:
         """Makes sure that nothing reads the state any more."""
-        self.counts.stall_s += self.copier.fence()
+        self.copier.fence()
 
     def discard(self, until: int) -> None:
         """Drops what was counted wrongly in this epoch, and takes nothing up to step `until`.
@@ -144,7 +145,7 @@ class Snapshots:
             if version is not None and version.epoch == self.epoch and version.step > start:
                 slot.map.empty()
 
-    def _begin(self, step: int, is_marked: bool) -> str:
+    def _begin(self, step: int, is_marked: bool, course: Course | None) -> str:
         """Starts the copy; why not, if it can't."""
         if self.reporter.is_fenced:
             return str(self.reporter.error)
@@ -155,7 +156,7 @@ class Snapshots:
         held = self._current()
         if not self._room_for(held):
             return "slots of the new size are being made."
-        self.copier.begin(self._job(step, held, {**self.host.capture(step), "marked": is_marked}))
+        self.copier.begin(self._job(step, held, {**self.host.capture(step), "marked": is_marked}, course))
         return ""
 
     def _give_back(self) -> None:
@@ -187,7 +188,7 @@ class Snapshots:
         chosen = choose(views, whole or self.base, voids)
         return None if chosen is None else self.slots[chosen.index]
 
-    def _job(self, step: int, held: Held, tree: Mapping[str, Any]) -> CopyJob:
+    def _job(self, step: int, held: Held, tree: Mapping[str, Any], course: Course | None) -> CopyJob:
         facts = self._facts(step)
         versions = held.bindings.versions()
         given_up = threading.Event()
@@ -239,7 +240,7 @@ class Snapshots:
             open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
             at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
-            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared,
+            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared, course=course,
             samples=lambda: samples(held.share.cells, step, self.copier.compares_all and step <= self.compares_all_until),
         )  # fmt: skip
 

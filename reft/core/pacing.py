@@ -42,8 +42,9 @@ class Tier(IntEnum):
     """What the device does meanwhile; lower ones are preferred."""
 
     GAP = 1
-    COMPUTE = 2
+    COMPUTE = 2  # or what nobody told
     COLLECTIVE = 3
+    FENCE = 4  # the optimizer waits: no place that a plan gives
 
 
 class Window(NamedTuple):
@@ -141,7 +142,8 @@ class Plan:
         Args:
             sizes: of all tasks.
         """
-        tiers = np.array([window.tier for window in self.windows] + [0, 0])[self.window]  # the last two: in no window
+        # The last two places: what is left over waits for the fence, what goes at the mark is in no window.
+        tiers = np.array([window.tier for window in self.windows] + [Tier.FENCE, 0])[self.window]
         return {tier: int(np.sum(np.asarray(sizes, np.int64)[tiers == tier])) for tier in Tier}
 
 

@@ -3,67 +3,45 @@
 One process alone keeps everything; in a group each member writes its data shards and parity, and any D - f members' slots
 give the whole state back. What a share is, without an engine, is tested in test_share.py.
 
-Without a GPU the CUDA engine runs on a device that does at once what a stream would do later; with one, on CUDA as well.
+Without a GPU the CUDA engine runs on a device that does at once what a stream would do later, and on one that does it as
+late as it may; with one, on CUDA as well.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from reft.client import share
+from reft.client import share, transfers
 from reft.client.comparing import samples
 from reft.client.copier import CopyJob, CpuCopier, Plan
-from reft.client.cuda_copier import CudaCopier, Device
+from reft.client.cuda_copier import CudaCopier
 from reft.client.share import Cut, share_of
 from reft.client.state import Bindings, flat_bytes, is_dense
 from reft.core import coding
 from reft.core.cells import divide
+from reft.core.course import Course, Stretch
+from reft.core.pacing import Tier
 from reft.core.placement import Placement, place
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError
 from reft.wire.slot_format import Geometry, SlotMap
+from tests.support.streams import Inline, Late
 
 VERSION = Version(Epoch(1, bytes(range(16))), 7)
-
-
-class Inline(Device):
-    """A device whose streams do everything when it is enqueued, and that notes the order of what it is told."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def record_compute(self):
-        self.order.append("record compute")
-        return "compute"
-
-    def record_side(self):
-        self.order.append("record side")
-        return "side"
-
-    def side_waits(self, event):
-        self.order.append(f"side waits for {event}")
-
-    def compute_waits(self, event):
-        self.order.append(f"compute waits for {event}")
-
-    def on_side(self):
-        return contextlib.nullcontext()
-
-    def host_waits(self, event):
-        self.order.append(f"host waits for {event}")
 
 
 ENGINES = {
     "cpu": lambda: (CpuCopier([]), "cpu"),
     "cpu, two threads": lambda: (CpuCopier([0, 0]), "cpu"),
     "cuda, inline": lambda: (CudaCopier(Inline()), "cpu"),
+    "cuda, late": lambda: (CudaCopier(Late()), "cpu"),
     "cuda": lambda: (CudaCopier(), "cuda"),
 }
 
@@ -179,7 +157,7 @@ def test_every_byte_lands_and_the_states_come_in_order(engine):
     assert taken.states[-2:] == [SlotState.LANDED, SlotState.SEALED]
     assert set(taken.states[:-2]) == {SlotState.WRITING}
     assert taken.slot.bad_chunks() == [] and taken.slot.capsule() == b"capsule"
-    assert copier.copied_bytes == taken.share.written_bytes
+    assert copier.tally.written() == taken.share.written_bytes
 
 
 @pytest.mark.parametrize("D", [1, 3])
@@ -227,19 +205,182 @@ def test_a_failure_is_reported_and_the_fence_opens(engine):
     assert again.ended.wait(20) and again.error is None
 
 
-def test_idle_bytes_are_those_copied_in_idle_times(engine):
+def test_bytes_count_as_what_training_does_when_their_copy_begins(engine):
     copier, device = engine
-    copier.idle(True)
-    first = Taken(tensors_on(device), set())
-    copier.begin(first.job)
+    copier.enter(1, Tier.GAP)
+    first = Taken(tensors_on(device), set()).by(copier)
+    assert copier.tally.written(Tier.GAP) == first.share.written_bytes == copier.tally.written()
+    copier.enter(2, Tier.COMPUTE)
+    second = Taken(tensors_on(device), set()).by(copier)
+    assert copier.tally.written(Tier.COMPUTE) == second.share.written_bytes
+    assert copier.tally.written() == 2 * copier.tally.written(Tier.GAP)
+
+
+# Courses
+
+
+def course_of(*stretches: tuple[Tier, float], bytes_per_s: float = 1e9) -> Course:
+    return Course(tuple(Stretch(*each) for each in stretches), bytes_per_s, bytes_per_s, 0.0)
+
+
+def wait_until(found) -> None:
+    deadline = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("f", [0, 1])
+def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
+    copier, device = engine
+    tensors = tensors_on(device)
+    taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, f))
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    assert not taken.chunks and not taken.parity, "before the gap"
+    copier.enter(1, Tier.GAP)
+    wait_until(lambda: copier.tally.written() == taken.share.written_bytes)
+    copier.enter(2, Tier.COMPUTE)
     copier.fence()
-    assert first.ended.wait(20)
-    copier.idle(False)
-    second = Taken(tensors_on(device), set())
-    copier.begin(second.job)
+    assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+    assert copier.tally.written(Tier.GAP) == taken.share.written_bytes
+    assert sorted(taken.parity) == list(range(len(taken.share.columns)))
+
+
+def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
+    copier, device = engine
+    tensors = tensors_on(device)
+    taken = Taken(tensors, {"buffer"})
+    before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
     copier.fence()
-    assert second.ended.wait(20)
-    assert copier.idle_bytes == first.share.written_bytes and copier.copied_bytes == 2 * copier.idle_bytes
+    for name in ("large", "medium"):
+        tensors[name].zero_()  # as the optimizer does
+    assert taken.ended.wait(20) and taken.error is None
+    assert {name: taken.bytes_of(name) for name in before} == before
+    assert copier.tally.written(Tier.FENCE) == taken.share.written_bytes
+
+
+@pytest.mark.parametrize("scratch", [0, 100_000, 10 << 20])
+def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, monkeypatch):
+    monkeypatch.setattr(transfers, "TRANSFER_BYTES", 50_000)
+    device = Late()
+    copier = CudaCopier(device, overrun_scratch_bytes=scratch)
+    tensors = tensors_on("cpu")
+    for _ in range(2):  # the second one must not overtake the first in the scratch
+        taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, 1))
+        before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
+        taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        copier.begin(taken.job)
+        copier.fence()
+        for tensor in tensors.values():
+            tensor.add_(1)
+        assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+        for run in taken.share.runs:
+            name = taken.share.leaves[run.leaf].name
+            expected = before[name][run.begin : run.begin + run.nbytes]
+            assert taken.slot.data[run.at : run.at + run.nbytes].tobytes() == expected, name
+    copier.close()
+
+
+def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(engine):
+    copier, device = engine
+    for leave in (lambda: copier.enter(1, Tier.COLLECTIVE), lambda: copier.enter(5, Tier.COMPUTE), copier.hurry):
+        taken = Taken(tensors_on(device), set())
+        taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        copier.enter(0, Tier.COMPUTE)
+        copier.begin(taken.job)
+        leave()
+        assert taken.ended.wait(20) and taken.error is None, "without a fence"
+        copier.fence()
+    assert copier.tally.written(Tier.FENCE) == 0
+
+
+def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
+    copier, device = engine
+    taken = Taken(tensors_on(device), set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+
+    def at_chunk(index: int) -> None:
+        raise ReftError("failpoint")
+
+    taken.job.at_chunk = at_chunk
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    copier.enter(2, Tier.COMPUTE)
+    copier.fence()
+    assert taken.ended.wait(20) and "failpoint" in str(taken.error)
+    Taken(tensors_on(device), set()).by(copier)
+
+
+@pytest.mark.parametrize("cpus", [[], [0, 0]])
+def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_chunk_of_each_thread(cpus):
+    copier = CpuCopier(cpus, clock=lambda: 0.0)
+    taken = Taken(tensors_on("cpu"), set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    ended, threads = threading.Event(), len(cpus) or 1
+    after: list[int] = []
+
+    def at_chunk(index: int) -> None:
+        taken.chunks.append(index)
+        if ended.is_set():
+            after.append(index)
+        elif len(taken.chunks) == 5:
+            copier.enter(2, Tier.COMPUTE)
+            ended.set()
+
+    taken.job.at_chunk = at_chunk
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    for _ in range(2):
+        wait_until(lambda: ended.is_set() and len(copier._gate._changed._waiters) == threads)
+        assert len(after) <= threads - 1
+        copier.enter(2, Tier.COMPUTE)  # wakes them all up
+    copier.enter(3, Tier.GAP)
+    wait_until(lambda: copier.tally.written() == taken.share.written_bytes)
+    copier.fence()
+    assert taken.ended.wait(20) and taken.error is None and len(after) > threads
+    copier.close()
+
+
+class Deaf(Late):
+    """The mutant: the compute stream does not wait."""
+
+    def compute_waits(self, event):
+        pass
+
+
+class Hasty(CpuCopier):
+    """The same on the CPU."""
+
+    def fence(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mutant", [lambda: CudaCopier(Deaf()), lambda: Hasty([])])
+def test_without_the_wait_of_the_fence_a_snapshot_is_torn(mutant):
+    """What test_what_no_stretch_holds_is_copied_at_the_fence would find."""
+    copier = mutant()
+    tensors = tensors_on("cpu")
+    taken = Taken(tensors, set())
+    before = bytes_in(tensors["large"]).tobytes()
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    hold = threading.Event()
+    copier.submit(lambda: hold.wait(20) and None)  # the worker, or the first byte, is late
+    copier.begin(taken.job)
+    copier.fence()
+    tensors["large"].zero_()
+    copier.hurry()
+    hold.set()
+    assert taken.ended.wait(20)
+    assert taken.bytes_of("large") != before
+    copier.close()
 
 
 # Groups
@@ -319,8 +460,8 @@ def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, sche
         taken = Taken(tensors, {"buffer"}, placement, rank).by(copier)
         assert taken.slot.bad_chunks() == [] and taken.riders["buffer"] == bytes_in(tensors["buffer"]).tobytes()
         assert sorted(taken.parity) == list(range(len(taken.share.columns)))
-        assert copier.copied_bytes - copied == taken.share.written_bytes == live_bytes(placement, rank, tensors)
-        slots[rank], copied = taken.slot.data, copier.copied_bytes
+        assert copier.tally.written() - copied == taken.share.written_bytes == live_bytes(placement, rank, tensors)
+        slots[rank], copied = taken.slot.data, copier.tally.written()
     assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
@@ -479,7 +620,9 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     assert taken.ended.wait(20)
     copier.close()
     order = [entry for entry in device.order if not entry.startswith("host")]
-    assert order == ["record compute", "side waits for compute", "record side", "compute waits for side"]
+    assert order[:2] == ["record compute", "side waits for compute"], "what was gathered"
+    last = f"compute waits for side {order.count('record side')}"
+    assert order.index(last) > max(i for i, entry in enumerate(order) if entry == "record side")
 
 
 def test_replicas_agree_on_their_cells_whatever_the_engine():

@@ -1,0 +1,60 @@
+"""What the CUDA engine needs of CUDA, so that its contract test can run where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class Device:
+    """A compute stream, which is whatever stream is current, and a side stream for copies. Events carry times."""
+
+    def __init__(self) -> None:
+        self.side = torch.cuda.Stream(priority=0)  # 0 is the lowest priority: compute goes first
+        self._anchor: tuple[Any, float] | None = None  # an event that was passed, and when
+
+    def record_compute(self) -> Any:
+        """An event behind all that is enqueued for computing."""
+        return _recorded(torch.cuda.current_stream())
+
+    def record_side(self) -> Any:
+        """An event behind all that is enqueued for copying."""
+        return _recorded(self.side)
+
+    def side_waits(self, event: Any) -> None:
+        self.side.wait_event(event)
+
+    def compute_waits(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+    def on_side(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self.side)
+
+    def host_waits(self, event: Any) -> None:
+        event.synchronize()
+
+    def times(self, events: Sequence[Any]) -> list[float] | None:
+        """When the device passed these events, in seconds of `time.perf_counter`; None if it has not passed them all.
+
+        CUDA gives differences in single precision, so each call counts from the first event of the call before.
+        """
+        if not all(event.query() for event in events):
+            return None
+        if self._anchor is None:
+            event = self.record_compute()
+            event.synchronize()
+            self._anchor = event, time.perf_counter()
+        first, at_s = self._anchor
+        found = [at_s + first.elapsed_time(event) / 1000 for event in events]
+        self._anchor = events[0], found[0]
+        return found
+
+
+def _recorded(stream: Any) -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

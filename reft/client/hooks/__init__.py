@@ -1,0 +1,57 @@
+"""Hooks that tell the rhythm what training does, without a change of the user's loop; one file each.
+
+    pipelining    torch.distributed.pipelining, all of its schedules
+    waits         waiting for a collective, outside of the schedule's work
+
+Loops with an engine of their own (Megatron-core, DeepSpeed) mark their idle times with `session.idle()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reft.client.hooks import pipelining, waits
+from reft.client.rhythm import Closed, Rhythm
+from reft.errors import ConfigError
+from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
+
+PIPELINES = (GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV)
+
+
+def check(schedule: Any) -> None:
+    """Says at attach whether `follow` will understand a schedule.
+
+    Raises:
+        ConfigError: it is of no known kind.
+    """
+    if schedule is not None and not isinstance(schedule, (Custom, *PIPELINES)) and not pipelining.is_schedule(schedule):
+        raise ConfigError(
+            f"schedule is a {type(schedule).__name__}; a schedule of torch.distributed.pipelining or of reft.schedules "
+            "is expected.",
+            "schedule=None, and mark idle times with session.idle()",
+        )
+
+
+def closed(schedule: Any) -> Closed | None:
+    """The idle times that a schedule should have, given the times of its actions; None if nobody knows."""
+    described = pipelining.description(schedule) if pipelining.is_schedule(schedule) else schedule
+    if isinstance(described, PIPELINES):
+        return described.gaps
+    return None
+
+
+def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
+    """Follows a schedule; what it returns takes the hooks off again.
+
+    Descriptions have nothing to hook: the loop that they describe marks its idle times itself.
+    """
+    if not pipelining.is_schedule(schedule):
+        return lambda: None
+    undo = [pipelining.follow(schedule, rhythm), waits.follow(rhythm)]
+
+    def stop() -> None:
+        for each in undo:
+            each()
+
+    return stop

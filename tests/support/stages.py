@@ -1,0 +1,96 @@
+"""Stages for torch's own pipeline schedules without a process group: work and waits take the time of a scripted clock.
+
+The schedule's loop is torch's; what it receives and what it computes is played: before each action the clock moves by the
+idle time that the action's stage would have (reft.core.actions simulates it), in the action by its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import stage as torch_stage
+
+from reft.core.actions import Action, Kind, Span
+
+
+class Clock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ScriptedStage(torch_stage._PipelineStageBase):
+    """One stage of a pipeline whose other stages do not exist.
+
+    Args:
+        spans: what this process's stages do in a step and when, from the step's start.
+        clock: moved along.
+        doing: called inside of each action.
+    """
+
+    def __init__(
+        self, index: int, stages: int, spans: list[Span], clock: Clock, doing: Callable[[Action], None], part: int = 0
+    ) -> None:
+        self.stage_index, self.num_stages, self.submod = index, stages, nn.Linear(1, 1)
+        self.is_last_stage = index == stages - 1
+        self.group_size, self.group_rank, self.group = stages, index, None
+        self.stage_index_to_group_rank = {i: i for i in range(stages)}
+        self.has_backward, self.output_chunks, self.device = True, [], torch.device("cpu")
+        self.spans, self.clock, self.doing, self.part = spans, clock, doing, part
+        self.began = 0.0
+
+    def clear_runtime_states(self) -> None:
+        self.began = self.clock.now
+
+    def _play(self, kind: Kind, microbatch: int) -> None:
+        action = Action(kind, microbatch, self.part)
+        span = next(span for span in self.spans if span.action == action)
+        self.doing(action)
+        assert self.clock.now == self.began + span.start, f"{action} begins when the script says"
+        self.clock.now = self.began + span.end
+
+    def wait(self, kind: Kind, microbatch: int) -> None:
+        span = next(span for span in self.spans if span.action == Action(kind, microbatch, self.part))
+        self.clock.now = max(self.clock.now, self.began + span.start)
+
+    def get_fwd_recv_ops(self, microbatch: int) -> list:
+        self.wait(Kind.FORWARD, microbatch)
+        return []
+
+    def get_bwd_recv_ops(self, microbatch: int) -> list:
+        self.wait(Kind.BACKWARD, microbatch)
+        return []
+
+    def get_fwd_send_ops(self, microbatch: int) -> list:
+        return []
+
+    get_bwd_send_ops = get_fwd_send_ops
+
+    def forward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self._play(Kind.FORWARD, microbatch)
+
+    def backward_one_chunk(self, microbatch: int, *_: object, full_backward: bool = True, **__: object) -> None:
+        self._play(Kind.BACKWARD if full_backward else Kind.INPUT, microbatch)
+
+    def backward_weight_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
+        self._play(Kind.WEIGHT, microbatch)
+
+    def perform_reduce_grad(self, *_: object) -> None:
+        """Nothing to reduce."""
+
+    def scale_grads(self, *_: object) -> None:
+        """Nothing to scale."""
+
+    def _prepare_forward_infra(self, *_: object, **__: object) -> tuple:
+        return ()
+
+    def _prepare_backward_infra(self, *_: object, **__: object) -> None:
+        """No buffers."""
+
+    _create_grad_recv_info = _prepare_backward_infra

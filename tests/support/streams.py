@@ -1,0 +1,87 @@
+"""Devices for the CUDA engine where there is no CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reft.client.device import Device
+
+
+class Inline(Device):
+    """A device whose streams do everything when it is enqueued, and that notes the order of what it is told."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def record_compute(self):
+        self.order.append("record compute")
+        return "compute"
+
+    def record_side(self):
+        self.order.append("record side")
+        return f"side {self.order.count('record side')}"
+
+    def side_waits(self, event):
+        self.order.append(f"side waits for {event}")
+
+    def compute_waits(self, event):
+        self.order.append(f"compute waits for {event}")
+
+    def on_side(self):
+        return contextlib.nullcontext()
+
+    def host_waits(self, event):
+        self.order.append(f"host waits for {event}")
+
+    def times(self, events):
+        return [0.0 for _ in events]
+
+
+class Late(Inline):
+    """A device whose side stream does nothing until somebody must wait for it: as late as a real one may be.
+
+    The compute stream does everything at once. What is written in place on the side stream is kept back, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: list = []
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def record_side(self):
+        return len(self._queue)
+
+    def on_side(self):
+        return _Keeping(self._queue)
+
+    def compute_waits(self, event):
+        self._run(event)
+
+    def host_waits(self, event):
+        self._run(event)
+
+    def _run(self, until: int) -> None:
+        with self._lock:
+            while self._done < until:
+                call, args, kwargs = self._queue[self._done]
+                call(*args, **kwargs)
+                self._done += 1
+
+
+class _Keeping(TorchDispatchMode):
+    """Puts what writes into a queue; views are made at once."""
+
+    def __init__(self, queue: list) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        self._queue.append((func, args, kwargs))
+        return kwargs.get("out", args[0])
