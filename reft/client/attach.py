@@ -449,7 +449,7 @@ class Attachment:
         if self._on_cuda:
             from reft.client.cuda_copier import CudaCopier
 
-            return CudaCopier(parity_scratch_bytes=self.settings.parity_scratch_bytes)
+            return CudaCopier(None, self.settings.parity_scratch_bytes, self.settings.overrun_scratch_bytes)
         return CpuCopier(copy_cpus())
 
 

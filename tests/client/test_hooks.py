@@ -50,6 +50,8 @@ class Played:
         began = self.clock.now
         self.schedule.step(return_outputs=False)
         self.rhythm.enter(Tier.GAP, "wait")
+        if self.clock.now < began + self.ends:
+            self.stage.waiting()
         self.clock.now = began + self.ends
         self.rhythm.enter(Tier.COMPUTE, OTHER)
         self.rhythm.fence()
@@ -99,7 +101,7 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
     for _ in range(2):
         played.mark()
         played.train()
-    played.stage.doing = doing
+    played.stage.doing, played.stage.waiting = doing, at_gate
     taken.job.course = played.mark()
     played.copier.begin(taken.job)
     at_gate()

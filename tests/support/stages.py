@@ -31,7 +31,7 @@ class ScriptedStage(torch_stage._PipelineStageBase):
     Args:
         spans: what this process's stages do in a step and when, from the step's start.
         clock: moved along.
-        doing: called inside of each action.
+        doing: called inside of each action; `waiting` likewise in each idle time.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ScriptedStage(torch_stage._PipelineStageBase):
         self.stage_index_to_group_rank = {i: i for i in range(stages)}
         self.has_backward, self.output_chunks, self.device = True, [], torch.device("cpu")
         self.spans, self.clock, self.doing, self.part = spans, clock, doing, part
+        self.waiting: Callable[[], None] = lambda: None
         self.began = 0.0
 
     def clear_runtime_states(self) -> None:
@@ -57,7 +58,9 @@ class ScriptedStage(torch_stage._PipelineStageBase):
 
     def wait(self, kind: Kind, microbatch: int) -> None:
         span = next(span for span in self.spans if span.action == Action(kind, microbatch, self.part))
-        self.clock.now = max(self.clock.now, self.began + span.start)
+        if self.clock.now < self.began + span.start:
+            self.waiting()
+            self.clock.now = self.began + span.start
 
     def get_fwd_recv_ops(self, microbatch: int) -> list:
         self.wait(Kind.FORWARD, microbatch)
@@ -80,6 +83,9 @@ class ScriptedStage(torch_stage._PipelineStageBase):
 
     def backward_weight_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
         self._play(Kind.WEIGHT, microbatch)
+
+    def _get_init_p2p_neighbors_ops(self) -> list:
+        return []
 
     def perform_reduce_grad(self, *_: object) -> None:
         """Nothing to reduce."""
