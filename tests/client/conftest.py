@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import reft
 from tests.support.daemons import DaemonProcess
+from tests.support.snapshot import ENGINES
 
 
 @pytest.fixture(scope="module")
@@ -34,3 +36,13 @@ def attach(shared_daemon: DaemonProcess) -> Iterator[Callable[..., Any]]:
     yield call
     for session in open_sessions:
         session.close()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
+    """A copying engine, and the device that its tensors lie on."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: the engine runs on the inline device above")
+    copier, device = ENGINES[request.param]()
+    yield copier, device
+    copier.close()

@@ -18,7 +18,8 @@ from reft.core import actions
 from reft.core.actions import Kind, Times
 from reft.core.pacing import Tier
 from reft.errors import ConfigError
-from tests.client.test_copiers import Taken, wait_until
+from tests.support.daemons import until
+from tests.support.snapshot import Taken
 from tests.support.stages import Clock, ScriptedStage
 
 P, M = 4, 8
@@ -93,7 +94,7 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
         beside.append(len(taken.chunks))
 
     def at_gate() -> None:
-        wait_until(lambda: taken.ended.is_set() or played.copier._gate._changed._waiters)
+        until(lambda: taken.ended.is_set() or played.copier._gate._changed._waiters)
 
     played = Played(kind, stage)
     taken, beside = Taken(tensors, set()), []

@@ -1,0 +1,175 @@
+"""Copying engines along a course: gaps first, what no stretch holds at the fence; and what happens without the fence."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from reft.client import transfers
+from reft.client.copier import CpuCopier
+from reft.client.cuda_copier import CudaCopier
+from reft.client.state import Bindings
+from reft.core.course import Course, Stretch
+from reft.core.pacing import Tier
+from reft.errors import ReftError
+from tests.support.daemons import until
+from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
+from tests.support.streams import Late
+
+
+def course_of(*stretches: tuple[Tier, float], bytes_per_s: float = 1e9) -> Course:
+    return Course(tuple(Stretch(*each) for each in stretches), bytes_per_s, bytes_per_s, 0.0)
+
+
+@pytest.mark.parametrize("f", [0, 1])
+def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
+    copier, device = engine
+    tensors = tensors_on(device)
+    taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, f))
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    assert not taken.chunks and not taken.parity, "before the gap"
+    copier.enter(1, Tier.GAP)
+    until(lambda: copier.tally.written() == taken.share.written_bytes)
+    copier.enter(2, Tier.COMPUTE)
+    copier.fence()
+    assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+    assert copier.tally.written(Tier.GAP) == taken.share.written_bytes
+    assert sorted(taken.parity) == list(range(len(taken.share.columns)))
+
+
+def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
+    copier, device = engine
+    tensors = tensors_on(device)
+    taken = Taken(tensors, {"buffer"})
+    before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.fence()
+    for name in ("large", "medium"):
+        tensors[name].zero_()  # as the optimizer does
+    assert taken.ended.wait(20) and taken.error is None
+    assert {name: taken.bytes_of(name) for name in before} == before
+    assert copier.tally.written(Tier.FENCE) == taken.share.written_bytes
+
+
+@pytest.mark.parametrize("scratch", [0, 100_000, 10 << 20])
+def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, monkeypatch):
+    monkeypatch.setattr(transfers, "TRANSFER_BYTES", 50_000)
+    device = Late()
+    copier = CudaCopier(device, overrun_scratch_bytes=scratch)
+    tensors = tensors_on("cpu")
+    for _ in range(2):  # the second one must not overtake the first in the scratch
+        taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, 1))
+        before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
+        taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        copier.begin(taken.job)
+        copier.fence()
+        for tensor in tensors.values():
+            tensor.add_(1)
+        assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+        for run in taken.share.runs:
+            name = taken.share.leaves[run.leaf].name
+            expected = before[name][run.begin : run.begin + run.nbytes]
+            assert taken.slot.data[run.at : run.at + run.nbytes].tobytes() == expected, name
+    copier.close()
+
+
+def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(engine):
+    copier, device = engine
+    for leave in (lambda: copier.enter(1, Tier.COLLECTIVE), lambda: copier.enter(5, Tier.COMPUTE), copier.hurry):
+        taken = Taken(tensors_on(device), set())
+        taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        copier.enter(0, Tier.COMPUTE)
+        copier.begin(taken.job)
+        leave()
+        assert taken.ended.wait(20) and taken.error is None, "without a fence"
+        copier.fence()
+    assert copier.tally.written(Tier.FENCE) == 0
+
+
+def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
+    copier, device = engine
+    taken = Taken(tensors_on(device), set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+
+    def at_chunk(index: int) -> None:
+        raise ReftError("failpoint")
+
+    taken.job.at_chunk = at_chunk
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    copier.enter(2, Tier.COMPUTE)
+    copier.fence()
+    assert taken.ended.wait(20) and "failpoint" in str(taken.error)
+    Taken(tensors_on(device), set()).by(copier)
+
+
+@pytest.mark.parametrize("cpus", [[], [0, 0]])
+def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_chunk_of_each_thread(cpus):
+    copier = CpuCopier(cpus, clock=lambda: 0.0)
+    taken = Taken(tensors_on("cpu"), set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    ended, threads = threading.Event(), len(cpus) or 1
+    after: list[int] = []
+
+    def at_chunk(index: int) -> None:
+        taken.chunks.append(index)
+        if ended.is_set():
+            after.append(index)
+        elif len(taken.chunks) == 5:
+            copier.enter(2, Tier.COMPUTE)
+            ended.set()
+
+    taken.job.at_chunk = at_chunk
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    for _ in range(2):
+        until(lambda: ended.is_set() and len(copier._gate._changed._waiters) == threads)
+        assert len(after) <= threads - 1
+        copier.enter(2, Tier.COMPUTE)  # wakes them all up
+    copier.enter(3, Tier.GAP)
+    until(lambda: copier.tally.written() == taken.share.written_bytes)
+    copier.fence()
+    assert taken.ended.wait(20) and taken.error is None and len(after) > threads
+    copier.close()
+
+
+class Deaf(Late):
+    """The mutant: the compute stream does not wait."""
+
+    def compute_waits(self, event):
+        pass
+
+
+class Hasty(CpuCopier):
+    """The same on the CPU."""
+
+    def fence(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mutant", [lambda: CudaCopier(Deaf()), lambda: Hasty([])])
+def test_without_the_wait_of_the_fence_a_snapshot_is_torn(mutant):
+    """What test_what_no_stretch_holds_is_copied_at_the_fence would find."""
+    copier = mutant()
+    tensors = tensors_on("cpu")
+    taken = Taken(tensors, set())
+    before = bytes_in(tensors["large"]).tobytes()
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    hold = threading.Event()
+    copier.submit(lambda: hold.wait(20) and None)  # the worker, or the first byte, is late
+    copier.begin(taken.job)
+    copier.fence()
+    tensors["large"].zero_()
+    copier.hurry()
+    hold.set()
+    assert taken.ended.wait(20)
+    assert taken.bytes_of("large") != before
+    copier.close()
