@@ -50,12 +50,12 @@ class Config:
             reads what the copy has just read.
         parity_scratch_bytes: the most memory of a device that computing parity may use.
         load_transport: what moves state between ranks in a restore: gloo, or nccl for state on CUDA devices.
-        overrun_scratch_bytes: device memory into which is copied what is left when the optimizer wants to begin; 0 lets it
-            wait until the host has it.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
         rpc_deadline_s: the longest that a call beside training may take.
         seal_deadline_s: how long `Session.seal` waits by default.
         failpoints: faults to inject in tests, see `reft.failpoints`.
+        overrun_scratch_bytes: device memory into which is copied what is left when the optimizer wants to begin; 0 lets it
+            wait until the host has it.
     """
 
     mode: str = "auto"
@@ -67,12 +67,12 @@ class Config:
     slots: int = 3
     chunk_bytes: int = 256 << 10
     parity_scratch_bytes: int = 64 << 20
-    overrun_scratch_bytes: int = 0
     load_transport: str = "gloo"
     attach_deadline_s: float = 120.0
     rpc_deadline_s: float = 2.0
     seal_deadline_s: float = 30.0
     failpoints: str = ""
+    overrun_scratch_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "off"):

@@ -26,10 +26,12 @@ def test_every_field_is_a_variable():
             "REFT_MODE": "off", "REFT_JOB": "j", "REFT_DAEMON": "unix:/d", "REFT_RUNTIME_DIR": "/r", "REFT_SLOTS": "2",
             "REFT_CHUNK_BYTES": "8KiB", "REFT_ATTACH_DEADLINE_S": "1.5", "REFT_RPC_DEADLINE_S": "0.5",
             "REFT_SEAL_DEADLINE_S": "7", "REFT_FAILPOINTS": "a:kill", "REFT_PROTECT": "aec", "REFT_TOLERATE": "2",
-            "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl",
+            "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl", "REFT_OVERRUN_SCRATCH_BYTES": "1MiB",
         }
     )  # fmt: skip
-    assert loaded == Config("off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, "a:kill")
+    assert loaded == Config(
+        "off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, "a:kill", 1 << 20
+    )
 
 
 @pytest.mark.parametrize(
