@@ -138,6 +138,8 @@ class Launch:
     run_id: str
     slurm_job: str
     restart_count: int
+    launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
+    backend: str = ""  # --rdzv-backend, where it was given by the environment
 
     @property
     def under_agent(self) -> bool:
@@ -155,6 +157,8 @@ class Launch:
             run_id=source.get("TORCHELASTIC_RUN_ID", ""),
             slurm_job=source.get("SLURM_JOB_ID", ""),
             restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            launch=source.get("REFT_LAUNCH", ""),
+            backend=source.get("PET_RDZV_BACKEND", ""),
         )
 
 

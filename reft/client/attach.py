@@ -29,10 +29,10 @@ from typing import Any
 import grpc
 import torch
 
-from reft.client import announcement, host_state, likeness, roster, starter
+from reft.client import announcement, host_state, likeness, roster
 from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.exchange import Exchange, bytes_of, text_of
-from reft.client.fencing import die_with_parent, launch_mark
+from reft.client.fencing import agents_command, die_with_parent, dropped_backend, launch_mark
 from reft.client.host_state import HostState
 from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.reading import Remote
@@ -51,7 +51,7 @@ from reft.core.placement import exposed
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import capsule, messages, rpc, symbols
+from reft.wire import capsule, messages, rpc, starter, symbols
 from reft.wire.findings import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
 from reft.wire.v1 import daemon_pb2 as pb
@@ -77,6 +77,8 @@ def attach(
     exchange = Exchange(settings.attach_deadline_s)
     try:
         launch = Launch.load()
+        if not launch.rank and (notice := dropped_backend(launch, agents_command())):
+            say(notice)
         asked = settings.tolerate if tolerate is None else tolerate
         request = Request(
             model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
@@ -158,7 +160,7 @@ class Attachment:
             "domain": self.hello.domain, "job": self.settings.job, "run_id": self.launch.run_id,
             "slurm": self.launch.slurm_job,
             "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
-            "launch": launch_mark(self.launch.under_agent), "pid": os.getpid(),
+            "launch": launch_mark(self.launch), "pid": os.getpid(),
             **(self._secrets() if self.exchange.rank == 0 else {}),
             **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip

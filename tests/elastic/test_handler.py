@@ -25,7 +25,7 @@ dist.barrier()
 
 def torchrun(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *flags, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REFT_RUNTIME_DIR": str(script.parent)}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
 
 
@@ -36,6 +36,7 @@ def test_workers_restart_twice_under_the_reft_backend(tmp_path):
         "--rdzv-backend=reft",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}",
         "--local-addr=127.0.0.1",
+        "--rdzv-conf=daemon=off,store_idle_exit=10",
         "--max-restarts=3",
     ]
     done = torchrun(script, *flags)

@@ -1,4 +1,4 @@
-"""Finds this node's daemon, or starts one: detached, in a session of its own, so that it outlives the trainer."""
+"""Finds this node's daemon, or starts one: detached, in a session of its own, so that it outlives trainers and agents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -35,13 +36,17 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S) -> pb.HelloReply:
     with rpc.channel(address) as channel:
         try:
             request = pb.HelloRequest(protocol=messages.PROTOCOL)
-            return pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
+            reply: pb.HelloReply = pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
+            return reply
         except grpc.RpcError as error:
             raise rpc.error_of(error, address) from error
 
 
-def find(config: Config) -> tuple[str, pb.HelloReply]:
+def find(config: Config, flags: Sequence[str] = ()) -> tuple[str, pb.HelloReply]:
     """The unix address of this node's daemon and its answer; starts a daemon if none was named and none runs.
+
+    Args:
+        flags: for a daemon that is started.
 
     Raises:
         DaemonUnavailable: the named one does not answer, or none could be started.
@@ -63,7 +68,7 @@ def find(config: Config) -> tuple[str, pb.HelloReply]:
     try:
         return address, hello(address)
     except DaemonUnavailable:
-        return address, _start(folder, address)
+        return address, _start(folder, address, flags)
 
 
 def own_folder(folder: Path) -> Path:
@@ -82,8 +87,8 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
-def _start(folder: Path, address: str) -> pb.HelloReply:
-    """Starts a daemon unless another rank of this node was faster."""
+def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
+    """Starts a daemon unless another process of this node was faster."""
     with open(folder / "start.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -91,10 +96,11 @@ def _start(folder: Path, address: str) -> pb.HelloReply:
         except DaemonUnavailable:
             pass
         log_path = folder / "daemon.log"
+        command = [sys.executable, "-m", "reft_daemon", "--socket", str(folder / "daemon.sock"),
+                   "--idle-exit", str(IDLE_EXIT_S), *flags]  # fmt: skip
         with open(log_path, "ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "reft_daemon", "--socket", str(folder / "daemon.sock"), "--idle-exit", str(IDLE_EXIT_S)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/",
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/",
                 env=child_environment(REFT_FAILPOINTS=""),
             )  # fmt: skip
         reply = _await(process, address, log_path)

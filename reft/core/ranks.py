@@ -1,0 +1,66 @@
+"""Which group rank each node gets in a round of the rendezvous: the one that it had, as far as that is possible.
+
+    round before        now come             places
+    0  a                a                    0  a     kept: the same agent
+    1  b                c'  (c's node)       1  e     hole, for a newcomer
+    2  c                d                    2  c'    kept: the same node, under a new agent
+    3  d                e   (new)            3  d     kept
+
+A node's slots hold the state of its ranks, so a node that keeps its rank reads its own memory. Ranks are always 0 … n-1,
+each once: if fewer nodes come, those whose ranks would be too high move into the holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Member:
+    """Who takes part in a round.
+
+    Attributes:
+        agent: tells this agent process from every other.
+        home: the node that holds its slots, which outlives the agent; empty if unknown.
+    """
+
+    agent: str
+    home: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who had a rank in a round that was completed."""
+
+    rank: int
+    member: Member
+
+
+def assign(members: Sequence[Member], before: Sequence[Place]) -> dict[Member, int]:
+    """A rank for each member: 0 to their number less one.
+
+    Args:
+        members: distinct; newcomers take the holes in this order.
+        before: the places of the last completed round.
+    """
+    ranks: dict[Member, int] = {}
+    agents = {member.agent: member for member in members}
+    fitting = [place for place in sorted(before, key=lambda each: each.rank) if place.rank < len(members)]
+    for place in fitting:
+        same = agents.get(place.member.agent)
+        if same is not None and same not in ranks:
+            ranks[same] = place.rank
+    for place in fitting:
+        home = place.member.home
+        if not home or place.rank in ranks.values():
+            continue
+        heirs = [member for member in members if member.home == home and member not in ranks]
+        if heirs:
+            ranks[heirs[0]] = place.rank
+    holes = iter(sorted(set(range(len(members))) - set(ranks.values())))
+    old = {place.member.agent for place in before} | {place.member.home for place in before if place.member.home}
+    rest = [member for member in members if member not in ranks]
+    for member in sorted(rest, key=lambda each: each.agent not in old and each.home not in old):  # stable
+        ranks[member] = next(holes)
+    return ranks

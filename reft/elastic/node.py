@@ -1,0 +1,73 @@
+"""The node of an agent: its daemon, and what the agent says of itself to the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from reft.config import Config
+from reft.elastic.options import text
+from reft.elastic.say import say
+from reft.elastic.state import Facts
+from reft.errors import ConfigError, ReftError
+from reft.wire import starter
+from reft.wire.process import Process, stat_of
+
+
+def own_process() -> str:
+    """What tells this process from every other: the machine's boot, the process namespace, pid, start."""
+    facts = stat_of(os.getpid())
+    return f"{_machine()}/{os.getpid()}/{facts.start if facts else 0}"
+
+
+def has_ended(process: str) -> bool:
+    """Whether a process that `own_process` named has ended. False if this machine can't know."""
+    machine, _, rest = process.partition("/")
+    pid, _, start = rest.partition("/")
+    if machine != _machine() or not pid.isdigit() or not start.isdigit():
+        return False
+    return not Process(int(pid), int(start)).is_alive
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
+    """What this agent says of itself, and the address of its daemon, which it starts if none runs; "" if there is none.
+
+    Raises:
+        ConfigError: an option is not allowed.
+    """
+    wanted = text(parameters, "daemon")
+    if wanted not in ("auto", "off"):
+        raise ConfigError(f"--rdzv-conf daemon={wanted}: it can be auto or off.")
+    process = own_process()
+    settings = Config.load()
+    if wanted == "off" or settings.mode == "off":
+        return Facts(process), ""
+    try:
+        address, hello = starter.find(settings, _flags(parameters))
+    except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
+        say(f"this node has no daemon: lost nodes are found late. {error}")
+        return Facts(process), ""
+    return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address
+
+
+def _flags(parameters: RendezvousParameters) -> list[str]:
+    """For a daemon that is started now: on several nodes it must be reached by the others."""
+    if parameters.max_nodes == 1 or "REFT_LISTEN" in os.environ:
+        return []
+    host = parameters.local_addr or socket.getfqdn()
+    is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ
+    if not is_safe and not host.startswith("127."):
+        say(
+            "a daemon that is started here can't be reached by other nodes, and without that no node's loss is survived: "
+            "set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust."
+        )
+        return []
+    return ["--listen", f"{host}:0"]

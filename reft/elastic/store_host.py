@@ -1,0 +1,35 @@
+"""`python -m reft.elastic.store_host --port PORT`: a TCPStore alone, for as long as agents use it.
+
+Agents add to the number under BEATS every few seconds. When it has not changed for --idle-exit seconds, nobody is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+BEATS = "reft/beats"
+
+
+def main() -> None:
+    """Says "ready" on stdout once the store can be used."""
+    parser = argparse.ArgumentParser(prog="reft.elastic.store_host")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--idle-exit", type=float, required=True, help="seconds")
+    options = parser.parse_args()
+    from torch.distributed import TCPStore
+
+    store = TCPStore("localhost", options.port, is_master=True, wait_for_workers=False)
+    beats, since_s = store.add(BEATS, 0), time.monotonic()
+    print("ready", flush=True)
+    sys.stdout.close()
+    while time.monotonic() - since_s < options.idle_exit:
+        time.sleep(min(1.0, options.idle_exit / 4))
+        now = store.add(BEATS, 0)
+        if now != beats:
+            beats, since_s = now, time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""torchrun's real agents with workers that cost nothing: the store that outlives them, the daemon that they start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from reft.cli.demo.cluster import free_port
+from reft.config import child_environment
+from tests.support.daemons import ROOT, purge_and_stop, until
+from tests.support.rendezvous import Agents
+
+QUICK = "last_call_timeout=1,close_timeout=5,keep_alive_interval=2,store_idle_exit=10"
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def agents(*flags, conf=f"daemon=off,{QUICK}"):
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+        made.append(
+            Agents(tmp_path, "--rdzv-backend=reft", endpoint, f"--rdzv-conf={conf}", "--max-restarts=3", *flags)
+        )
+        return made[-1]
+
+    yield agents
+    for each in made:
+        each.__exit__()
+
+
+def store_of(agents) -> psutil.Process:
+    """The process of the rendezvous store."""
+    port = next(flag for flag in agents.flags if "endpoint" in flag).rpartition(":")[2]
+    for process in psutil.process_iter():
+        try:
+            if {"reft.elastic.store_host", port} <= set(process.cmdline()):
+                return process
+        except psutil.Error:
+            continue
+    raise AssertionError(agents.story())
+
+
+def test_a_job_survives_the_agent_that_started_the_store_and_its_replacement_takes_its_rank(make):
+    agents = make("--nnodes=2", "--rdzv-id=job")
+    first = agents.start("a", "--local-addr=127.0.0.1")
+    until(lambda: "is process" in agents.log("a").read_text() or first.poll() is not None, 60, "the store")
+    agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2) == {"a": 0, "b": 1}
+    store = store_of(agents)
+    first.kill()
+    first.wait()
+    began = len(agents.workers())
+    # It sorts last: torch alone would give it rank 1, and b rank 0.
+    agents.start("c", "--local-addr=127.0.0.9")
+    assert agents.ranks(2, after=began) == {"c": 0, "b": 1}
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents[1:]] == [0, 0], agents.story()
+    store.wait(60)  # nobody uses it any more
+
+
+def test_an_agent_starts_the_nodes_daemon_and_its_workers_are_told(make, tmp_path):
+    agents = make(conf=QUICK)
+    agents.script.write_text("import os; print('daemon', os.environ['REFT_DAEMON'], os.environ['REFT_LAUNCH'])")
+    agent = agents.start("a")
+    assert agent.wait(90) == 0, agents.story()
+    socket = agents.runtime / "daemon.sock"
+    assert f"daemon unix:{socket}" in agents.log("a").read_text()
+    assert socket.exists(), "it outlives the agent"
+    purge_and_stop(socket)
+
+
+def test_a_store_nobody_uses_ends(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    command = [sys.executable, "-m", "reft.elastic.store_host", "--port", str(free_port()), "--idle-exit", "0.5"]
+    host = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(PYTHONPATH=path), cwd="/")
+    with host.stdout as said:
+        assert said.readline() == b"ready\n"
+    assert host.wait(60) == 0
+
+
+def test_two_unnamed_jobs_on_one_store_do_not_meet(make, tmp_path):
+    agents = make("--nnodes=1")
+    agents.start("a", "--local-addr=127.0.0.1")
+    assert agents.ranks(1) == {"a": 0}
+    other = tmp_path / "other.py"
+    other.write_text(agents.script.read_text())
+    agents.script = other
+    agents.start("b", "--local-addr=127.0.0.1")
+    assert agents.ranks(1, after=1) == {"b": 0}, "else it would wait as the other's spare"
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
+
+
+def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
+    agents = make("--nnodes=2", "--rdzv-id=job")
+    agents.start("a", "--local-addr=127.0.0.1")
+    agents.start("b", "--local-addr=127.0.0.2")
+    before = agents.ranks(2)
+    (pid,) = [row[1] for row in agents.workers() if row[0] == "b"]
+    began = len(agents.workers())
+    os.kill(pid, signal.SIGKILL)
+    assert agents.ranks(2, after=began) == before == {"a": 0, "b": 1}
+    agents.finish()
+    assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()

@@ -1,0 +1,57 @@
+import getpass
+import re
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from reft.elastic import etcd, tcp
+from reft.elastic.options import OPTIONS, check, number, rendezvous_id, script_of
+from reft.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def parameters(endpoint="", nodes=1, **config):
+    return RendezvousParameters("reft", endpoint, "none", nodes, nodes, **config)
+
+
+def test_a_job_is_named_by_its_id_then_by_slurm_then_by_user_and_script():
+    names = [
+        rendezvous_id("run1", "7", "train.py"), rendezvous_id("none", "7", "train.py"), rendezvous_id("none", "", "train.py"),
+        rendezvous_id("none", "", "other.py"), rendezvous_id("7", "", "train.py"),
+    ]  # fmt: skip
+    assert names[:2] == ["id.run1", "slurm.7"]
+    assert names[2].startswith(f"script.{getpass.getuser()}.")
+    assert len(set(names)) == len(names), "no two jobs meet"
+
+
+def test_the_script_is_what_torchrun_runs_and_its_flags_are_not():
+    def agent(*flags):
+        return script_of(["/usr/bin/torchrun", "--nproc-per-node=2", "--rdzv-conf=a=1,b=2", *flags, "--lr", "1"])
+
+    assert agent("train.py") == "train.py"
+    assert agent("-m", "train.py") == "-m train.py"
+    assert script_of(["my_launcher.py", "--lr", "1"]) == "my_launcher.py"
+
+
+def test_what_nobody_reads_is_refused_and_so_is_nonsense():
+    check(parameters(timeout=900, join_timeout="7"))
+    for config in ({"join_timout": 7}, {"join_timeout": 0}, {"shrink_timeout": "soon"}):
+        with pytest.raises(ConfigError):
+            check(parameters(**config))
+    assert number(parameters(), "shrink_timeout") == OPTIONS["shrink_timeout"][0]
+
+
+def test_several_nodes_need_a_place_to_meet():
+    with pytest.raises(ConfigError, match="--rdzv-endpoint"):
+        tcp.connect(parameters(nodes=2), "job")
+    for endpoint in ("etcd://", "etcd://host"):
+        with pytest.raises(ConfigError, match="members"):
+            etcd.connect(parameters(endpoint), "job")
+
+
+def test_the_readme_lists_all_options_with_their_defaults():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    listed = {name: default.strip(" `") for name, default in rows if name in OPTIONS}
+    assert listed == {name: str(default) if default not in ("", None) else "" for name, (default, _) in OPTIONS.items()}

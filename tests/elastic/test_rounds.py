@@ -1,0 +1,313 @@
+"""Rounds of the rendezvous, with torch's own operations, in threads: who gets which rank, who is missed, who comes in."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousParameters,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
+
+from reft.core.ranks import Member, Place
+from reft.elastic.handler import ReftRendezvousHandler
+from reft.elastic.rounds import StateHolder
+from reft.elastic.state import Facts, State, decode, encode
+from tests.support.daemons import until
+
+
+class Shared(RendezvousBackend):
+    """The state in this process. `lost` makes every call fail, as a lost store does."""
+
+    name = "reft"
+
+    def __init__(self):
+        self.lock, self.data, self.revision, self.lost = threading.Lock(), None, 0, False
+
+    def get_state(self):
+        with self.lock:
+            self._check()
+            return None if self.data is None else (self.data, self.revision)
+
+    def set_state(self, state, token=None):
+        with self.lock:
+            self._check()
+            is_ours = (token or 0) == self.revision
+            if is_ours:
+                self.data, self.revision = state, self.revision + 1
+            return self.data, self.revision, is_ours
+
+    def _check(self):
+        if self.lost:
+            raise RendezvousConnectionError("gone")
+
+    @property
+    def state(self):
+        return decode(self.data)
+
+
+class Job:
+    """Agents of one job, each on a node of its own, as threads."""
+
+    def __init__(self, nodes="4", **options):
+        self.shared, self.store, self.nodes = Shared(), HashStore(), nodes
+        self.options = {"last_call_timeout": 1, "close_timeout": 2, **options}
+        self.left = []  # agents that will be told to end
+
+    def agent(self, home, number=0):
+        """An agent's handler. Agents sort by address, and so by `number`, or else by the last letter of `home`."""
+        fewest, _, most = self.nodes.partition(":")
+        parameters = RendezvousParameters(
+            "reft",
+            "",
+            "job",
+            int(fewest),
+            int(most or fewest),
+            local_addr=f"127.0.0.{number or ord(home[-1]) + 36}",
+            **self.options,
+        )
+        inner = create_handler(self.store, self.shared, parameters)
+        agent = ReftRendezvousHandler(inner, Facts(home=home, name=str(len(self.left))), "none", shrink_s=0.3)
+        self.left.append(agent)
+        return agent
+
+    def join(self, *agents) -> list[Future]:
+        futures = [Future() for _ in agents]
+        for agent, future in zip(agents, futures, strict=True):
+            threading.Thread(target=self._join, args=(agent, future), daemon=True).start()
+        return futures
+
+    @staticmethod
+    def _join(agent, future):
+        try:
+            future.set_result(agent.next_rendezvous())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def ranks(self, *agents) -> list[int]:
+        """All of these join the next round together; their ranks."""
+        infos = [future.result(20) for future in self.join(*agents)]
+        assert len({info.world_size for info in infos}) == 1
+        return [info.rank for info in infos]
+
+    def close(self):
+        self.shared.lost = True  # nobody waits for ever
+        for agent in self.left:
+            agent._inner._stop_heartbeats()
+
+
+@pytest.fixture
+def make_job():
+    jobs = []
+
+    def make(*args, **options):
+        jobs.append(Job(*args, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.close()
+
+
+def is_lost(job, agent):
+    """As if the agent's process had ended, and every other agent could see that."""
+    agent._inner._stop_heartbeats()
+    name = str(job.left.index(agent))
+    for other in job.left:
+        if other is not agent:
+            other._holder._is_gone = lambda facts, seen_s: facts.name == name
+
+
+def sees_restart(agent):
+    until(lambda: agent.num_nodes_waiting() > 0, what="a reason to restart")
+
+
+def test_a_lost_nodes_rank_goes_to_the_newcomer_and_nobody_else_moves(make_job):
+    job = make_job("3")
+    a, b, c = (job.agent(f"node-{name}") for name in "abc")
+    assert job.ranks(a, b, c) == [0, 1, 2]
+    assert a.num_nodes_waiting() == b.num_nodes_waiting() == c.num_nodes_waiting() == 0
+    is_lost(job, a)
+    sees_restart(b)
+    spare = job.agent("node-x")
+    assert job.ranks(b, c, spare) == [1, 2, 0]
+    back = job.agent("node-a", number=101)
+    is_lost(job, b)
+    assert job.ranks(c, spare, back) == [2, 0, 1]
+
+
+def test_a_node_keeps_its_rank_under_a_new_agent(make_job):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    is_lost(job, a)
+    again = job.agent("node-a", number=200)
+    assert len(job.shared.state.participants) == 2  # its predecessor is still there when it comes
+    assert job.ranks(again, b) == [0, 1]
+
+
+def test_a_spare_is_promoted_into_the_next_round(make_job):
+    job = make_job("2")
+    a, b, spare = (job.agent(f"node-{name}") for name in "abs")
+    assert job.ranks(a, b) == [0, 1]
+    (waiting,) = job.join(spare)
+    until(lambda: job.shared.state.redundancy_list, what="the spare standing by")
+    assert a.num_nodes_waiting() == 0, "a spare restarts nobody"
+    is_lost(job, a)
+    sees_restart(b)
+    assert job.ranks(b) == [1]
+    assert waiting.result(10).rank == 0
+
+
+def test_a_spare_that_is_not_needed_ends_as_it_should(make_job):
+    job = make_job("1")
+    a, spare = job.agent("node-a"), job.agent("node-s")
+    assert job.ranks(a) == [0]
+    (waiting,) = job.join(spare)
+    until(lambda: job.shared.state.redundancy_list, what="the spare standing by")
+    assert a.shutdown()
+    with pytest.raises(SystemExit) as ended:
+        waiting.result(10)
+    assert ended.value.code == 0
+
+
+def test_a_job_shrinks_to_its_fewest_nodes_and_grows_again(make_job):
+    job = make_job("2:3")
+    a, b, c = (job.agent(f"node-{name}") for name in "abc")
+    assert job.ranks(a, b, c) == [0, 1, 2]
+    is_lost(job, b)
+    sees_restart(c)
+    assert job.ranks(a, c) == [0, 1]
+    (back,) = job.join(job.agent("node-d"))
+    sees_restart(a)
+    sees_restart(c)
+    assert job.ranks(a, c) == [0, 1]
+    assert back.result(10).rank == 2
+
+
+def test_who_was_cut_off_and_comes_back_joins_anew(make_job):
+    job = make_job("1:2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    is_lost(job, a)
+    sees_restart(b)
+    assert job.ranks(b) == [0]
+    b._holder._is_gone = lambda facts, seen_s: False
+    sees_restart(a)  # its workers run in a round that is over
+    (returned,) = job.join(a)
+    sees_restart(b)
+    assert sorted([*job.ranks(b), returned.result(10).rank]) == [0, 1]
+
+
+def test_a_lost_store_stops_no_training(make_job):
+    job = make_job("1")
+    a = job.agent("node-a")
+    assert job.ranks(a) == [0]
+    job.shared.lost = True
+    assert a.num_nodes_waiting() == 0
+    a._holder._synced_s = float("-inf")
+    assert a.num_nodes_waiting() == 0
+
+
+def test_a_job_that_has_ended_begins_anew_under_its_name(make_job):
+    job = make_job("1")
+    first = job.agent("node-a")
+    assert job.ranks(first) == [0]
+    before = job.shared.state
+    assert first.shutdown()
+    assert not job.shared.state.everyone()
+    second = job.agent("node-a")
+    assert job.ranks(second) == [0]
+    after = job.shared.state
+    assert not after.closed and after.launch != before.launch and after.token != before.token
+    assert after.round > before.round, "keys of old rounds must not be met again"
+
+
+def test_who_comes_while_a_job_ends_is_told_so(make_job):
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    assert a.shutdown()  # b has not left yet
+    with pytest.raises(RendezvousClosedError):
+        job.agent("node-c").next_rendezvous()
+
+
+def test_a_late_spare_does_not_end_the_job_when_it_gives_up(make_job):
+    job = make_job("1")
+    a, spare = job.agent("node-a"), job.agent("node-s")
+    assert job.ranks(a) == [0]
+    assert spare.shutdown()
+    assert not job.shared.state.closed
+
+
+# Silence, by one's own clock
+
+
+def holder_of(job, agent, keep_alive_s=0.3):
+    settings = agent._inner.settings
+    object.__setattr__(
+        settings, "keep_alive_interval", timedelta(seconds=keep_alive_s / settings.keep_alive_max_attempt)
+    )
+    return StateHolder(job.shared, settings, agent._node, lambda facts, seen_s: False)
+
+
+def test_a_clock_that_is_an_hour_off_kills_nobody_and_silence_does(make_job):
+    job = make_job("1:2")
+    state = State()
+    other = _NodeDesc("other", 1, 0)
+    state.participants, state.last_heartbeats = {other: 0}, {other: datetime.now(timezone.utc) - timedelta(hours=1)}
+    job.shared.set_state(encode(state))
+    holder = holder_of(job, job.agent("node-a"))
+    holder.sync(fresh=True)
+    assert other in holder.state.participants
+
+    def is_forgotten():
+        holder.sync(fresh=True)
+        return not job.shared.state.participants
+
+    until(is_forgotten, what="the end of patience")
+    assert job.shared.state.round == 0, "an incomplete round goes on"
+
+
+def test_who_was_late_himself_judges_nobody(make_job):
+    job = make_job("1:2")
+    state = State()
+    other = _NodeDesc("other", 1, 0)
+    state.participants, state.last_heartbeats = {other: 0}, {other: datetime.now(timezone.utc)}
+    job.shared.set_state(encode(state))
+    holder = holder_of(job, job.agent("node-a"), keep_alive_s=30)
+    holder.sync(fresh=True)
+    holder._synced_s -= 60  # we stood still for a minute, and the other's sign of life is as old
+    holder._seen = {node: (beat, seen_s - 60) for node, (beat, seen_s) in holder._seen.items()}
+    holder.sync(fresh=True)
+    assert other in holder.state.participants
+
+
+# The form on the wire
+
+
+def test_the_state_survives_its_form():
+    state = State()
+    a, b, c, d = (_NodeDesc(name, 7, i) for i, name in enumerate("abcd"))
+    state.round, state.complete, state.closed = 3, True, True
+    state.deadline = datetime.now(timezone.utc)
+    state.participants, state.wait_list, state.redundancy_list = {a: 1, b: 0}, {c}, {d}
+    state.last_heartbeats = {a: datetime.now(timezone.utc), c: datetime.now(timezone.utc)}
+    state.facts = {node: Facts("process", "home", "name", "domain", ("unix:x", "h:1")) for node in (a, b, c, d)}
+    state.places, state.launch, state.token = [Place(0, Member("x", "y"))], "launch", "token"
+    assert vars(decode(encode(state))) == vars(state)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"format": 2}', b"\x80\x04N.", encode(State()).replace(b"[]", b"[[1]]", 1)]
+)
+def test_what_is_no_state_is_refused(data):
+    with pytest.raises(RendezvousStateError):
+        decode(data)

@@ -1,0 +1,102 @@
+"""torchrun's agents for tests: real ones, each with a folder and a log, gone without a trace at the end.
+
+    with Agents(folder, "--rdzv-backend=reft", …) as agents:
+        agents.start("--local-addr=127.0.0.1")
+
+Workers are scripts without torch where torch is not the point: they begin in a moment, and tell who they are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reft.cli.demo import keeper
+from reft.cli.demo.cluster import short_folder, spawn
+from tests.support.daemons import ROOT, until
+
+# Writes a line into the folder named by its argument, and stays until a file `done` lies there.
+WORKER = """
+import os, sys, time
+folder = sys.argv[1]
+me = [os.environ.get(name, "") for name in ("NODE", "RANK", "WORLD_SIZE", "REFT_ROUND")]
+line = " ".join([me[0], str(os.getpid()), *me[1:]])
+with open(os.path.join(folder, "workers"), "a") as out:
+    out.write(line + "\\n")
+while not os.path.exists(os.path.join(folder, "done")):
+    time.sleep(0.05)
+"""
+
+
+class Agents:
+    """See the module.
+
+    Args:
+        folder: where the workers write, and logs lie.
+        flags: of torchrun, for all agents.
+        command: what an agent is, before the flags.
+    """
+
+    def __init__(self, folder: Path, *flags: str, command: Sequence[str] = ("-m", "torch.distributed.run")) -> None:
+        self.folder, self.flags, self.command = folder, flags, command
+        self.script = folder / "worker.py"
+        self.script.write_text(WORKER)
+        self.runtime = short_folder()
+        self._keeper = keeper.start([self.runtime])
+        self.agents: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def start(
+        self, name: str, *flags: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts the agent of a node of this name; `within` are words before the command, such as nsenter's."""
+        command = [*within, sys.executable, *self.command, *self.flags, *flags, str(self.script), str(self.folder)]
+        own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1", "NODE": name}
+        agent = spawn(command, self.log(name), self.runtime, {**own, **(environment or {})})
+        self.agents.append(agent)
+        return agent
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def finish(self) -> None:
+        """Lets all workers end."""
+        (self.folder / "done").touch()
+
+    def workers(self) -> list[tuple[str, int, int, int, int]]:
+        """Every worker that ever began: node, pid, rank, world, round (-1: not told)."""
+        try:
+            lines = (self.folder / "workers").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        rows = [line.split(" ") for line in lines]
+        return [(row[0], int(row[1]), int(row[2]), int(row[3]), int(row[4] or -1)) for row in rows if len(row) == 5]
+
+    def ranks(self, world: int, after: int = 0, deadline_s: float = 90.0) -> dict[str, int]:
+        """node → rank of the newest `world` workers that began after the first `after`, once there are so many of one world."""
+
+        def newest() -> dict[str, int]:
+            rows = self.workers()[after:]
+            last = {row[0]: row for row in rows}
+            found = {row[0]: row[2] for row in last.values() if row[3] == world and row[4] == rows[-1][4]}
+            return found if len(found) == world else {}
+
+        try:
+            return dict(until(newest, deadline_s, f"{world} workers"))
+        except AssertionError as error:
+            raise AssertionError(f"{error}; workers: {self.workers()}\n{self.story()}") from error
+
+    def story(self) -> str:
+        """The end of every log."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
