@@ -307,7 +307,7 @@ class Lookout:
         if late_s > LATE_S:
             self._since_s = now_s
         changes = self._become(self.own, word.signal, word.kind, word.reason, now_s)
-        watched = [node for node in self.watched() if not self.members[node].signal.is_final]
+        watched = self.watched()
         silent = [node for node in watched if self._is_silent(node, now_s)]
         is_alone = len(watched) > 1 and len(silent) == len(watched)
         if now_s - self._since_s <= MISSES * BEAT_S and self._since_s > self._began_s:

@@ -29,7 +29,7 @@ OPTIONS: Final = (
     ("grpc.max_send_message_length", MESSAGE_MAX),
     ("grpc.so_reuseport", 0),  # else two daemons share one port without an error
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also the time that a connection may take to be made: busy cores need it
     ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
     ("grpc.enable_http_proxy", 0),
 )

@@ -77,21 +77,22 @@ def main(address: str) -> None:
             said[-1].pid = os.getpid()
         ended.set()
 
-    def send(to: str) -> grpc.Future:
+    def send(to: str) -> None:
         if to not in channels:
             channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
         stub = pb_grpc.DaemonStub(channels[to])
-        return stub.AgentBeat.future(said[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
+        call = stub.AgentBeat.future(said[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
+        call.add_done_callback(answered)  # which also holds the call: gRPC cancels one that nobody holds
 
     def answered(call: grpc.Future) -> None:
-        if not call.cancelled() and call.exception() is None:
+        if not call.cancelled() and call.exception() is None and call.result().watchers:
             watchers[:] = call.result().watchers
 
     threading.Thread(target=listen, daemon=True).start()
     # No call waits for another: a stopped daemon must not make the agent silent to the others.
     while not ended.wait(BEAT_S if said else BEAT_S / 10):
         if said:
-            send(address).add_done_callback(answered)
+            send(address)
             for node in list(watchers):
                 send(node.addresses[0])
 
