@@ -283,6 +283,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             if isinstance(reply, pb.StatusReply) and reply.jobs:
                 status.ranks.extend(reply.jobs[0].ranks)
                 status.whole = max(status.whole, reply.jobs[0].whole)
+                merge_signals(status, reply.jobs[0])
             else:
                 status.silent_nodes.append(node.name)
 
@@ -340,6 +341,16 @@ class PeerService(pb_grpc.PeerServicer):
         job.check_epoch(request.epoch)
         job.hear_outcome(messages.outcome_from(request))
         return pb.OutcomeReply()
+
+
+def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
+    """Adds what another daemon of the job sees: of each node the gravest holds, as not everybody watches everybody."""
+    seen = {each.node_id: each for each in ours.signals}
+    for each in theirs.signals:
+        if each.node_id not in seen:
+            ours.signals.append(each)
+        elif each.signal > seen[each.node_id].signal:
+            seen[each.node_id].CopyFrom(each)
 
 
 def _check_sizes(request: pb.LeaseRequest) -> None:

@@ -176,7 +176,7 @@ class Signalling:
         return [
             pb.NodeSignal(
                 node_id=node, node=each.name, signal=messages.signal_to(each.signal), reason=each.reason,
-                age_s=now_s - each.since_s,
+                age_s=now_s - each.since_s, agent=each.agent.last_s is not None,
             )
             for node, each in vigil.lookout.members.items()
         ]  # fmt: skip
@@ -192,10 +192,11 @@ class Signalling:
             NoSuchJob: the job is not watched here.
         """
         vigil = self._expect(request.job)
+        is_current = vigil.check_round(request.launch, request.round)
         if request.target != self._own or request.source not in vigil.term.nodes:
             raise AttachError(f"a beat of node {request.source} for {request.target} reached {self._own}.")
         now_s = time.monotonic()
-        if not vigil.check_round(request.launch, request.round):
+        if not is_current:
             # It lives, and knows more than this node of the newer round; what it says is about that one.
             vigil.changed(vigil.lookout.spoke(request.source, [], {}, now_s))
             return pb.BeatReply()
@@ -288,6 +289,7 @@ class Signalling:
         code = error.code()
         if code is grpc.StatusCode.ABORTED and is_current:
             vigil.left_behind(reason_of(error))
+            vigil.changed(vigil.lookout.answered(node, [], {}, time.monotonic()))
         if code is grpc.StatusCode.UNAVAILABLE and is_current and "refused" in reason_of(error):
             vigil.lookout.refused(node)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:

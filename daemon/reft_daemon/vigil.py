@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from reft.core.progress import Pace, Stall, laggard
-from reft.core.signals import LATE_S, Agent, Change, Facts, Lookout, Sign, word_of
+from reft.core.signals import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
 from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -192,6 +192,8 @@ class Vigil:
         agent = self._agent
         leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
         late_s, late_at_s = self._late
+        stall = self._stall(held, now_s)
+        awaited = self._awaited(stall) if stall else None
         is_left = self._left is not None and now_s - self._left[0] > LEFT_S
         return Facts(
             died=tuple((rank, each.process.pid) for rank, each in leases.items() if each.watch is None and not each.closed),
@@ -200,7 +202,7 @@ class Vigil:
             # Under an agent only its own word counts: a session is also closed by an exception.
             closed=agent is None and bool(leases) and len(leases) == len(held.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
             snaps=held is not None and held.round is not None and held.round.is_open,
-            stall=self._stall(held, now_s),
+            stall=stall, laggard=awaited.rank if awaited else None,
             late_s=late_s if now_s - late_at_s < LATE_SHOWN_S else 0.0,
             left_behind=self._left[1] if self._left and is_left else "",
         )  # fmt: skip
@@ -220,14 +222,18 @@ class Vigil:
                 found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, is_stopped))
         return laggard(found)
 
+    def _awaited(self, own: Stall) -> Stall:
+        """For whom the whole job waits, as far as is known here: the ranks of neighbours, and those of this node."""
+        words = [each.word for node, each in self.lookout.members.items() if node != self._own]
+        return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
+
     def to_kill(self) -> Stall | None:
-        """The local rank for which the whole job waits, as far as is known; None if it is another node's, or nobody waits."""
+        """The local rank for which the whole job waits; None if it is another node's, or nobody waits for long enough."""
         here = self.lookout.members[self._own]
         own = self.word.stall
-        if own is None or here.kind != "hung" or time.monotonic() - here.since_s < KILL_AFTER_S:
+        if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
             return None
-        others = [each.word.stall for each in self.lookout.members.values() if each.word and each.word.stall]
-        return own if laggard([own, *others]) is own else None
+        return own if self._awaited(own) is own else None
 
     def is_over(self, now_s: float) -> bool:
         """Whether nobody has worked here for so long that there is nothing to watch."""

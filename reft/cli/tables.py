@@ -83,12 +83,17 @@ def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: 
 
 
 def node_table(nodes: Sequence[NodeView]) -> list[str]:
-    """One line for each node."""
+    """One line for each node, and a sentence for each of which something is to be said."""
     rows = [
-        (node.node, node.state, spans(node.ranks), number(node.sealed_step), age(node.age_s), size(node.nbytes))
+        (node.node, node.state, node.signal or NONE, spans(node.ranks), number(node.sealed_step), age(node.age_s),
+         size(node.nbytes))
         for node in nodes
-    ]
-    return aligned(("NODE", "STATE", "RANKS", "SEALED", "AGE", "HELD"), rows, right=3)
+    ]  # fmt: skip
+    lines = aligned(("NODE", "STATE", "SIGNAL", "RANKS", "SEALED", "AGE", "HELD"), rows, right=4)
+    for node in nodes:
+        since = f" ({age(node.signal_age_s)})" if node.signal_age_s is not None else ""
+        lines += wrapped(f"  {node.node}: ", f"{node.reason}{since}") if node.reason else []
+    return lines
 
 
 def rank_table(ranks: Sequence[RankView]) -> list[str]:

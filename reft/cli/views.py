@@ -6,7 +6,7 @@ Pure: no clock, no socket, no terminal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.core.exposure import Loss
@@ -39,7 +39,10 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """All ranks of one node: the oldest sealed step and the greatest age of any. `state` may also be silent."""
+    """All ranks of one node: the oldest sealed step and the greatest age of any. `state` may also be silent.
+
+    `signal` is what the daemons say of it, in lower case (`reft.core.signals`); empty if none is known.
+    """
 
     node: str
     state: str
@@ -47,6 +50,9 @@ class NodeView:
     sealed_step: int | None
     age_s: float | None
     nbytes: int
+    signal: str = ""
+    reason: str = ""
+    signal_age_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
     return JobView(
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
-        _node_views(ranks, status.silent_nodes), ranks, survival(facts), facts.word.value if facts.word else "",
+        _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
         protection, status.degraded_s, unlike,
     )  # fmt: skip
 
@@ -125,22 +131,30 @@ def _rank_view(entry: pb.RankStatus) -> RankView:
     )  # fmt: skip
 
 
-def _node_views(ranks: Sequence[RankView], silent: Sequence[str]) -> list[NodeView]:
+def _node_views(ranks: Sequence[RankView], status: pb.JobStatus) -> list[NodeView]:
+    signals = {each.node: each for each in status.signals}
     found = []
     for name in sorted({rank.node for rank in ranks}):
         mine = [rank for rank in ranks if rank.node == name]
         states = {rank.state for rank in mine}
         sealed = [rank.sealed_step for rank in mine]
-        found.append(
-            NodeView(
-                name, next(state for state in ("gone", "training", "ended") if state in states),
-                tuple(rank.rank for rank in mine),
-                None if None in sealed else min(step for step in sealed if step is not None),
-                max((rank.age_s for rank in mine if rank.age_s is not None), default=None),
-                sum(rank.nbytes for rank in mine),
-            )
+        view = NodeView(
+            name, next(state for state in ("gone", "training", "ended") if state in states),
+            tuple(rank.rank for rank in mine),
+            None if None in sealed else min(step for step in sealed if step is not None),
+            max((rank.age_s for rank in mine if rank.age_s is not None), default=None),
+            sum(rank.nbytes for rank in mine),
         )  # fmt: skip
-    return found + [NodeView(name, "silent", (), None, None, 0) for name in sorted(silent)]
+        found.append(_with_signal(view, signals.get(name)))
+    silent = [NodeView(name, "silent", (), None, None, 0) for name in sorted(status.silent_nodes)]
+    return found + [_with_signal(view, signals.get(view.node)) for view in silent]
+
+
+def _with_signal(view: NodeView, found: pb.NodeSignal | None) -> NodeView:
+    if found is None:
+        return view
+    word = pb.Signal.Name(found.signal).lower()
+    return replace(view, signal=word, reason=found.reason, signal_age_s=found.age_s)
 
 
 def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> dict[str, Any]:
@@ -186,6 +200,9 @@ def _job_document(job: JobView) -> dict[str, Any]:
                 "sealed_step": node.sealed_step,
                 "age_s": _rounded(node.age_s),
                 "bytes": node.nbytes,
+                "signal": node.signal or None,
+                "signal_reason": node.reason or None,
+                "signal_age_s": _rounded(node.signal_age_s),
             }
             for node in job.nodes
         ],

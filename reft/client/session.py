@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -305,3 +306,6 @@ def _drain(reference: weakref.ref[Session]) -> None:
     session = reference()
     if session is not None and session._snapshots is not None and session._pid == os.getpid():
         session._close_window()
+        if getattr(sys, "last_value", None) is None:
+            # A script that ends without an error need not close its session: its end is no failure of its node.
+            session._snapshots.reporter.release()

@@ -88,8 +88,8 @@ class Sign:
 
     @property
     def kind(self) -> str:
-        """What sort of reason it gives."""
-        return "hung" if self.stall else self.reason and "word"
+        """What sort of reason it gives: that of a stall changes when it becomes known who is waited for."""
+        return f"hung {self.reason.partition(';')[2]}" if self.stall else self.reason and "word"
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ class Facts:
         closed: whether every rank of the node has closed its session.
         snaps: whether a snapshot is under way.
         stall: the local rank that stands still, if one does.
+        laggard: the rank of the job for which it waits, as far as is known; it may be the same.
         late_s: by how much this daemon's own loop was late of late; 0 if it was not.
         left_behind: why the other nodes went on without this one; empty if they did not.
     """
@@ -113,6 +114,7 @@ class Facts:
     closed: bool = False
     snaps: bool = False
     stall: Stall | None = None
+    laggard: int | None = None
     late_s: float = 0.0
     left_behind: str = ""
 
@@ -141,18 +143,20 @@ def word_of(node: str, facts: Facts) -> Sign:
         rank, pid = facts.died[0]
         return Sign(node, Signal.UNHEALTHY, f"the trainer of rank {rank}, process {pid}, died.")
     if facts.stall:
-        return Sign(node, Signal.SUSPECT, hung(facts.stall), facts.stall)
+        return Sign(node, Signal.SUSPECT, hung(facts.stall, facts.laggard), facts.stall)
     if facts.late_s:
         return Sign(node, Signal.SUSPECT, f"it is overloaded: its daemon was {facts.late_s:.1f} s late.")
     return Sign(node, Signal.SNAP if facts.snaps else Signal.HEALTHY)
 
 
-def hung(stall: Stall) -> str:
-    """The sentence that names a laggard."""
-    is_stopped = " and its process is stopped" if stall.stopped else ""
+def hung(stall: Stall, laggard: int | None) -> str:
+    """The sentence of a rank that stands still, and of the one that it waits for."""
+    why = "; its process is stopped" if stall.stopped else ""
+    if laggard is not None and laggard != stall.rank:
+        why = f"; it may wait for rank {laggard}"
     return (
         f"rank {stall.rank} stands still at step {stall.step}: no step for {stall.still_s:.0f} s, "
-        f"{stall.usual_s:.2g} s are usual{is_stopped}."
+        f"{stall.usual_s:.2g} s are usual{why}."
     )
 
 
@@ -310,8 +314,6 @@ class Lookout:
         watched = self.watched()
         silent = [node for node in watched if self._is_silent(node, now_s)]
         is_alone = len(watched) > 1 and len(silent) == len(watched)
-        if now_s - self._since_s <= MISSES * BEAT_S and self._since_s > self._began_s:
-            silent = []  # we were late, and have not listened for long enough
         for node in watched:
             if node in silent:
                 changes += self._become(node, *self._judge(node, now_s, is_alone, is_still), now_s)
@@ -351,8 +353,9 @@ class Lookout:
     def _soft(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
         """Of a node that is not silent, or that others watch; None if nothing is known anew."""
         each = self.members[node]
-        if now_s - self._since_s <= MISSES * BEAT_S and each.signal is Signal.SUSPECT:
-            return None
+        moments = [line.last_s for line in (each.calls, each.answers) if line.last_s is not None]
+        if moments and self._since_s > max(moments):
+            return None  # we were late, and have not heard it since: that is no sign of life
         if each.was_heard and (half := self._half_open(each, now_s)):
             return Signal.SUSPECT, "half", half
         word = each.word

@@ -43,9 +43,9 @@ def test_a_healthy_job_as_a_person_sees_it():
         "job     run1  train.py, 3 ranks on 2 nodes, up 2h13m",
         "health  OK  step 40 is held by all 3 ranks.",
         "",
-        "NODE    STATE     RANKS  SEALED   AGE     HELD",
-        "node-a  training  0-1        40  0.2s  6.0 MiB",
-        "node-b  training  2          40  0.2s  3.0 MiB",
+        "NODE    STATE     SIGNAL  RANKS  SEALED   AGE     HELD",
+        "node-a  training  -       0-1        40  0.2s  6.0 MiB",
+        "node-b  training  -       2          40  0.2s  3.0 MiB",
         "",
         "RANK  NODE    STATE     STEP  SEALED   AGE     HELD",
         "0     node-a  training    40      40  0.2s  3.0 MiB",
@@ -107,9 +107,33 @@ def test_the_document_is_json_with_the_version_first():
         "bytes": 3 << 20, "pid": 101, "trouble": "full",
     }  # fmt: skip
     assert first["nodes"] == [
-        {"node": "node-a", "state": "training", "ranks": [0, 1], "sealed_step": 40, "age_s": 0.25, "bytes": 6 << 20}
-    ]
+        {
+            "node": "node-a", "state": "training", "ranks": [0, 1], "sealed_step": 40, "age_s": 0.25, "bytes": 6 << 20,
+            "signal": None, "signal_reason": None, "signal_age_s": None,
+        }
+    ]  # fmt: skip
     assert first["survives"][-1] == {"loss": "a node", "survives": False, "lost": "all steps of this run"}
+
+
+def test_signals_of_nodes_are_shown_with_their_reasons():
+    signals = [
+        pb.NodeSignal(node="node-a", signal="SNAP", age_s=2.0),
+        pb.NodeSignal(node="node-b", signal="OFFLINE", reason="nothing was heard of it for 0.9 s.", age_s=61.0),
+    ]
+    status = job(rank(0), world=2, silent_nodes=["node-b"], signals=signals)
+    lines = lines_of(status)
+    assert "node-a  training  snap     0          40  0.2s  3.0 MiB" in lines
+    assert "node-b  silent    offline  -           -     -    0 B" in [
+        line.replace("      0 B", "    0 B") for line in lines
+    ]
+    assert "  node-b: nothing was heard of it for 0.9 s. (1m01s)" in lines
+    document = views.document(reply(status), [views.job_view(status)], "unix:/run/x")
+    shown = {
+        node["node"]: (node["signal"], node["signal_reason"], node["signal_age_s"])
+        for node in document["jobs"][0]["nodes"]
+    }
+    assert shown["node-a"] == ("snap", None, 2.0)
+    assert shown["node-b"] == ("offline", "nothing was heard of it for 0.9 s.", 61.0)
 
 
 def test_worst_health_of_all_jobs():

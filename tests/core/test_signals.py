@@ -163,7 +163,8 @@ def test_nothing_soft_is_taken_from_hearsay():
         (Facts(agent=Agent.FINISHED, died=((3, 42),)), Signal.COMPLETED, "its training has ended."),
         (Facts(closed=True), Signal.COMPLETED, "ended"),
         (Facts(late_s=1.25), Signal.SUSPECT, "1.2 s late"),
-        (Facts(stall=Stall(5, 17, 12.0, 0.25, True)), Signal.SUSPECT, "rank 5 stands still at step 17: no step for 12 s, 0.25 s are usual and its process is stopped."),
+        (Facts(stall=Stall(5, 17, 12.0, 0.25, True)), Signal.SUSPECT,
+         "rank 5 stands still at step 17: no step for 12 s, 0.25 s are usual; its process is stopped."),
         (Facts(left_behind="round 1 is over."), Signal.OFFLINE, "round 1 is over."),
     ],
 )  # fmt: skip
@@ -284,6 +285,16 @@ def test_who_was_late_still_finds_a_lost_node():
     assert cluster.seen("n0", "n1") is Signal.HEALTHY
     cluster.run(3 * TICK_S)
     assert cluster.seen("n0", "n1") is Signal.OFFLINE
+
+
+def test_who_was_late_does_not_take_his_own_patience_for_a_sign_of_life():
+    cluster = Cluster(2).run(3)
+    cluster.daemon_down = {"n1"}
+    cluster.run(2)
+    cluster.late_s["n0"] = 1.0
+    for _ in range(8):
+        cluster.tick()
+        assert cluster.seen("n0", "n1") is Signal.SUSPECT
 
 
 def test_a_slow_node_earns_patience_and_a_brisk_one_does_not():

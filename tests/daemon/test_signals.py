@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
+from reft.core.progress import GAPS_MIN
+from reft.core.round import Answer
 from reft.core.signals import BEAT_S, MISSES, Signal
+from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.daemon.jobs import Job, Trainer
-from tests.support.agents import Agent
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.daemon.jobs import Code, Job, Trainer, refused, tcp_call
+from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
 
 SILENCE_S = BEAT_S * MISSES
@@ -75,6 +79,17 @@ class Cluster:
         for i in range(len(self.daemons)):
             for j in range(len(self.daemons)):
                 self.await_seen(i, j, Signal.HEALTHY, Signal.SNAP)
+            if self.agents:
+                until(lambda i=i: self.hears_all_agents(i), 60, f"the word of all agents on n{i}")
+
+    def hears_all_agents(self, observer: int) -> bool:
+        others = [each for each in self.signals(observer).nodes if each.node != f"n{observer}"]
+        return all(each.agent for each in others)
+
+    def step(self, step: int) -> None:
+        """Every rank reports a step."""
+        for rank in range(len(self.daemons)):
+            self.job.report(rank, {step: Answer.SEALED})
 
     def close(self) -> None:
         for process in [*self.trainers, *self.agents]:
@@ -130,3 +145,144 @@ def test_a_dead_trainer_is_known_to_all_at_once(cluster):
     for observer in range(3):
         three.await_seen(observer, 1, Signal.UNHEALTHY)
     assert f"the trainer of rank 1, process {three.trainers[1].pid}, died" in three.reason(2, 1)
+
+
+def test_a_dead_agent_is_known_to_all_at_once(cluster):
+    two = cluster(2).with_agents()  # before any trainer has attached
+    two.await_well()
+    two.agents[1].process.kill()
+    for observer in range(2):
+        two.await_seen(observer, 1, Signal.UNHEALTHY)
+    assert two.reason(0, 1) == f"its agent, process {two.agents[1].pid}, has ended."
+
+
+def test_an_agent_that_finished_or_stops_its_workers_is_no_failure(cluster):
+    two = cluster(2).with_agents().train()
+    two.await_well()
+    two.agents[0].say(phase="STOPPING")
+    two.agents[1].say(phase="FINISHED")
+    for observer in range(2):
+        two.await_seen(observer, 1, Signal.COMPLETED)
+    two.trainers[0].kill()
+    until(lambda: not two.daemons[0].status("job").ranks[0].alive, what="the trainer's end")
+    assert two.seen(1)[0] in (Signal.HEALTHY, Signal.SNAP)
+    two.agents[0].say(phase="FAILED")
+    two.await_seen(1, 0, Signal.UNHEALTHY)
+
+
+def test_a_held_back_reply_comes_when_something_changes(cluster):
+    two = cluster(2).train()
+    two.await_well()
+    with rpc.channel(two.daemons[0].address) as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        now = stub.Signals(pb.SignalsRequest(job="job"), timeout=10)
+        same = stub.Signals(pb.SignalsRequest(job="job", version=now.version), timeout=10)
+        assert same.version == now.version
+        waiting = stub.Signals.future(pb.SignalsRequest(job="job", version=now.version, wait_ms=9000), timeout=15)
+        two.trainers[1].kill()
+        assert waiting.result().version != now.version
+    two.await_seen(0, 1, Signal.UNHEALTHY)
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kills):
+    two = cluster(2, *(["--kill-hung"] if kills else [])).train()
+    for step in range(GAPS_MIN + 2):
+        two.step(step)
+        until(lambda step=step: two.job.whole(1) == step, what=f"whole({step})")
+        until(lambda: two.seen(0) and two.seen(1), what="a look")
+    two.trainers[1].process.send_signal(signal.SIGSTOP)
+    if kills:
+        two.await_seen(0, 1, Signal.UNHEALTHY)
+        assert two.trainers[1].process.wait(20) == -signal.SIGKILL
+        return
+    two.await_seen(0, 1, Signal.SUSPECT)
+    until(lambda: "it may wait for rank 1" in two.reason(0, 0), 60, "the laggard's rank")
+    assert two.reason(0, 1).startswith("rank 1 stands still at step 4: no step for ")
+    assert two.reason(0, 1).endswith("; its process is stopped.")
+    assert two.trainers[1].process.poll() is None and two.trainers[0].process.poll() is None
+    assert Signal.OFFLINE not in two.seen(0)
+
+
+def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
+    """Stopped, so that it believes what it believed; the others went on in a new round and a new epoch."""
+    three = cluster(3).with_agents().train()
+    three.await_well()
+    old = three.job.epoch
+    three.agents[2].signal(signal.SIGSTOP)
+    three.daemons[2].kill(signal.SIGSTOP)
+    three.await_seen(0, 2, Signal.OFFLINE)
+    remaining = three.nodes[:2]
+    for agent in three.agents[:2]:
+        agent.request.ClearField("nodes")
+        agent.say(round=2, nodes=remaining)
+    for i in range(2):
+        until(lambda i=i: three.signals(i).round == 2, 60, "the second round")
+    two = Job([(daemon, [rank]) for rank, daemon in enumerate(three.daemons[:2])])
+    two.counter = 1
+    two.decide()
+    three.agents[2].signal(signal.SIGCONT)
+    three.daemons[2].kill(signal.SIGCONT)
+    # It is told by each of its own beats, and tells its agent.
+    three.await_seen(2, 2, Signal.OFFLINE)
+    assert three.reason(2, 2) == "round 1 of job job is over; 2 has begun."
+    found = {each.node: Signal(each.signal) for each in three.signals(0).nodes}
+    assert set(found) == {"n0", "n1"} and Signal.OFFLINE not in found.values()
+    address, manifest_token = three.nodes[0].addresses[0], three.job.manifest.token
+    sealed = [pb.StepAnswer(step=9, answer="ANSWER_SEALED")]
+    stale_beat = pb.BeatRequest(job="job", launch="launch", round=1, source=three.nodes[1].id, target=three.nodes[0].id)
+    for method, request, token, service in (
+        ("Beat", stale_beat, TOKEN, pb_grpc.PeerStub),
+        ("AgentBeat", pb.AgentBeatRequest(job="job", launch="launch", round=1, node_id=three.nodes[1].id), TOKEN, None),
+        ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, answers=sealed), manifest_token, pb_grpc.PeerStub),
+        ("Announce", pb.Outcome(job="job", epoch=old, whole=9), manifest_token, pb_grpc.PeerStub),
+        ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
+        ("Report", pb.ReportRequest(job="job", epoch=old, rank=0, answers=sealed), manifest_token, None),
+        ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
+        ("Secure", pb.SecureRequest(job="job", epoch=old), manifest_token, None),
+        ("Release", pb.ReleaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
+    ):  # fmt: skip
+        with refused(Code.ABORTED):
+            tcp_call(address, method, request, token, service)
+
+
+def test_beats_that_can_not_be_are_refused(cluster):
+    two = cluster(2).with_agents()
+    two.await_well()
+    here, there = two.nodes
+    address = here.addresses[0]
+    beat = {"job": "job", "launch": "launch", "round": 1, "source": there.id, "target": here.id}
+
+    def peer(token: bytes | None = TOKEN, **changes: object) -> object:
+        return tcp_call(address, "Beat", pb.BeatRequest(**{**beat, **changes}), token, pb_grpc.PeerStub)
+
+    def agent(**changes: object) -> object:
+        facts = {"job": "job", "launch": "launch", "round": 1, "node_id": here.id, "pid": two.agents[0].pid}
+        return two.daemons[0].call("AgentBeat", pb.AgentBeatRequest(**{**facts, **changes}))
+
+    assert peer().signs[0].node_id == here.id
+    for token in (None, bytes(32)):
+        with refused(Code.UNAUTHENTICATED):
+            peer(token)
+    for changes in ({"target": there.id}, {"source": "stranger"}, {"launch": "another"}):
+        with refused(Code.FAILED_PRECONDITION):
+            peer(**changes)
+    with refused(Code.INVALID_ARGUMENT):
+        peer(signs=[pb.Sign(node_id=there.id, signal=77)])
+    assert peer(round=7) == pb.BeatReply()  # it lives, and what it says is about another round
+    assert agent().watchers[0].id == there.id
+    assert agent(round=2).unknown_round and agent(launch="other", pid=two.agents[0].pid).unknown_round
+    for changes, code in (
+        ({"phase": 9}, Code.INVALID_ARGUMENT),
+        ({"round": 0}, Code.ABORTED),
+        ({"launch": "other", "pid": 1}, Code.ALREADY_EXISTS),
+        ({"round": 2, "nodes": [there], "token": TOKEN}, Code.INVALID_ARGUMENT),
+        ({"round": 2, "nodes": [here, here], "token": TOKEN}, Code.INVALID_ARGUMENT),
+        ({"round": 2, "nodes": [here, there], "token": b"short"}, Code.INVALID_ARGUMENT),
+        ({"job": "../x", "nodes": [here, there], "token": TOKEN}, Code.INVALID_ARGUMENT),
+        ({"node_id": "stranger"}, Code.FAILED_PRECONDITION),
+    ):
+        with refused(code):
+            agent(**changes)
+    with refused(Code.NOT_FOUND):
+        two.daemons[0].call("Signals", pb.SignalsRequest(job="nothing"))

@@ -670,18 +670,20 @@ class OutcomeReply(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeSignal(_message.Message):
-    __slots__ = ("node_id", "node", "signal", "reason", "age_s")
+    __slots__ = ("node_id", "node", "signal", "reason", "age_s", "agent")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     node: str
     signal: Signal
     reason: str
     age_s: float
-    def __init__(self, node_id: _Optional[str] = ..., node: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
+    agent: bool
+    def __init__(self, node_id: _Optional[str] = ..., node: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., agent: bool = ...) -> None: ...
 
 class AgentBeatRequest(_message.Message):
     __slots__ = ("job", "node_id", "launch", "round", "pid", "phase", "nodes", "token")
