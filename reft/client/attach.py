@@ -1,5 +1,6 @@
 """Attach: from the user's objects to a session, in steps that all ranks take together.
 
+    name        what the leaves of pipeline stages are called
     introduce   find or start this node's daemon; every rank learns every rank's facts
     describe    one rank for each symbolic table publishes it; leaves that should be replicas and differ are named
     inventory   one rank a node: orphans are ended, headers of all held slots and capsules; one rank asks nodes that are gone
@@ -29,7 +30,7 @@ from typing import Any
 import grpc
 import torch
 
-from reft.client import announcement, host_state, likeness, roster
+from reft.client import announcement, host_state, likeness, pipeline, roster
 from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import agents_command, die_with_parent, dropped_backend, launch_mark
@@ -117,6 +118,7 @@ class Attachment:
 
     def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
+        self.subjects = pipeline.named(self.exchange, self.request.subjects)
         self.roster = Roster(self.exchange.together(self._introduce))
         self.job, self.nodes = self.roster.job(), self.roster.nodes()
         self._describe(self.exchange.together(self._description))
@@ -145,7 +147,6 @@ class Attachment:
                 f"WORLD_SIZE is {self.launch.world}, but torch.distributed is not initialized.",
                 "call init_process_group before reft.attach",
             )
-        self.subjects = self.request.subjects()
         self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
         capsule.encode(self.host.capture(0))
         self.bindings = self.subjects.bind()

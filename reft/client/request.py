@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client import hooks
+from reft.client import hooks, pipeline
 from reft.client.extract.registry import extractor_of
 from reft.client.subjects import Subjects
 from reft.errors import ConfigError
@@ -38,7 +38,7 @@ class Request:
         """
         models = list(self.model) if isinstance(self.model, (list, tuple, nn.ModuleList)) else [self.model]
         for value in models:
-            if not isinstance(value, nn.Module):
+            if not isinstance(value, nn.Module) and not pipeline.is_stage(value):
                 raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
         for value in self.optimizers:
             found = extractor_of(value)
@@ -56,7 +56,7 @@ class Request:
             )
         if self.tolerate is not None and self.tolerate < 0:
             raise ConfigError(f"tolerate is {self.tolerate}; it is a number of nodes, 0 or more.")
-        modules = {f"model.{i}": value for i, value in enumerate(models)}
+        modules = pipeline.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
         subjects = Subjects(modules, tuple(self.optimizers), scalers)

@@ -73,11 +73,13 @@ class Bindings:
         tensors: name → live local tensor, plain memory of this process, in the order of discovery.
         staged: names of the leaves that forward may mutate.
         boxes: name → where the local tensor lies in the whole one, for those that are not the whole.
+        rename: from the name that an extractor gives to that in the whole job.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
     boxes: dict[str, Box] = field(default_factory=dict)
+    rename: Callable[[str], str] = str
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _pointers: list[Callable[[], int]] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
@@ -103,6 +105,7 @@ class Bindings:
         Raises:
             UnsupportedState: it can't be held.
         """
+        name = self.rename(name)
         local, own = local_piece(name, tensor)
         if own is None:
             own = box
@@ -125,6 +128,8 @@ class Bindings:
             )
         if own is not None:
             self.boxes[name] = own
+        if local.numel() and name in self.tensors:
+            raise UnsupportedState(f"two tensors of this process are called {name}; each must have a name of its own.")
         self._seen[identity] = name
         self.tensors[name] = local
         self._outer.append(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,14 @@ from reft.client.extract.registry import Extractor, Named, Names, extractor_of
 from reft.client.room import Room
 from reft.client.state import Bindings, clean
 from reft.core.layout import Leaf
+from reft.core.stages import Naming
+
+STAGE = re.compile(r"model\.stage(\d+)\.(.*)", re.DOTALL)
+
+
+def stage_prefix(index: int) -> str:
+    """The prefix of a pipeline stage's module; names lose it where the naming says so."""
+    return f"model.stage{index}"
 
 
 def extractor(value: Any) -> Extractor:
@@ -42,6 +51,18 @@ class Subjects:
     modules: Mapping[str, Any]
     optimizers: Sequence[Any]
     scalers: Mapping[str, torch.amp.GradScaler]
+    naming: Naming | None = None  # of pipeline stages, once all ranks have agreed on it
+
+    def stages(self) -> list[int]:
+        """The pipeline stages among the modules."""
+        return [int(found[1]) for found in map(STAGE.match, (f"{prefix}." for prefix in self.modules)) if found]
+
+    def identity(self, name: str) -> str:
+        """What a leaf is called in the whole job: without its stage, where the naming says so."""
+        found = STAGE.match(name)
+        if found is None or self.naming is None or self.naming.has_stage(found[2]):
+            return name
+        return f"model.0.{found[2]}"
 
     def items(self) -> Iterator[tuple[str, Any, Extractor]]:
         """(prefix, object, its extractor) of models, then of optimizers."""
@@ -55,7 +76,7 @@ class Subjects:
         found: dict[int, Named] = {}
         for prefix, value, its in self.items():
             for named in its.parameters(prefix, value):
-                found.setdefault(id(named.tensor), named)
+                found.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
         return found
 
     def parameters(self) -> Iterator[Named]:
@@ -77,7 +98,7 @@ class Subjects:
         Raises:
             UnsupportedState: one can't be held; its name is in the message.
         """
-        found = Bindings()
+        found = Bindings(rename=self.identity)
         names = self.names()
         for prefix, value, its in self.items():
             its.bind(found, prefix, value, names)
