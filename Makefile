@@ -4,13 +4,18 @@ PYTHON ?= python3
 READY := .venv/.ready
 BIN := .venv/bin
 
-.PHONY: demo test check lint stubs soak chaos bench clean
+.PHONY: demo test test-trainers check lint stubs soak chaos bench clean
 
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
 test: lint
-	$(BIN)/pytest -m "not slow and not soak and not chaos"
+	$(BIN)/pytest -m "not slow and not soak and not chaos and not trainers"
+
+# Each other trainer in an environment of its own, two at a time.
+test-trainers: $(READY)
+	printf '%s\n' .ci/trainers/*.txt | xargs -P 2 -n 1 .ci/trainer
+	$(BIN)/pytest -m trainers
 
 check: lint
 	$(BIN)/pytest tests/house
@@ -30,7 +35,7 @@ bench: $(READY)
 	$(BIN)/python bench/save.py
 
 clean:
-	rm -rf .venv-stubs .venv-compat build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv-stubs .venv-compat .venv-trainers build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch stands on the same command line as the rest: pip must never swap the pinned one for another.
 # The packages stand in the list because an editable install knows only those that it saw.

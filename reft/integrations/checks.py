@@ -1,0 +1,55 @@
+"""Whether a trainer has what its adapter reads, and what adapters tell the person who started the job."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from reft.errors import UnsupportedState
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A trainer's package, and the version with which its adapter was run.
+
+    Attributes:
+        package: its name on the package index.
+        version: what `make test-trainers` installs.
+    """
+
+    package: str
+    version: str
+
+    def need(self, owner: object, *names: str) -> None:
+        """Raises UnsupportedState unless `owner` has all attributes; a dotted name goes on from each one found."""
+        for name in names:
+            found = owner
+            for part in name.split("."):
+                if not hasattr(found, part):
+                    raise self._unlike(f"{type(found).__name__} has no {part!r}")
+                found = getattr(found, part)
+
+    def need_parameters(self, function: Callable[..., Any], names: Iterable[str]) -> None:
+        """Raises UnsupportedState unless `function` takes parameters of all these names."""
+        missing = set(names) - set(inspect.signature(function).parameters)
+        if missing:
+            raise self._unlike(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
+
+    def _unlike(self, what: str) -> UnsupportedState:
+        try:
+            installed = metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            installed = "of an unknown version"
+        return UnsupportedState(
+            f"{what} in {self.package} {installed}; this adapter was tested with {self.version}.",
+            f"pip install {self.package}=={self.version}",
+        )
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer that holds the state: Accelerate's wrapper has none, and calls it only when a step is due."""
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__}
+    return optimizer.optimizer if "accelerate.optimizer.AcceleratedOptimizer" in kinds else optimizer

@@ -1,0 +1,238 @@
+"""Lightning in one line: `Trainer(..., callbacks=[ReftCallback()])`.
+
+    on_fit_start         attach: what is held comes back, the loops' counters and the callbacks' state too
+    setup_data           (wrapped) the generators of the moment in which the held epoch's samples were drawn
+    on_train_start       the loader is taken to its place in the epoch; then the generators of the mark
+    on_train_batch_end   mark, if the optimizer stepped. If a validation is due: on_validation_end, after it
+    on_fit_end           close
+
+Automatic optimization runs forward and backward within `optimizer.step(closure)`: the session's fence closes the window
+behind the closure, see `Session`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import reft
+from reft.client.attach import say
+from reft.client.host_state import capture_random, restore_random
+from reft.client.session import Session
+from reft.errors import UnsupportedState
+from reft.integrations.checks import Tested
+
+TESTED = Tested("lightning", "2.6.6")
+LOOPS = ("setup_data", "epoch_loop.on_run_start", "epoch_loop._should_accumulate",
+         "epoch_loop._should_check_val_fx", "epoch_loop.batch_progress.current", "state_dict", "load_state_dict")  # fmt: skip
+
+
+class Position:
+    """Where Lightning is, as an object for `reft.attach(state=...)`.
+
+    Args:
+        trainer: lightning.Trainer, within `fit`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.before_iter = capture_random()
+        self.is_held = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and small tensors."""
+        loops = self._trainer.fit_loop.state_dict()
+        return {"loops": loops, "before_iter": self.before_iter,
+                "callbacks": {each.state_key: state for each in self._trainer.callbacks if (state := each.state_dict())},
+                "datamodule": self._trainer.datamodule.state_dict() if self._trainer.datamodule else {}}  # fmt: skip
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        """Brings the counters back, by Lightning's own logic of resuming; `_Fit` takes the loader there."""
+        self._trainer.fit_loop.load_state_dict(held["loops"])
+        self.before_iter = held["before_iter"]
+        for callback in self._trainer.callbacks:
+            if callback.state_key in held["callbacks"]:
+                callback.load_state_dict(held["callbacks"][callback.state_key])
+        if self._trainer.datamodule:
+            self._trainer.datamodule.load_state_dict(held["datamodule"])
+        self.is_held = True
+
+
+class _Fit:
+    """One call of Trainer.fit.
+
+    Args:
+        trainer: the strategy has set up model and optimizers.
+        options: for `reft.attach`.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        _check(trainer)
+        self._trainer, self._loop = trainer, trainer.fit_loop
+        self._position = Position(trainer)
+        state = {"trainer": self._position}
+        state |= {f"lr{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            state["scaler"] = trainer.precision_plugin.scaler
+        self.session: Session = reft.attach(
+            trainer.strategy.model,
+            trainer.strategy.optimizers,
+            **{**options, "state": state | options.get("state", {})},
+        )
+        self._random = capture_random() if self._position.is_held else None
+        self._stepped = trainer.global_step
+        self._originals = self._loop.setup_data, self._loop.epoch_loop.on_run_start
+        self._loop.setup_data, self._loop.epoch_loop.on_run_start = self._setup_data, self._epoch_starts
+
+    # What draws the order of samples: a loader's iterator when it is made, and its sampler right after it
+
+    def _setup_data(self) -> None:
+        """In place of the fit loop's: makes the first epoch's iterator."""
+        if self._loop._combined_loader is None:
+            if self._random is not None:
+                restore_random(self._position.before_iter)
+            self._position.before_iter = capture_random()
+        self._originals[0]()
+
+    def _epoch_starts(self, data_fetcher: Any) -> None:
+        """In place of the epoch loop's: makes the iterator of every later epoch."""
+        if self._trainer.current_epoch > 0 and not self._loop.is_resuming and not self._loop.epoch_loop.restarting:
+            self._position.before_iter = capture_random()
+        self._originals[1](data_fetcher)
+
+    def take_loader_to_its_place(self) -> None:
+        """After a restore: the loader stands where the mark was, and the generators too."""
+        if self._random is None:
+            return
+        fetcher, random, self._random = self._loop._data_fetcher, self._random, None
+        done = self._batches_done()
+        if not _is_resumable(self._loop):
+            if self._trainer.current_epoch > 0 or not done:
+                # What setup_data made was drawn for the first epoch. Between two epochs the mark's generators draw.
+                restore_random(self._position.before_iter if done else random)
+                self._position.before_iter = capture_random()
+                iter(fetcher)
+            for _ in range(done):
+                next(fetcher.iterator, None)
+        if done:
+            restore_random(random)
+
+    def _batches_done(self) -> int:
+        """Batches of the interrupted epoch; 0 if it was over, but for a validation."""
+        progress = self._loop.epoch_loop.batch_progress.current
+        is_after_batch = progress.completed < progress.processed  # and not after a validation
+        is_over = is_after_batch and progress.processed >= self._trainer.num_training_batches
+        return 0 if is_over else progress.processed
+
+    # Marks
+
+    def batch_ends(self) -> None:
+        """Marks the step, unless a validation follows."""
+        if not self._loop.epoch_loop._should_check_val_fx(self._loop._data_fetcher):
+            self.mark()
+
+    def mark(self) -> None:
+        """Marks the step, if the optimizer has stepped since the last one."""
+        if self._trainer.global_step > self._stepped:
+            self._stepped = self._trainer.global_step
+            self.session.step_end()
+
+    def close(self) -> None:
+        """Lightning is itself again."""
+        self._loop.setup_data, self._loop.epoch_loop.on_run_start = self._originals
+        self.session.close()
+
+
+class _Callback:
+    """Protects the training of a lightning.Trainer, and brings it back after a failure.
+
+    Args:
+        options: as for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and `state` with more objects.
+
+    Attributes:
+        session: the reft.Session while the Trainer fits, else None.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._fit: _Fit | None = None
+
+    @property
+    def session(self) -> Session | None:
+        return self._fit.session if self._fit else None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attaches.
+
+        Raises:
+            reft.errors.ReftError: see `reft.attach`; or the Trainer is of a kind or version that is not supported.
+        """
+        self._fit = _Fit(trainer, self._options)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the loader to its place, and says what of it can't be brought back."""
+        assert self._fit
+        self._fit.take_loader_to_its_place()
+        for gap in _gaps(trainer) if trainer.is_global_zero else ():
+            say(f"not covered: {gap}")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Marks the step."""
+        assert self._fit
+        self._fit.batch_ends()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Marks the step before the validation."""
+        if self._fit and not trainer.sanity_checking:
+            self._fit.mark()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Closes the session."""
+        if self._fit:
+            self._fit.close()
+            self._fit = None
+
+
+@functools.cache
+def _callback_class() -> type:
+    from lightning.pytorch import Callback
+
+    return type("ReftCallback", (_Callback, Callback), {"__doc__": _Callback.__doc__, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """`ReftCallback`, made when asked for, because its base class loads lightning."""
+    if name == "ReftCallback":
+        return _callback_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _check(trainer: Any) -> None:
+    TESTED.need(
+        trainer, "strategy.model", "strategy.optimizers", "precision_plugin", "lr_scheduler_configs", "callbacks"
+    )
+    TESTED.need(trainer.fit_loop, "_data_fetcher", "_combined_loader", "is_resuming", *LOOPS)
+    if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
+        raise UnsupportedState("Lightning runs DeepSpeed, whose state this callback does not reach.")
+
+
+def _is_resumable(loop: Any) -> bool:
+    """Whether Lightning itself brings the loaders back, because they have state_dict and load_state_dict."""
+    return all(
+        hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        for loader in loop._combined_loader.flattened
+    )
+
+
+def _gaps(trainer: Any) -> list[str]:
+    """What of the data position a restart would not bring back exactly."""
+    found = []
+    if trainer.num_training_batches == float("inf") and not _is_resumable(trainer.fit_loop):
+        found.append("the end of an epoch of unknown length: a restart right after its last batch was not tested.")
+    if not _is_resumable(trainer.fit_loop):
+        found.append(
+            "the time to skip: after a restart the epoch's batches before the held position are read again. A loader with "
+            "state_dict and load_state_dict goes there at once."
+        )
+    return found

@@ -1,0 +1,285 @@
+"""Hugging Face's Trainer in one line: `Trainer(..., callbacks=[ReftCallback()])`.
+
+    on_train_begin   attach: what is held comes back, the counters of Trainer and of its callbacks too
+    epochs           those before the held one are passed over; its steps are skipped by Trainer's own logic of resuming,
+                     which is handed the held generators where it would read a checkpoint's
+    on_step_begin    the step before has ended, with its log, evaluation and save: mark. At an epoch's end: on_epoch_end
+    on_train_end     close
+
+1. A mark lies behind all that a step does, so a step that was logged and evaluated is never logged again, and what the
+   evaluation drew from the generators is part of the state.
+2. The order of samples is the same after a restart: a sampler without a seed of its own draws it when its epoch begins,
+   so the generators of that moment are held too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import reft
+from reft.client.attach import say
+from reft.client.host_state import capture_random, restore_random
+from reft.client.session import Session
+from reft.errors import ConfigError, UnsupportedState
+from reft.integrations.checks import Tested, inner_optimizer
+
+TESTED = Tested("transformers", "5.23.0")
+LOGS_HELD = 50  # of TrainerState.log_history: it grows with the run, a capsule must not
+STATE = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
+    "best_model_checkpoint",
+)  # fmt: skip
+COUNTERS = (
+    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
+    "current_flos",
+)  # fmt: skip
+RESUMING = ("epoch", "num_update_steps_per_epoch", "resume_from_checkpoint", "epochs_trained",
+            "steps_trained_in_current_epoch")  # fmt: skip
+
+
+class Position:
+    """Where a Trainer is, as an object for `reft.attach(state=...)`.
+
+    Args:
+        trainer: transformers.Trainer, within `train`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = 0
+        self.updates = 0  # completed in this epoch
+        self.has_ended = False  # the mark lies at the end of the epoch, wherever that came
+        self.stops = False
+        self.at_epoch_begin: dict[str, Any] = capture_random()
+
+    def begin(self, epoch: int) -> None:
+        """An epoch begins: its samples' order is about to be drawn."""
+        self.epoch, self.updates, self.has_ended = epoch, 0, False
+        self.at_epoch_begin = capture_random()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values only."""
+        state = self._trainer.state
+        return {
+            "epoch": self.epoch, "updates": self.updates, "has_ended": self.has_ended, "stops": self.stops,
+            "at_epoch_begin": self.at_epoch_begin,
+            "state": {name: getattr(state, name) for name in STATE},
+            "logs": state.log_history[-LOGS_HELD:],
+            "counters": {name: getattr(self._trainer, name) for name in COUNTERS},
+            "callbacks": [[type(each).__name__, each.state()["attributes"]] for each in self._stateful()],
+        }  # fmt: skip
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        """Brings the Trainer's counters back; `_Run` brings its loop there."""
+        self.epoch, self.updates = held["epoch"], held["updates"]
+        self.has_ended, self.stops = held["has_ended"], held["stops"]
+        self.at_epoch_begin = held["at_epoch_begin"]
+        for name, value in held["state"].items():
+            setattr(self._trainer.state, name, value)
+        self._trainer.state.log_history = list(held["logs"])
+        for name, value in held["counters"].items():
+            setattr(self._trainer, name, value)
+        live = self._stateful()
+        if [name for name, _ in held["callbacks"]] != [type(each).__name__ for each in live]:
+            raise ConfigError("Trainer's callbacks that hold state are others than those of the held run.")
+        for callback, (_, attributes) in zip(live, held["callbacks"], strict=True):
+            vars(callback).update(attributes)
+
+    def _stateful(self) -> list[Any]:
+        """Callbacks with state of their own, such as EarlyStoppingCallback."""
+        return [each for each in self._trainer.callback_handler.callbacks if callable(getattr(each, "state", None))]
+
+
+class _Run:
+    """One call of Trainer.train.
+
+    Args:
+        trainer: it has just prepared model, optimizer and scheduler.
+        options: for `reft.attach`.
+    """
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        _check(trainer)
+        self._trainer = trainer
+        self._position = Position(trainer)
+        loss = nn.Module()
+        # Trainer adds to it in place, between mark and fence too: a buffer is copied at the mark.
+        loss.register_buffer("sum", trainer._tr_loss)
+        state = {"trainer": self._position, "loss": loss, "lr": trainer.lr_scheduler, **options.get("state", {})}
+        if getattr(trainer.accelerator, "scaler", None) is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        self.session: Session = reft.attach(
+            trainer.model_wrapped, inner_optimizer(trainer.optimizer), **{**options, "state": state}
+        )
+        self._random = None if self.session.restored_from is None else capture_random()
+        self._resumes = self._random is not None
+        self._marked = self.session.step
+        self._run_epoch, self._load_rng_state = trainer._run_epoch, trainer._load_rng_state
+        trainer._run_epoch, trainer._load_rng_state = self.run_epoch, self.load_rng_state
+        for gap in _gaps(trainer) if trainer.state.is_world_process_zero else ():
+            say(f"not covered: {gap}")
+
+    def run_epoch(self, **arguments: Any) -> None:
+        """In place of Trainer._run_epoch: an epoch that is done is passed over, the held one is resumed."""
+        epoch = arguments["epoch"]
+        if not self._resumes:
+            self._position.begin(epoch)
+        elif epoch < self._position.epoch:
+            return
+        else:
+            self._resumes = False
+            accumulation = self._trainer.args.gradient_accumulation_steps
+            all_updates = arguments["num_update_steps_per_epoch"]
+            updates = all_updates if self._position.has_ended else self._position.updates
+            self._trainer.control.should_training_stop |= self._position.stops
+            restore_random(self._position.at_epoch_begin)
+            arguments |= {
+                "epochs_trained": epoch, "resume_from_checkpoint": "the memory of reft",
+                "steps_trained_in_current_epoch": updates * accumulation,
+            }  # fmt: skip
+        self._run_epoch(**arguments)
+
+    def load_rng_state(self, checkpoint: str | None) -> None:
+        """In place of Trainer._load_rng_state, which would read a file."""
+        if self._random is None:
+            self._load_rng_state(checkpoint)
+        self.put_random_back()
+
+    def put_random_back(self) -> None:
+        """After a restore, once: the generators as they were at the mark; skipping has drawn from them."""
+        if self._random is not None:
+            restore_random(self._random)
+            self._random = None
+
+    def step_begins(self) -> None:
+        """A step begins, or an epoch ends: what came before is complete."""
+        self.put_random_back()
+        if self._trainer.state.global_step > self._marked:
+            self._marked += 1
+            self._position.updates += 1
+            self.session.step_end()
+
+    def epoch_ends(self) -> None:
+        """The last mark of an epoch, before its own log and evaluation: they are done again after a restart."""
+        self._position.has_ended = True
+        self._position.stops = self._trainer.control.should_training_stop
+        self.step_begins()
+
+    def close(self) -> None:
+        """Trainer is itself again."""
+        self._trainer._run_epoch, self._trainer._load_rng_state = self._run_epoch, self._load_rng_state
+        self.session.close()
+
+
+class _Callback:
+    """Protects the training of a transformers.Trainer, and brings it back after a failure.
+
+    Args:
+        options: as for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and `state` with more objects.
+
+    Attributes:
+        session: the reft.Session while the Trainer trains, else None.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._run: _Run | None = None
+        self._has_trained = False
+
+    @property
+    def session(self) -> Session | None:
+        return self._run.session if self._run else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attaches.
+
+        Raises:
+            reft.errors.ReftError: see `reft.attach`; or the Trainer is of a kind or version that is not supported.
+        """
+        if self._has_trained:
+            say("this Trainer has trained before in this process: this call of train() is not protected.")
+            return
+        self._has_trained = True
+        self._run = _Run(_calling_trainer(), self._options)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Marks the step before."""
+        if self._run:
+            self._run.step_begins()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Marks the epoch's last step."""
+        if self._run:
+            self._run.epoch_ends()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Closes the session."""
+        if self._run:
+            self._run.close()
+            self._run = None
+
+
+@functools.cache
+def _callback_class() -> type:
+    from transformers import TrainerCallback
+
+    return type("ReftCallback", (_Callback, TrainerCallback), {"__doc__": _Callback.__doc__, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """`ReftCallback`, made when asked for, because its base class loads transformers."""
+    if name == "ReftCallback":
+        return _callback_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _calling_trainer() -> Any:
+    """The Trainer whose event this is: callbacks are handed its parts, but never itself.
+
+    Raises:
+        UnsupportedState: no Trainer called.
+    """
+    from transformers import Trainer
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    raise UnsupportedState(
+        "ReftCallback was not called by a transformers.Trainer.", "Trainer(callbacks=[ReftCallback()])"
+    )
+
+
+def _check(trainer: Any) -> None:
+    TESTED.need(trainer, "_run_epoch", "_load_rng_state", "_tr_loss", "model_wrapped", "lr_scheduler", *COUNTERS)
+    TESTED.need(trainer, "callback_handler.callbacks", "accelerator", "control", *(f"state.{name}" for name in STATE))
+    TESTED.need_parameters(trainer._run_epoch, RESUMING)
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedState("Trainer runs DeepSpeed, whose state this callback does not reach.")
+    if trainer.args.auto_find_batch_size:
+        raise UnsupportedState(
+            "auto_find_batch_size=True starts training again within a process.", "per_device_train_batch_size=N"
+        )
+
+
+def _gaps(trainer: Any) -> list[str]:
+    """What of the data position a restart would not bring back exactly."""
+    args, loader, found = trainer.args, trainer.callback_handler.train_dataloader, []
+    if args.ignore_data_skip:
+        found.append(
+            "the data position: with ignore_data_skip=True an interrupted epoch begins again with its first batch."
+        )
+    if args.dataloader_num_workers:
+        found.append(
+            "random transforms in workers of the data loader: a restarted worker draws anew. The order is kept."
+        )
+    if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
+        found.append("the time to skip in an iterable data set: all batches before the held position are read again.")
+    return found

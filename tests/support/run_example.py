@@ -1,0 +1,62 @@
+"""Runs an example as it stands, then writes what it ended with: `run_example.py OUT SCRIPT [ARGUMENT…]`.
+
+OUT.RANK.json holds the losses by step, and a digest of every parameter, buffer and tensor of the optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch
+
+
+def digest(value: Any) -> str:
+    """Of a tensor's bytes, or of what a value prints as."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_optimizer(optimizer: Any) -> dict[str, str]:
+    """Every value of its state and groups, by place."""
+    held = optimizer.state_dict()
+    found = {f"{i}.{key}": digest(value) for i, state in held["state"].items() for key, value in state.items()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in held["param_groups"]]
+    return {**found, "groups": repr(groups)}
+
+
+def of_transformers(names: dict[str, Any]) -> dict[str, Any]:
+    trainer = names["trainer"]
+    speeds = ("runtime", "_per_second")
+    logs = [{k: v for k, v in entry.items() if not any(s in k for s in speeds)} for entry in trainer.state.log_history]
+    return {"losses": logs, "optimizer": of_optimizer(trainer.optimizer), "model": trainer.model}
+
+
+def of_lightning(names: dict[str, Any]) -> dict[str, Any]:
+    return {"losses": names["model"].losses, "optimizer": of_optimizer(names["trainer"].optimizers[0]),
+            "model": names["model"]}  # fmt: skip
+
+
+KINDS = {"hf_trainer.py": of_transformers, "lightning_fit.py": of_lightning}
+
+
+def main() -> None:
+    out, script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    names = runpy.run_path(script, run_name="__main__")
+    ended = KINDS[os.path.basename(script)](names)
+    model = ended.pop("model")
+    ended["tensors"] = {name: digest(value) for name, value in model.state_dict().items()}
+    ended["random"] = torch.rand(1).item().hex()
+    with open(f"{out}.{os.environ.get('RANK', '0')}.json", "w") as file:
+        json.dump(ended, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Other people's trainers, really run: killed, restarted, and equal in every bit to an undisturbed run without reft.
+
+Each lives in a virtual environment of its own, which `make test-trainers` sets up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemons import ROOT, DaemonProcess
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
+
+TRAINERS = {"hf": "hf_trainer.py", "lightning": "lightning_fit.py"}
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
+
+
+class Example:
+    """An example, to be run in its trainer's environment.
+
+    Args:
+        name: of the environment.
+        folder: where results go.
+    """
+
+    def __init__(self, name: str, daemon: DaemonProcess, folder: Path) -> None:
+        self.python = ROOT / ".venv-trainers" / name / "bin/python"
+        assert self.python.exists(), "run make test-trainers, which sets it up"
+        self.script, self.daemon, self.folder = str(ROOT / "examples" / TRAINERS[name]), daemon, folder
+
+    def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        environment = {
+            **os.environ, "PYTHONPATH": path, "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **changes,
+        }  # fmt: skip
+        command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, self.script]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=self.folder)
+
+    def result(self, name: str, rank: int = 0) -> dict[str, Any]:
+        return json.loads((self.folder / f"{name}.{rank}.json").read_text())
+
+
+@pytest.fixture(params=TRAINERS)
+def example(request, daemon, tmp_path) -> Iterator[Example]:
+    yield Example(request.param, daemon, tmp_path)
+
+
+def restored(done: subprocess.CompletedProcess[str]) -> list[int]:
+    """The steps from which the run went on."""
+    return [int(step) for step in re.findall(r"restored step (\d+) ", done.stderr)]
+
+
+def assert_ends_alike(after: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Losses since the last restart, and all that is left at the end."""
+    losses = after.pop("losses")
+    assert 0 < len(losses) <= len(plain["losses"])
+    assert losses == plain.pop("losses")[-len(losses) :]
+    assert after == plain
+
+
+def test_one_process_killed_and_started_again(example):
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    killed = example.run("killed", REFT_JOB="mine", REFT_FAILPOINTS="snapshot.chunk:kill:from=21")
+    assert killed.returncode == -9, killed.stderr
+    after = example.run("after", REFT_JOB="mine")
+    assert after.returncode == 0, after.stderr
+    assert restored(after) and 5 < restored(after)[0] < 21
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+def test_a_killed_rank_and_then_all_of_them(example):
+    plain = example.run("plain", *TORCHRUN, REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    faults = "snapshot.chunk:kill:from=5:rank=1:epoch=1,snapshot.chunk:kill:from=15:epoch=2"
+    done = example.run("done", *TORCHRUN, REFT_FAILPOINTS=faults)
+    assert done.returncode == 0, done.stderr
+    assert len(restored(done)) == 2
+    for rank in (0, 1):
+        assert_ends_alike(example.result("done", rank), example.result("plain", rank))
