@@ -2,7 +2,7 @@
 
     on_fit_start         attach: what is held comes back, the loops' counters and the callbacks' state too
     setup_data           (wrapped) the generators of the moment in which the held epoch's samples were drawn
-    on_train_start       the loader is taken to its place in the epoch; then the generators of the mark
+    epoch's start        (wrapped) the loader is taken to its place in the epoch; then the generators of the mark
     on_train_batch_end   mark, if the optimizer stepped. If a validation is due: on_validation_end, after it
     on_fit_end           close
 
@@ -96,34 +96,27 @@ class _Fit:
         self._originals[0]()
 
     def _epoch_starts(self, data_fetcher: Any) -> None:
-        """In place of the epoch loop's: makes the iterator of every later epoch."""
-        if self._trainer.current_epoch > 0 and not self._loop.is_resuming and not self._loop.epoch_loop.restarting:
+        """In place of the epoch loop's: makes the iterator of every later epoch. Samplers know the epoch here."""
+        if self._random is not None:
+            random, self._random = self._random, None
+            self._take_to_its_place(data_fetcher, random)
+        elif self._trainer.current_epoch > 0 and not (self._loop.is_resuming or self._loop.epoch_loop.restarting):
             self._position.before_iter = capture_random()
         self._originals[1](data_fetcher)
 
-    def take_loader_to_its_place(self) -> None:
+    def _take_to_its_place(self, data_fetcher: Any, random: Mapping[str, Any]) -> None:
         """After a restore: the loader stands where the mark was, and the generators too."""
-        if self._random is None:
-            return
-        fetcher, random, self._random = self._loop._data_fetcher, self._random, None
-        done = self._batches_done()
+        done = self._loop.epoch_loop.batch_progress.current.ready  # 0: the epoch was over, this is the next one
         if not _is_resumable(self._loop):
-            if self._trainer.current_epoch > 0 or not done:
-                # What setup_data made was drawn for the first epoch. Between two epochs the mark's generators draw.
+            if self._trainer.current_epoch > 0:
+                # What setup_data made was drawn as for a first epoch. A new epoch draws from the generators of the mark.
                 restore_random(self._position.before_iter if done else random)
                 self._position.before_iter = capture_random()
-                iter(fetcher)
+                iter(data_fetcher)
             for _ in range(done):
-                next(fetcher.iterator, None)
+                next(data_fetcher.iterator, None)
         if done:
             restore_random(random)
-
-    def _batches_done(self) -> int:
-        """Batches of the interrupted epoch; 0 if it was over, but for a validation."""
-        progress = self._loop.epoch_loop.batch_progress.current
-        is_after_batch = progress.completed < progress.processed  # and not after a validation
-        is_over = is_after_batch and progress.processed >= self._trainer.num_training_batches
-        return 0 if is_over else progress.processed
 
     # Marks
 
@@ -171,9 +164,7 @@ class _Callback:
         self._fit = _Fit(trainer, self._options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Takes the loader to its place, and says what of it can't be brought back."""
-        assert self._fit
-        self._fit.take_loader_to_its_place()
+        """Says what of the data position can't be brought back."""
         for gap in _gaps(trainer) if trainer.is_global_zero else ():
             say(f"not covered: {gap}")
 

@@ -276,6 +276,8 @@ def _gaps(trainer: Any) -> list[str]:
         found.append(
             "the data position: with ignore_data_skip=True an interrupted epoch begins again with its first batch."
         )
+    if args.world_size > 1 and not args.accelerator_config.use_seedable_sampler:
+        found.append("the order of samples, which use_seedable_sampler=False leaves to a generator of the sampler.")
     if args.dataloader_num_workers:
         found.append(
             "random transforms in workers of the data loader: a restarted worker draws anew. The order is kept."

@@ -43,7 +43,23 @@ def of_lightning(names: dict[str, Any]) -> dict[str, Any]:
             "model": names["model"]}  # fmt: skip
 
 
-KINDS = {"hf_trainer.py": of_transformers, "lightning_fit.py": of_lightning}
+def of_loop(names: dict[str, Any]) -> dict[str, Any]:
+    return {"losses": names["losses"], "optimizer": of_optimizer(names["optimizer"]), "model": names["model"]}
+
+
+def of_deepspeed(names: dict[str, Any]) -> dict[str, Any]:
+    zero = names["engine"].optimizer
+    masters = {f"master{g}": digest(each) for g, each in enumerate(zero.single_partition_of_fp32_groups)}
+    return {"losses": names["losses"], "optimizer": {**of_optimizer(zero.optimizer), **masters},
+            "model": names["engine"].module}  # fmt: skip
+
+
+KINDS = {
+    "deepspeed_zero.py": of_deepspeed,
+    "accelerate_loop.py": of_loop,
+    "hf_trainer.py": of_transformers,
+    "lightning_fit.py": of_lightning,
+}
 
 
 def main() -> None:

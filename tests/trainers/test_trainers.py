@@ -19,7 +19,8 @@ from tests.support.daemons import ROOT, DaemonProcess
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
-TRAINERS = {"hf": "hf_trainer.py", "lightning": "lightning_fit.py"}
+# Example → its trainer's environment.
+EXAMPLES = {"hf_trainer.py": "hf", "accelerate_loop.py": "hf", "lightning_fit.py": "lightning"}
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
 
@@ -28,14 +29,14 @@ class Example:
     """An example, to be run in its trainer's environment.
 
     Args:
-        name: of the environment.
+        script: its file name.
         folder: where results go.
     """
 
-    def __init__(self, name: str, daemon: DaemonProcess, folder: Path) -> None:
-        self.python = ROOT / ".venv-trainers" / name / "bin/python"
+    def __init__(self, script: str, daemon: DaemonProcess, folder: Path) -> None:
+        self.python = ROOT / ".venv-trainers" / EXAMPLES[script] / "bin/python"
         assert self.python.exists(), "run make test-trainers, which sets it up"
-        self.script, self.daemon, self.folder = str(ROOT / "examples" / TRAINERS[name]), daemon, folder
+        self.script, self.daemon, self.folder = str(ROOT / "examples" / script), daemon, folder
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
@@ -50,7 +51,7 @@ class Example:
         return json.loads((self.folder / f"{name}.{rank}.json").read_text())
 
 
-@pytest.fixture(params=TRAINERS)
+@pytest.fixture(params=EXAMPLES)
 def example(request, daemon, tmp_path) -> Iterator[Example]:
     yield Example(request.param, daemon, tmp_path)
 

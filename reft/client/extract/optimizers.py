@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -192,7 +194,34 @@ class OptimizerExtractor:
         self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
     ) -> list[Removable]:
         """On the object itself, never on one inside it."""
-        return [value.register_step_pre_hook(before), value.register_step_post_hook(after)]
+        return [
+            value.register_step_pre_hook(functools.partial(_before_writing, before)),
+            value.register_step_post_hook(after),
+        ]
+
+
+def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """A step's pre-hook: calls `before` now, or behind the closure that torch's own optimizers call before they write.
+
+    Lightning trains in there: forward and backward are where the window should be. What other optimizers write before it is
+    unknown.
+
+    Returns:
+        None, or (args, kwargs) with another closure.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
+        before()
+        return None
+    calls = itertools.count()
+
+    def then_before() -> Any:
+        loss = closure()
+        if next(calls) == 0:
+            before()
+        return loss
+
+    return ((args[0], then_before, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_before})
 
 
 def state_box(parameter: Named, value: torch.Tensor) -> Box | None:

@@ -121,6 +121,7 @@ class Extractor(Protocol):
 
 _REGISTERED: dict[str, Extractor] = {}
 _BUILT_IN = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": "reft.client.extract.deepspeed:DeepSpeedExtractor",
     "torch.nn.modules.module.Module": "reft.client.extract.modules:ModuleExtractor",
     "torch.optim.optimizer.Optimizer": "reft.client.extract.optimizers:OptimizerExtractor",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (

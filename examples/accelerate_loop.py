@@ -1,0 +1,47 @@
+"""A loop on Accelerate with reft: three lines.
+
+python examples/accelerate_loop.py                                        one process
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/accelerate_loop.py
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from reft.integrations.accelerate import Batches, attach
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=48)
+total = parser.parse_args().steps
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+x = torch.randn(256, 16)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+
+losses = []
+batches = Batches(loader)
+session = attach(accelerator, model, optimizer, batches, schedule)  # brings back what is held
+while session.step < total:
+    x, y = next(batches)  # before accumulate, which asks the loader whether this batch is its last
+    with accelerator.accumulate(model):
+        loss = nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        session.step_end()
+        losses.append((session.step, loss.item()))
+print(f"loss {loss.item():.4f}", flush=True)
+session.close()
+accelerator.end_training()
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
