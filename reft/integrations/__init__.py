@@ -2,7 +2,8 @@
 
     transformers.ReftCallback    Trainer(..., callbacks=[ReftCallback()])
     lightning.ReftCallback       Trainer(..., callbacks=[ReftCallback()])
-    accelerate.attach            session = attach(accelerator, model, optimizer, loader)
+    accelerate.attach            session = attach(accelerator, model, optimizer, Batches(loader), scheduler)
+    deepspeed.attach             session = attach(engine, state={"data": data})
 
 What an adapter reads from its trainer is checked first; where a name is missing, the error says which version was tested.
 The data position is part of each; what of it can't be brought back is said when training starts.

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,14 @@ from tests.support.daemons import ROOT, DaemonProcess
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
-# Example → its trainer's environment.
-EXAMPLES = {"hf_trainer.py": "hf", "accelerate_loop.py": "hf", "lightning_fit.py": "lightning"}
+# Example → its trainer's environment. DeepSpeed is run on two ranks only, which is what ZeRO is about.
+EXAMPLES = {
+    "hf_trainer.py": "hf",
+    "accelerate_loop.py": "hf",
+    "lightning_fit.py": "lightning",
+    "deepspeed_zero.py": "deepspeed",
+}
+ALONE = [script for script in EXAMPLES if script != "deepspeed_zero.py"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
 
@@ -40,9 +45,11 @@ class Example:
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        paths = os.pathsep.join([str(self.python.parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
         environment = {
-            **os.environ, "PYTHONPATH": path, "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **changes,
+            **os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path,
+            "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **changes,
         }  # fmt: skip
         command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, self.script]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=self.folder)
@@ -51,9 +58,9 @@ class Example:
         return json.loads((self.folder / f"{name}.{rank}.json").read_text())
 
 
-@pytest.fixture(params=EXAMPLES)
-def example(request, daemon, tmp_path) -> Iterator[Example]:
-    yield Example(request.param, daemon, tmp_path)
+@pytest.fixture
+def example(request, daemon, tmp_path) -> Example:
+    return Example(request.param, daemon, tmp_path)
 
 
 def restored(done: subprocess.CompletedProcess[str]) -> list[int]:
@@ -69,6 +76,7 @@ def assert_ends_alike(after: dict[str, Any], plain: dict[str, Any]) -> None:
     assert after == plain
 
 
+@pytest.mark.parametrize("example", ALONE, indirect=True)
 def test_one_process_killed_and_started_again(example):
     plain = example.run("plain", REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
@@ -80,6 +88,7 @@ def test_one_process_killed_and_started_again(example):
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
+@pytest.mark.parametrize("example", EXAMPLES, indirect=True)
 def test_a_killed_rank_and_then_all_of_them(example):
     plain = example.run("plain", *TORCHRUN, REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
