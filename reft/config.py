@@ -139,6 +139,7 @@ class Launch:
     slurm_job: str
     restart_count: int
     launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
+    unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
     backend: str = ""  # --rdzv-backend, where it was given by the environment
 
     @property
@@ -158,6 +159,7 @@ class Launch:
             slurm_job=source.get("SLURM_JOB_ID", ""),
             restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launch=source.get("REFT_LAUNCH", ""),
+            unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
             backend=source.get("PET_RDZV_BACKEND", ""),
         )
 

@@ -161,7 +161,7 @@ class Attachment:
             "domain": self.hello.domain, "job": self.settings.job, "run_id": self.launch.run_id,
             "slurm": self.launch.slurm_job,
             "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
-            "launch": launch_mark(self.launch), "pid": os.getpid(),
+            "launch": launch_mark(self.launch), "unnamed": self.launch.unnamed_job, "pid": os.getpid(),
             **(self._secrets() if self.exchange.rank == 0 else {}),
             **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip

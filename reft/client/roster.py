@@ -35,7 +35,7 @@ class Roster:
                 raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
         return identify(
             chosen=first["job"], run_id=first["run_id"], slurm_job=first["slurm"], script=first["script"], user=first["user"],
-            launch=first["launch"],
+            launch=first["launch"], unnamed=first["unnamed"],
         )  # fmt: skip
 
     def nodes(self) -> list[pb.Node]:

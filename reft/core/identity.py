@@ -39,7 +39,9 @@ def check_name(name: str) -> str:
     return name
 
 
-def identify(*, chosen: str, run_id: str, slurm_job: str, script: str, user: int, launch: str) -> Job:
+def identify(
+    *, chosen: str, run_id: str, slurm_job: str, script: str, user: int, launch: str, unnamed: str = ""
+) -> Job:
     """The job that a process belongs to.
 
     Args:
@@ -49,6 +51,7 @@ def identify(*, chosen: str, run_id: str, slurm_job: str, script: str, user: int
         script: path of the training script.
         user: uid of the trainer.
         launch: what tells one launch of the script from the next; the same on all ranks and after a restart by an agent.
+        unnamed: what reft's rendezvous calls the job if nobody has named it; empty under any other.
 
     Raises:
         ConfigError: the chosen name is not allowed.
@@ -59,6 +62,8 @@ def identify(*, chosen: str, run_id: str, slurm_job: str, script: str, user: int
         return Job(_as_name(run_id), True)
     if slurm_job:
         return Job(_as_name(f"slurm-{slurm_job}"), True)
+    if unnamed:
+        return Job(check_name(unnamed), False)
     stem = re.sub(r"[^A-Za-z0-9]+", "-", script.rpartition("/")[2].removesuffix(".py")).strip("-") or "script"
     mark = hashlib.blake2b(f"{user}\0{script}\0{launch}".encode(), digest_size=4).hexdigest()
     return Job(f"{stem[:40]}-{mark}", False)

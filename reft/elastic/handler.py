@@ -2,7 +2,8 @@
 
     create ─► options ─► this node's daemon (started if none runs) ─► store (tcp.py or etcd.py) ─► Handler
     Handler.next_rendezvous:  begin the launch, if nobody is here ─► torch's join ─► a fresh store for the workers
-    Handler.num_nodes_waiting, asked ten times a second:  somebody waits, or somebody of our round is gone ─► restart
+    Handler.num_nodes_waiting, asked ten times a second:  somebody waits, somebody of our round is gone, or this node's
+                                                          daemon says that a node is UNHEALTHY or OFFLINE ─► restart
 
 Two faults of torch 2.13's restarts are worked around: it keeps one store and one address for the workers over all rounds
 (`_shared_tcp_store_server` and `_bootstrap_store_info`), while workers add no prefix of their own per attempt. After a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from typing import Any
 
@@ -31,12 +33,16 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs
 
+from reft.core.reaction import Reaction
+from reft.core.signals import Agent
 from reft.elastic import etcd, tcp
-from reft.elastic.node import has_ended, settle
-from reft.elastic.options import check, job_of_this_agent, number
+from reft.elastic.listening import Listener, Term
+from reft.elastic.node import has_ended, settle, tls
+from reft.elastic.options import check, job_of, number, rendezvous_id_of
 from reft.elastic.rounds import Executor, StateHolder, poll_s
 from reft.elastic.say import say
 from reft.elastic.state import Facts, State
+from reft.wire.v1 import daemon_pb2 as pb
 
 CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
@@ -49,10 +55,13 @@ class ReftRendezvousHandler(RendezvousHandler):
         facts: what this agent says of itself.
         run_id: as the workers see it.
         shrink_s: see `reft.elastic.rounds`.
+        daemon: address of this node's daemon; empty means that nobody tells signals.
     """
 
-    def __init__(self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float) -> None:
-        self._inner, self._run_id = inner, run_id
+    def __init__(
+        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float, daemon: str = ""
+    ) -> None:
+        self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
         self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._is_gone)
         inner._state_holder = self._holder
@@ -62,6 +71,10 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._round = -1  # that our workers run in
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
+        self._listener = Listener(daemon, tls(), self._heard) if daemon else None
+        self._term: Term | None = None
+        self._news: tuple[Term | None, Reaction] = (None, Reaction())
+        self._lost_s: dict[str, float] = {}  # home → when this agent was told that it is lost
 
     @property
     def use_agent_store(self) -> bool:
@@ -76,6 +89,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             # A torch that no longer has these attributes no longer has the fault.
             if hasattr(self._inner, name):
                 setattr(self._inner, name, None)
+        self._is_stopping()
         if self._round < 0:
             self._enter()
         try:
@@ -86,9 +100,39 @@ class ReftRendezvousHandler(RendezvousHandler):
             raise SystemExit(0) from error
         self._round = self._holder.state.round
         self._members = frozenset(self._holder.state.participants)
-        os.environ["REFT_ROUND"] = str(self._round)
-        os.environ["REFT_LAUNCH"] = self._holder.state.launch
+        self._begin(self._holder.state)
         return info
+
+    def _begin(self, state: State) -> None:
+        """Tells this node's workers and its daemon of the round."""
+        job = job_of(self._run_id, state.launch)
+        os.environ["REFT_ROUND"], os.environ["REFT_LAUNCH"] = str(state.round), state.launch
+        os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
+        self._term = None
+        if self._listener is None:
+            return
+        ordered = sorted(state.participants, key=lambda node: state.participants[node])
+        members = [facts for facts in (state.facts[node] for node in ordered) if facts.home]
+        if len({facts.home for facts in members}) < len(members):
+            say("several agents of this job share one daemon: signals of nodes are off.")
+            return
+        nodes = tuple(
+            pb.Node(name=facts.name, id=facts.home, addresses=facts.addresses, domain=facts.domain) for facts in members
+        )
+        token = bytes.fromhex(state.token)
+        self._term = Term(job.id, self._facts.home, state.launch, state.round, token, nodes)
+        self._listener.begin(self._term)
+
+    def _heard(self, term: Term, reaction: Reaction) -> None:
+        """From a thread of the listener."""
+        # Once a term: a node that comes back must not be counted out again by each further piece of news.
+        known = self._news[1].lost if self._news[0] is term else frozenset()
+        self._lost_s = {**self._lost_s, **dict.fromkeys(reaction.lost - known, time.monotonic())}
+        self._news = (term, reaction)
+
+    def _is_stopping(self) -> None:
+        if self._listener and self._term:
+            self._listener.say(Agent.STOPPING)
 
     def _enter(self) -> None:
         """Begins a launch of the job if nobody else is here; waits for the end of one that is just ending."""
@@ -108,6 +152,17 @@ class ReftRendezvousHandler(RendezvousHandler):
             time.sleep(self._poll_s)
 
     def num_nodes_waiting(self) -> int:
+        waiting = self._reasons_to_restart()
+        if waiting:
+            self._is_stopping()
+        return waiting
+
+    def _reasons_to_restart(self) -> int:
+        """How many nodes wait, or are lost; torch's agent restarts its workers if there are any."""
+        term, reaction = self._news
+        if term is not None and term is self._term and reaction.reason:
+            self._say(f"{reaction.reason} Workers restart without waiting for errors.")
+            return 1
         try:
             waiting = int(self._inner.num_nodes_waiting())
         except RendezvousConnectionError as error:
@@ -125,7 +180,8 @@ class ReftRendezvousHandler(RendezvousHandler):
         return len(lost)
 
     def _is_gone(self, facts: Facts, seen_s: float) -> bool:
-        return bool(facts.process) and has_ended(facts.process)
+        told_s = self._lost_s.get(facts.home, float("-inf"))
+        return told_s >= seen_s or (bool(facts.process) and has_ended(facts.process))
 
     def _say(self, text: str) -> None:
         if text != self._said:
@@ -145,6 +201,8 @@ class ReftRendezvousHandler(RendezvousHandler):
         if self._round < 0:  # who never was a member has no right to end the job
             self._inner._stop_heartbeats()
             return True
+        if self._listener and self._term:
+            self._listener.close(Agent.FINISHED if sys.exc_info()[0] is None else Agent.FAILED)
         is_closed = bool(self._inner.shutdown())
         try:
             self._holder.leave()
@@ -161,7 +219,7 @@ def create(parameters: RendezvousParameters) -> Any:
         RendezvousConnectionError: no store answers at the endpoint.
     """
     check(parameters)
-    rendezvous_id = job_of_this_agent(parameters.run_id)
+    rendezvous_id = rendezvous_id_of(parameters.run_id)
     facts, address = settle(parameters)
     connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
     backend, store = connect(parameters, rendezvous_id)
@@ -169,4 +227,4 @@ def create(parameters: RendezvousParameters) -> Any:
         os.environ["REFT_DAEMON"] = address
     run_id, parameters.run_id = parameters.run_id, rendezvous_id
     inner = create_torchs(store, backend, parameters)
-    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"))
+    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"), address)

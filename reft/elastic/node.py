@@ -13,7 +13,7 @@ from reft.elastic.options import text
 from reft.elastic.say import say
 from reft.elastic.state import Facts
 from reft.errors import ConfigError, ReftError
-from reft.wire import starter
+from reft.wire import rpc, starter
 from reft.wire.process import Process, stat_of
 
 
@@ -71,3 +71,9 @@ def _flags(parameters: RendezvousParameters) -> list[str]:
         )
         return []
     return ["--listen", f"{host}:0"]
+
+
+def tls() -> rpc.Tls | None:
+    """What the daemons of other nodes are called with: as this node's daemon has it, from REFT_TLS_CERT, _KEY and _CA."""
+    given = [os.environ.get(f"REFT_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
+    return rpc.Tls(*map(Path, given)) if all(given) else None

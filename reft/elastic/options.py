@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from reft.core.identity import NO_RUN_ID
+from reft.config import Config
+from reft.core.identity import NO_RUN_ID, Job, identify
 from reft.errors import ConfigError
 
 # name → (default, what it is). Seconds where nothing else is said. torch reads those of the first group itself.
@@ -93,6 +94,14 @@ def script_of(argv: list[str]) -> str:
     return f"{'-m ' if options.module else ''}{options.training_script}"
 
 
-def job_of_this_agent(run_id: str) -> str:
+def rendezvous_id_of(run_id: str) -> str:
     """`rendezvous_id` of this process."""
     return rendezvous_id(run_id, os.environ.get("SLURM_JOB_ID", ""), script_of(sys.argv))
+
+
+def job_of(run_id: str, launch: str) -> Job:
+    """The job as its daemons and trainers name it, in this launch."""
+    return identify(
+        chosen=Config.load().job, run_id=run_id, slurm_job=os.environ.get("SLURM_JOB_ID", ""), script=script_of(sys.argv),
+        user=os.getuid(), launch=launch,
+    )  # fmt: skip

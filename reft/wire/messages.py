@@ -115,6 +115,10 @@ def signal_to(signal: Signal) -> pb.Signal:
     return pb.Signal.Name(signal)  # type: ignore[return-value]
 
 
+def agent_to(agent: Agent) -> pb.AgentPhase:
+    return pb.AgentPhase.Name(agent)  # type: ignore[return-value]
+
+
 def agent_from(value: int) -> Agent:
     """What an agent says.
 

@@ -109,9 +109,11 @@ def check_address(address: str) -> str:
     return address
 
 
-def channel(address: str) -> grpc.Channel:
-    """A blocking channel to a unix socket; what trainers and the CLI use."""
-    return grpc.insecure_channel(check_address(address), options=OPTIONS)
+def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """A blocking channel: to a unix socket, as trainers and the CLI use it, or to a daemon of another node."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.insecure_channel(check_address(address), options=OPTIONS)
+    return grpc.secure_channel(check_address(address), tls.client(), options=OPTIONS)
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:

@@ -136,6 +136,13 @@ class Space:
         """Pulls the cable: when the node ends now, its peers get no reset connections."""
         self._switch.run("link", "del", self._port)
 
+    def cut(self) -> None:
+        """The cable hears and says nothing more, until `heal`."""
+        self._switch.run("link", "set", self._port, "down")
+
+    def heal(self) -> None:
+        self._switch.run("link", "set", self._port, "up")
+
     def kill(self) -> None:
         """Ends all of its processes, at once."""
         os.kill(self._pid, signal.SIGKILL)

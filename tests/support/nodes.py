@@ -33,7 +33,7 @@ from reft.cli.ask import NoSuchJob, ask
 from reft.cli.demo import keeper
 from reft.cli.demo.cluster import LOCAL_ONLY, TRAINER, DemoError, Node, Training, await_daemon, short_folder, spawn
 from reft.cli.demo.records import Result, recovery
-from reft.errors import DaemonUnavailable
+from reft.errors import DaemonUnavailable, ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import ROOT, until
 from tests.support.netns import (
@@ -79,6 +79,7 @@ class Machine(Node):
     place: Space | Loopback | None = None
     inside: str = ""  # the daemon's address for the node's own processes
     agent: subprocess.Popen[bytes] | None = None
+    command: Sequence[str] = ()  # of its daemon
 
     @property
     def living(self) -> Space | Loopback:
@@ -198,10 +199,14 @@ class Nodes:
         slots, socket = place.folder / "slots", place.folder / "daemon.sock"
         machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}")
         insecure = ["--insecure"] if isinstance(place, Space) else []
-        command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(slots),
-                   "--listen", place.listen, *insecure]  # fmt: skip
-        machine.daemon = self._spawn(machine, command, log, {})
+        machine.command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(slots),
+                           "--listen", place.listen, *insecure]  # fmt: skip
+        machine.daemon = self.start_daemon(machine)
         return machine
+
+    def start_daemon(self, machine: Machine) -> subprocess.Popen[bytes]:
+        """Starts a node's daemon, also again; returns at once."""
+        return self._spawn(machine, machine.command, machine.log, {})
 
     def _mark(self, name: str) -> str:
         return str(self.folder / name)
@@ -217,7 +222,8 @@ class Nodes:
 
     def launch(
         self, job: str, steps: int, *, failpoints: str = "", environment: Mapping[str, str] | None = None,
-        arguments: Sequence[str] = (), restarts: int = 4,
+        arguments: Sequence[str] = (), restarts: int = 4, backend: str = "c10d", conf: Mapping[str, str] | None = None,
+        fewest: int = 0, agent: str = "tests.support.agent", script: Sequence[str] = (),
     ) -> Training:  # fmt: skip
         """Starts a job's agents; returns at once. A job before it must have ended.
 
@@ -228,16 +234,21 @@ class Nodes:
             environment: further variables of the trainers.
             arguments: further arguments of the script.
             restarts: how often an agent may restart its workers.
+            backend: torchrun's --rdzv-backend.
+            conf: further options of --rdzv-conf.
+            fewest: nodes with which the job goes on; 0: all.
+            agent: the module that is torchrun; the default forks workers that have torch, and takes modules alone.
+            script: what it runs, in place of the demo's trainer; it is told what that one is told.
         """
         out = self.folder / job
         out.mkdir()
         command = [
-            sys.executable, "-m", "tests.support.agent", f"--nnodes={self.count}",
-            f"--nproc-per-node={self.ranks_per_node}", "--rdzv-backend=c10d", f"--rdzv-id={job}",
+            sys.executable, "-m", agent, f"--nnodes={fewest or self.count}:{self.count}",
+            f"--nproc-per-node={self.ranks_per_node}", f"--rdzv-backend={backend}", f"--rdzv-id={job}",
             f"--rdzv-endpoint={self._switch.endpoint}", f"--max-restarts={restarts}",
-            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in RENDEZVOUS.items()),
+            "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
-        script = [TRAINER, "--out", str(out), "--steps", str(steps), *arguments]
+        script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
         given = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
         agents: list[subprocess.Popen[bytes]] = []
         logs: list[Path] = []
@@ -282,6 +293,18 @@ class Nodes:
                 found += ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
             except (DaemonUnavailable, NoSuchJob):
                 continue
+        return found
+
+    def statuses_of_signals(self, job: str) -> list[list[pb.NodeSignal]]:
+        """What each living daemon that watches a job says of its nodes, if all are well in its eyes."""
+        found = []
+        for machine in self.living:
+            try:
+                nodes = list(ask(machine.address, "Signals", pb.SignalsRequest(job=job), STATUS_S).nodes)
+            except ReftError:
+                continue  # it does not watch the job
+            if nodes and all(each.signal in (pb.HEALTHY, pb.SNAP) for each in nodes):
+                found.append(nodes)
         return found
 
     def whole(self, job: str) -> tuple[int, int]:

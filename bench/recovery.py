@@ -1,0 +1,246 @@
+"""What a recovery is made of, under reft's rendezvous and under torchrun's own, in one run: a table, and a trace for Perfetto.
+
+    python bench/recovery.py [--nodes 4] [--rounds 1] [--cases worker,node] [--trace FILE] [--json FILE]
+
+    worker   SIGKILL of one trainer
+    node     a node vanishes silently with agent, workers and daemon, and a spare stands by
+
+Nodes are namespaces on this machine, with torchrun's real agents; trainers hold a small state in reft under both rendezvous, so
+only what finds the loss and restarts the workers differs. Each phase ends when the slowest node or rank has passed it:
+
+    detect       until the first agent begins to stop its workers
+    stop         … all have stopped them
+    rendezvous   … all have joined the next round
+    spawn        … all new processes exist, and the first line of the script has run
+    import       torch and reft are imported: the script's own time, in no goal
+    connect      init_process_group, and a barrier
+    load         reft.attach: the state is back
+    step         the first new step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.nodes import Machine, Nodes
+
+TRAINER = str(Path(__file__).with_name("recovery_trainer.py"))
+PHASES = ("detect", "stop", "rendezvous", "spawn", "import", "connect", "load", "step")
+AGENT = {
+    "stopping": "Stopping worker group",
+    "stopped": "Rendezvous'ing worker group",
+    "joined": "Starting worker group",
+}
+STAMP = re.compile(r"^[IWE](\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d+)")
+STEPS = 100_000
+STEADY = 5  # steps before the loss
+RENDEZVOUS = {
+    "last_call_timeout": "1",
+    "keep_alive_interval": "5",
+    "keep_alive_max_attempt": "3",
+}  # torch's own but the first
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase of one node or rank; seconds since 1970."""
+
+    where: str
+    phase: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One loss and what followed: seconds by phase, and what each node did."""
+
+    case: str
+    backend: str
+    seconds: dict[str, float]
+    spans: list[Span]
+
+
+def agent_moments(log: Path, after: float) -> dict[str, float]:
+    """When an agent first did what AGENT names, after a moment; by torchrun's own log."""
+    found: dict[str, float] = {}
+    for line in log.read_text(errors="replace").splitlines():
+        stamp = STAMP.match(line)
+        if not stamp:
+            continue
+        month, day, hour, minute, second, micro = map(int, stamp.groups())
+        at = datetime(datetime.now().year, month, day, hour, minute, second, micro).timestamp()
+        for name, text in AGENT.items():
+            if at >= after and text in line:
+                found.setdefault(name, at)
+    return found
+
+
+def marks(out: Path, after: float) -> dict[tuple[str, int], dict[str, float]]:
+    """(node, rank) → mark → moment, of processes that began after a moment. Steps count as "step", the first one."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    lines = (out / "marks").read_text().splitlines() if (out / "marks").exists() else []
+    for line in map(json.loads, lines):
+        if line["mark"] == "born" and line["at"] > after:
+            found[line["node"], line["rank"]] = {"pid": line["pid"]}
+        mine = found.get((line["node"], line["rank"]), {})
+        if mine.get("pid") == line["pid"]:
+            mine.setdefault(line["mark"].split(" ")[0], line["at"])
+    return found
+
+
+def completed(out: Path, world: int, after: float) -> bool:
+    """Whether all ranks have made a step in processes that began after a moment."""
+    return sum("step" in each for each in marks(out, after).values()) >= world
+
+
+def measure(case: str, backend: str, count: int, number: int) -> Recovery:
+    """One job, one loss."""
+    with Nodes(count, ranks_per_node=1) as nodes:
+        nodes.launch(
+            f"job-{number}", STEPS, backend=backend, agent="torch.distributed.run", script=[TRAINER], conf=RENDEZVOUS,
+            environment={"LOGLEVEL": "INFO"},
+        )  # fmt: skip
+        out = nodes._training.out
+        if case == "node":
+            nodes.replace()
+        nodes.until(lambda: completed(out, count, 0), "the first step of all ranks")
+        before = (out / "marks").read_text().count('"step ')
+        nodes.until(lambda: (out / "marks").read_text().count('"step ') > before + STEADY * count, "some steps")
+        if case == "node":  # the spare must be there
+            logs = sorted(out.glob("node-*.log"))
+            nodes.until(lambda: "Rendezvous'ing" in logs[-1].read_text(errors="replace"), "the spare")
+        lost_at = time.time()
+        victim = nodes.living[1]
+        if case == "node":
+            nodes.lose(victim, silently=True)
+        else:
+            nodes.kill_ranks(1)
+        nodes.until(lambda: completed(out, count, lost_at), "a step of all ranks after the loss")
+        recovery = account(case, backend, nodes.living, out, lost_at)
+        (out / "done").touch()
+    return recovery
+
+
+def account(case: str, backend: str, living: list[Machine], out: Path, lost_at: float) -> Recovery:
+    """Where the time between a loss and the first new step went."""
+    agents = {each.name: agent_moments(out / f"{each.name}.log", lost_at) for each in living}
+    ranks = marks(out, lost_at)
+
+    def last(source: dict[Any, dict[str, float]], name: str) -> float:
+        return max(each[name] for each in source.values() if name in each)
+
+    ends = [
+        min(each["stopping"] for each in agents.values() if "stopping" in each), last(agents, "stopped"),
+        last(agents, "joined"), last(ranks, "started"), last(ranks, "imported"), last(ranks, "connected"),
+        last(ranks, "loaded"), last(ranks, "step"),
+    ]  # fmt: skip
+    begins = [lost_at, *ends[:-1]]
+    seconds = {phase: end - begin for phase, begin, end in zip(PHASES, begins, ends, strict=True)}
+    spans = [Span("job", phase, begin, end) for phase, begin, end in zip(PHASES, begins, ends, strict=True)]
+    for node, each in agents.items():
+        steps = [("detect", "stopping", lost_at), ("stop", "stopped", 0), ("rendezvous", "joined", 0)]
+        at = lost_at
+        for phase, name, _ in steps:
+            if name in each:
+                spans.append(Span(f"{node} agent", phase, at, each[name]))
+                at = each[name]
+    for (node, rank), each in ranks.items():
+        names = ["born", "started", "imported", "connected", "loaded", "step"]
+        for phase, begin, end in zip(PHASES[3:], names, names[1:], strict=False):
+            if begin in each and end in each:
+                spans.append(Span(f"{node} rank {rank}", phase, each[begin], each[end]))
+    return Recovery(case, backend, seconds, spans)
+
+
+def trace(recoveries: list[Recovery]) -> dict[str, Any]:
+    """Chrome's JSON form, which ui.perfetto.dev opens: one process a recovery, one thread a node or rank; microseconds."""
+    events: list[dict[str, Any]] = []
+    for pid, recovery in enumerate(recoveries):
+        zero = min(span.begin for span in recovery.spans)
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{recovery.case} {recovery.backend}"}}
+        )
+        places = sorted({span.where for span in recovery.spans})
+        for tid, place in enumerate(places):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": place}})
+        for span in recovery.spans:
+            events.append({
+                "ph": "X", "name": span.phase, "pid": pid, "tid": places.index(span.where),
+                "ts": (span.begin - zero) * 1e6, "dur": max(span.end - span.begin, 0) * 1e6,
+            })  # fmt: skip
+    return {"traceEvents": events}
+
+
+def table(recoveries: list[Recovery]) -> str:
+    """Seconds by phase, one row a recovery."""
+    rows = [["case", "rendezvous", *PHASES, "all", "without import"]]
+    for each in recoveries:
+        total = sum(each.seconds.values())
+        numbers = [*each.seconds.values(), total, total - each.seconds["import"]]
+        rows.append([each.case, each.backend, *(f"{value:.2f}" for value in numbers)])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main() -> int:
+    """Prints each row as it is measured; 1 if a goal is missed in the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--cases", default="worker,node")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    recoveries: list[Recovery] = []
+    for number in range(options.rounds):
+        for case in options.cases.split(","):
+            for backend in ("c10d", "reft"):
+                recoveries.append(measure(case, backend, options.nodes, number))
+                print(table(recoveries[-1:]), flush=True)
+    print("\n" + table(recoveries))
+    if options.trace:
+        options.trace.write_text(json.dumps(trace(recoveries)))
+    if options.json:
+        options.json.write_text(
+            json.dumps([{"case": r.case, "backend": r.backend, "seconds": r.seconds} for r in recoveries])
+        )
+    return judge(recoveries)
+
+
+def judge(recoveries: list[Recovery]) -> int:
+    """Says which goals were met."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for each in recoveries:
+        found.setdefault((each.case, each.backend), []).append(each.seconds)
+
+    def median(case: str, backend: str, phases: tuple[str, ...]) -> float:
+        sums = sorted(sum(seconds[phase] for phase in phases) for seconds in found[case, backend])
+        return sums[len(sums) // 2]
+
+    missed = 0
+    if ("worker", "reft") in found:
+        extra = median("worker", "reft", PHASES[:4]) - median("worker", "c10d", PHASES[:4])
+        print(f"worker lost, until user code: {extra:+.2f} s over torchrun's own (goal: at most +1.00)")
+        missed += extra > 1.0
+    if ("node", "reft") in found:
+        knows = median("node", "reft", PHASES[:1])
+        rest = median("node", "reft", tuple(phase for phase in PHASES if phase != "import"))
+        print(f"node lost, until survivors act: {knows:.2f} s (goal: 1.5)")
+        print(f"node lost, until the first step, without import: {rest:.2f} s (goal: 5)")
+        missed += (knows > 1.5) + (rest > 5.0)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

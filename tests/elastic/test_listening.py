@@ -1,0 +1,108 @@
+"""An agent's threads against real daemons: it is heard, and hears of the others."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from reft.core.reaction import Reaction
+from reft.core.signals import Agent
+from reft.elastic.listening import Listener, Term
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import DaemonProcess, until
+
+TOKEN = bytes(range(32))
+
+
+class Node:
+    """A daemon, and an agent's listener."""
+
+    def __init__(self) -> None:
+        self.daemon = DaemonProcess("--listen", "127.0.0.1:0")
+        self.hello = self.daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
+        self.news: list[tuple[Term, Reaction]] = []
+        self.term: Term | None = None
+        self.listener = Listener(self.daemon.address, None, lambda *said: self.news.append(said))
+
+    @property
+    def member(self) -> pb.Node:
+        return pb.Node(name=self.hello.node, id=self.hello.node_id, addresses=self.hello.addresses[:1])
+
+    def begin(self, members: list[pb.Node], round: int) -> None:
+        term = Term("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))
+        self.term = term
+        self.listener.begin(term)
+
+    def signals(self) -> pb.SignalsReply:
+        return self.daemon.call("Signals", pb.SignalsRequest(job="job"))
+
+    @property
+    def reaction(self) -> Reaction:
+        """What the news of the round that runs now mean."""
+        said = [reaction for term, reaction in self.news if term is self.term]
+        return said[-1] if said else Reaction()
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    made: list[Node] = []
+    try:
+        made += [Node() for _ in range(3)]
+        yield made
+    finally:
+        for node in made:
+            node.listener.close(Agent.FINISHED)
+            node.daemon.close()
+
+
+def begin(nodes: list[Node], round: int = 1) -> None:
+    for node in nodes:
+        node.begin([each.member for each in nodes], round)
+
+    def all_well() -> bool:
+        replies = [node.signals() for node in nodes if any(term is node.term for term, _ in node.news)]
+        good = [r for r in replies if r.round == round and all(each.signal == pb.HEALTHY for each in r.nodes)]
+        return len(good) == len(nodes)
+
+    until(all_well, 60, "all nodes HEALTHY in the eyes of all")
+
+
+def test_an_agent_hears_of_failed_workers_and_of_lost_nodes_elsewhere_and_never_of_itself(nodes):
+    a, b, c = nodes
+    begin(nodes)
+    assert all(node.reaction == Reaction() for node in nodes)
+    b.listener.say(Agent.FAILED)
+    until(lambda: a.reaction.reason and c.reaction.reason, 30, "the news of b's workers")
+    assert a.reaction.lost == frozenset() and "UNHEALTHY" in a.reaction.reason
+    assert b.reaction == Reaction()
+
+    begin(nodes, round=2)
+    assert all(node.reaction == Reaction() for node in nodes), "a new round begins without the past"
+    b.listener._closed.set()  # silent, without a last word
+    b.daemon.kill()
+    until(lambda: all(node.reaction.lost == {b.hello.node_id} for node in (a, c)), 30, "the loss of b")
+    assert "OFFLINE" in a.reaction.reason
+
+
+def test_a_stopped_or_restarted_daemon_of_ones_own_makes_nobody_restart(nodes):
+    a, b, _ = nodes
+    begin(nodes)
+    a.daemon.kill(signal.SIGSTOP)
+    until(lambda: any(each.signal == pb.SUSPECT for each in b.signals().nodes), 30, "doubt about the stopped daemon")
+    assert all(node.reaction == Reaction() for node in nodes), "its agent is heard: the node lives"
+    a.daemon.kill(signal.SIGCONT)
+    b.daemon.flags = ("--listen", b.hello.addresses[0])  # where the others look for it
+    b.daemon.kill()
+    b.daemon.start()
+    until(lambda: _quietly(lambda: b.signals().round == 1), 60, "the new daemon told of the round by its agent")
+    assert all(node.reaction == Reaction() for node in nodes)
+
+
+def _quietly(look) -> bool:
+    try:
+        return bool(look())
+    except Exception:
+        return False  # it does not watch the job yet
