@@ -5,6 +5,7 @@ Workers here are idlers without torch, where the state is not the point; agents,
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import idler
+from tests.support import elastic_train, idler
 from tests.support.idler import Idler
 from tests.support.netns import marked, why_not
 from tests.support.nodes import Machine, Nodes
@@ -134,3 +135,55 @@ def test_two_nodes_die_at_once_and_a_third_in_the_middle_of_the_rendezvous():
         alone = await_workers(nodes, 1, after_s=lost_s)
         assert ranks(alone) == {"node-1": 0} and before["node-1"] == 0
         finish(nodes)
+
+
+def lines(out: Path) -> list[dict]:
+    """What all ranks wrote."""
+    found = []
+    for path in sorted(out.glob("rank-*.jsonl")):
+        found += [json.loads(line) for line in path.read_text().splitlines()]
+    return found
+
+
+def await_steps(nodes: Nodes, world: int, more: int, after_s: float) -> None:
+    """Returns when a world of this size has made so many steps after that moment."""
+    out = nodes._training.out
+
+    def made() -> int:
+        return len(
+            {e["step"] for e in lines(out) if e["event"] == "step" and e["world"] == world and e["time_s"] > after_s}
+        )
+
+    nodes.until(lambda: made() >= more, f"{more} steps of {world} ranks")
+    nodes.note(f"{world} ranks have made {more} steps")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_shrinks_from_four_nodes_to_three_and_grows_back_and_its_losses_stay_the_same():
+    with Nodes(4, ranks_per_node=1) as nodes:
+        nodes.launch(
+            "job",
+            100_000,
+            fewest=3,
+            backend="reft",
+            script=["tests.support.elastic_train"],
+            conf={"shrink_timeout": "2"},
+        )
+        await_steps(nodes, 4, 5, after_s=0)
+        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
+        lost_s = nodes.lose(machine(nodes, "node-3"), silently=True)
+        await_steps(nodes, 3, 10, after_s=lost_s)
+        grown_s = time.monotonic()
+        nodes.replace()
+        await_steps(nodes, 4, 10, after_s=grown_s)
+        finish(nodes)
+        said = lines(nodes._training.out)
+    starts = [(each["world"], each["restored_from"]) for each in said if each["event"] == "attached"]
+    assert {world for world, source in starts if source in ("memory", "peers")} == {3, 4}
+    losses: dict[int, set[str]] = {}
+    for each in said:
+        if each["event"] == "step":
+            losses.setdefault(each["step"], set()).add(each["loss"])
+    expected = [loss.hex() for loss in elastic_train.alone(max(losses))]
+    assert losses == {step + 1: {loss} for step, loss in enumerate(expected)}
