@@ -43,12 +43,11 @@ from reft.client.reshaping import Reshaping, is_reshaped, leaves_by_rank
 from reft.client.restoration import Restoration
 from reft.client.roster import Roster
 from reft.client.session import Session
-from reft.client.snapshots import Snapshots
+from reft.client.snapshots import Counts, Snapshots
 from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
 from reft.core.layout import pack
-from reft.core.placement import exposed
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
@@ -74,7 +73,7 @@ def attach(
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
         return Session(None, optimizers, step=0, restored_from=None, counts_calls=False, every=1,
-                       seal_deadline_s=0, is_protected=False)  # fmt: skip
+                       seal_deadline_s=0)  # fmt: skip
     exchange = Exchange(settings.attach_deadline_s)
     try:
         launch = Launch.load()
@@ -85,9 +84,24 @@ def attach(
             model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
             settings.protect if protect == "auto" else protect, 1 if every is None else every,
         )  # fmt: skip
-        return Attachment(settings, launch, exchange, request).run()
-    finally:
+        attachment = Attachment(settings, launch, exchange, request)
+        session = attachment.run()
+    except BaseException:
         exchange.close()
+        raise
+    return _with_reviews(session, attachment)
+
+
+def _with_reviews(session: Session, attachment: Attachment) -> Session:
+    """Keeps the exchange for reviews, if there is anything that nodes could keep for one another."""
+    from reft.client.renewal import Reviews  # it attaches anew, and so needs this module
+
+    domains = {node.domain or node.id for node in attachment.nodes}
+    if len(domains) > 1 and attachment.request.protect != "none":
+        session.reviews = Reviews(attachment, session.step)
+    else:
+        attachment.exchange.close()
+    return session
 
 
 def say(text: str) -> None:
@@ -263,12 +277,16 @@ class Attachment:
         self.decision = recovery.Decision(recovery.next_epoch(self.findings.decisions, self.findings.held, ident), base)
         if before is not None:
             self.manifest.token = before.token
-        if base is not None:
-            # Random values before a restore say nothing; what was found unequal when training began, does.
-            del self.manifest.unequal[:]
-            self.manifest.unequal.extend(self.findings.manifests[base.epoch].unequal)
+        unequal = self._unequal(self.manifest.unequal, self.findings.manifests[base.epoch] if base else None)
+        del self.manifest.unequal[:]
+        self.manifest.unequal.extend(unequal)
         self.placement = placement_of(self.manifest, self.alike)
         self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
+
+    def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
+        """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""
+        # Random values before a restore say nothing; what was found unequal when training began, does.
+        return list(found if base is None else base.unequal)
 
     def _what_is_lost(self) -> str:
         """Why a job that had a whole version has none now."""
@@ -391,14 +409,8 @@ class Attachment:
     # begin
 
     def _begin(self) -> Session:
-        epoch, base, tree = self.decision.epoch, self.decision.base, self._tree
-        reporter = Reporter(
-            self.address, self.job.id, epoch, self.exchange.rank, self.settings.rpc_deadline_s, self.failpoints
-        )
-        snapshots = Snapshots(
-            self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
-            self.slots, self.leaser, self.placement, (base.step if base else 0) + 2 * self.request.every,
-        )  # fmt: skip
+        base, tree = self.decision.base, self._tree
+        snapshots = self._snapshots(Counts(), base.step if base else 0)
         moved = self._reshaping is not None or any(
             source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
         )
@@ -406,17 +418,27 @@ class Attachment:
         session = Session(
             snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
             counts_calls=tree is not None and not tree["marked"], every=self.request.every,
-            seal_deadline_s=self.settings.seal_deadline_s, is_protected=not exposed(self.placement),
-            schedule=self.request.schedule,
+            seal_deadline_s=self.settings.seal_deadline_s, schedule=self.request.schedule,
         )  # fmt: skip
         if self.exchange.rank == 0:
             self._announce(restored_from)
-        snapshots.expect(self.predicted.leaves)
         if tree is not None:
             host_state.restore_random(tree["random"])
             if self._must_protect_again:
                 session.protect_again(tree["marked"])
         return session
+
+    def _snapshots(self, counts: Counts, step: int) -> Snapshots:
+        epoch, base = self.decision.epoch, self.decision.base
+        reporter = Reporter(
+            self.address, self.job.id, epoch, self.exchange.rank, self.settings.rpc_deadline_s, self.failpoints
+        )
+        snapshots = Snapshots(
+            self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
+            self.slots, self.leaser, self.placement, step + 2 * self.request.every, counts,
+        )  # fmt: skip
+        snapshots.expect(self.predicted.leaves)
+        return snapshots
 
     @property
     def _must_protect_again(self) -> bool:

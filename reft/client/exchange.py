@@ -53,8 +53,14 @@ class Exchange:
                     f"the ranks can't meet to attach: {error}.", "do all ranks call reft.attach?"
                 ) from error
 
-    def together(self, act: Callable[[], dict[str, Any]], extra_s: float = 0.0) -> list[dict[str, Any]]:
+    def together(
+        self, act: Callable[[], dict[str, Any]], extra_s: float = 0.0, deadline_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Runs `act` on every rank and gives every rank all results, in the order of ranks.
+
+        Args:
+            extra_s: more time than the deadline.
+            deadline_s: None means that of this exchange.
 
         Raises:
             ReftError: `act` raised on this rank; the same error.
@@ -67,7 +73,7 @@ class Exchange:
             own = error if isinstance(error, ReftError) else AttachError(f"{type(error).__name__}: {error}")
             own.__cause__ = None if own is error else error
             message = {"error": str(own)}
-        replies = self._gather(json.dumps(message).encode(), self._deadline_s + extra_s)
+        replies = self._gather(json.dumps(message).encode(), (deadline_s or self._deadline_s) + extra_s)
         failed = {rank: reply["error"] for rank, reply in enumerate(replies) if "error" in reply}
         if own is not None:
             raise own

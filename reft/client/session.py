@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from reft.client.subjects import extractor
 from reft.core.course import Course
 from reft.core.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
+
+if TYPE_CHECKING:
+    from reft.client.renewal import Reviews  # which attaches anew, and so needs this module
 
 CLOSE_WAIT_S = 2.0
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
@@ -61,20 +64,21 @@ class Session:
         counts_calls: whether the restored step was counted by calls of the optimizer, not by marks.
         every: a snapshot after each n-th step.
         schedule: whose gaps are to be used; None if there is none, or nothing to hook.
-        is_protected: whether a whole snapshot survives as many lost nodes as were asked for.
+
+    Attributes:
+        reviews: looks from time to time whether the state still fits its placement; None if that is of no use.
     """
 
     def __init__(
         self, snapshots: Snapshots | None, optimizers: Sequence[Any], *, step: int,
-        restored_from: str | None, counts_calls: bool, every: int, seal_deadline_s: float, is_protected: bool,
-        schedule: Any = None,
+        restored_from: str | None, counts_calls: bool, every: int, seal_deadline_s: float, schedule: Any = None,
     ) -> None:  # fmt: skip
         self.step = step
         self.restored_from = restored_from
         self.every = every
         self._snapshots = snapshots
         self._seal_deadline_s = seal_deadline_s
-        self._is_protected = is_protected
+        self.reviews: Reviews | None = None
         self._counts_calls = counts_calls
         self._pid = os.getpid()
         self._marks: _Marks = _Unmarked(step)
@@ -131,6 +135,8 @@ class Session:
         self._close_window()
         self._inside = 0
         self.step += 1
+        if self.reviews is not None and self._snapshots is not None:
+            self._snapshots = self.reviews.at(self.step, self._snapshots)
         course = self._rhythm.mark(self.step) if self._rhythm else None
         if self.step % self.every == 0:
             self._take(course)
@@ -201,7 +207,7 @@ class Session:
         if not whole:
             deadline = self._seal_deadline_s if timeout is None else timeout
             whole = self._snapshots.reporter.wait(self.step, deadline)
-        return Sealed(whole, whole and self._is_protected, self._snapshots.newest_known_whole())
+        return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())
 
     def stats(self) -> dict[str, float]:
         """Counters since attach, all plain numbers; units are in the names, bytes are bytes.
@@ -254,6 +260,8 @@ class Session:
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
             hook.remove()
+        if self.reviews is not None:
+            self.reviews.close()
         snapshots.reporter.release()
         snapshots.close()
 

@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from reft.client.state import Bindings
 from reft.client.subjects import Subjects
 from reft.core.course import Course
 from reft.core.layout import Leaf
-from reft.core.placement import Placement
+from reft.core.placement import Placement, exposed
 from reft.core.round import Answer
 from reft.core.slots import choose
 from reft.core.version import Epoch, Version
@@ -318,6 +319,28 @@ class Snapshots:
         whole, _ = self.reporter.knowledge()
         known = whole or self.base
         return known.step if known else -1
+
+    @cached_property
+    def is_protected(self) -> bool:
+        """Whether a whole version survives as many lost failure domains as were asked for."""
+        return not exposed(self.placement)
+
+    @property
+    def unforeseen(self) -> tuple[str, ...]:
+        """Leaves of the last snapshot that the placement does not know: this rank keeps them, and nobody else."""
+        return self._held.share.extra if self._held and self.placement.lanes else ()
+
+    def retire(self, deadline_s: float) -> bool:
+        """Ends these snapshots for others that go on with the engine; False if it does not end its work in time."""
+        ended = threading.Event()
+        self.copier.submit(ended.set)
+        if not ended.wait(deadline_s):
+            return False
+        self.reporter.release()
+        self.reporter.close()
+        for slot in (*self.slots, *self._outgrown):
+            slot.close()
+        return True
 
     def close(self) -> None:
         """Ends the engine's thread and the line to the daemon; the slots stay with the daemon."""

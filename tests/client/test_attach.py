@@ -105,16 +105,10 @@ class Around(torch.optim.Optimizer):
         self.optim = inner
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Stands for FSDP1, which needs a process group."""
-
-
 def test_what_keeps_its_state_elsewhere_is_refused_instead_of_held_in_part(attach):
     model, optimizer = make()
     with pytest.raises(errors.UnsupportedState, match="keeps its state in another optimizer"):
         attach(model, Around(optimizer))
-    with pytest.raises(errors.UnsupportedState, match="is FSDP"):
-        attach(nn.Sequential(FullyShardedDataParallel()), optimizer)
     optimizer.state["global"]["momentum"] = torch.zeros(3)
     with pytest.raises(errors.UnsupportedState, match="under 'global', which is no parameter"):
         attach(model, optimizer)

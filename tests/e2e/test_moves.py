@@ -226,3 +226,30 @@ def test_a_version_sealed_by_all_whose_capsules_never_left_is_made_safe_before_a
     after = train(nodes)
     assert after[0]["began"] >= base
     assert_equal(after, plain(3))
+
+
+def test_state_that_nobody_foresaw_is_protected_from_the_first_review_on(site, plain):
+    """An optimizer that refuses to step on `meta`: attach sees no state of it, its first step makes some."""
+    undisturbed = train(site.add(1) * 3, hidden=True, protect="none")
+    nodes = site.add(3)
+    stop(nodes, hidden=True)
+    vanish(nodes[1])
+    nodes[1] = site.add(1)[0]
+    after = train(nodes, hidden=True)
+    assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == STOP_AT
+    assert_equal(after, undisturbed)
+
+
+def test_a_leaf_in_which_ranks_begin_to_differ_is_kept_by_each_for_itself(site):
+    """That leaf is not covered any more, alone: all others are, and steps become whole again."""
+    nodes = site.add(3)
+    spec = spec_of(drift_at=1, pause_at=[STOP_AT], seal_at=[2, 4, 5])
+    undisturbed = run(spec_of(drift_at=1, protect="none"), 3, [site.add(1)[0].address] * 3)
+    trainers = Trainers(spec, 3, [daemon.address for daemon in nodes])
+    trainers.wait_for(STOP_AT)
+    until(lambda: nodes[0].status("job").whole == STOP_AT, what="a whole step after the ranks differ")
+    assert "step 4: the placement was made anew; ranks differ in model.0.0.weight" in trainers.errors()
+    trainers.kill()
+    after = train(nodes, drift_at=1)
+    assert after[0]["began"] == STOP_AT
+    assert_equal(after, undisturbed)
