@@ -16,8 +16,8 @@ Invariants
      which beats to the same daemons, is silent too. Where no agent was ever heard of a node whose daemon was, the witness
      is the training: ranks of the judging node stand still.
   3. No node is OFFLINE while another one still hears its daemon: then the link between is broken.
-  4. Who was late himself judges nobody until he has listened for a while; who hears nobody of several may be the one who
-     is cut off, and waits for CUT_OFF_S.
+  4. Who was late himself judges nobody until he has listened for a while. Who watches several gives one up only if he
+     has heard another one since; else he may be the one who is cut off, and waits for CUT_OFF_S.
   5. Of a node that was never heard in this term nothing is judged before JOIN_S: daemons learn of a term one by one.
   6. A node hung, slow or suspected is never given up for that.
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 from reft.core.progress import Stall
 from reft.core.ring import neighbours, passers, ring_of
@@ -204,7 +205,14 @@ class Member:
 
     @property
     def was_heard(self) -> bool:
+        """Whether its daemon was."""
         return self.calls.last_s is not None or self.answers.last_s is not None
+
+    @property
+    def newest_s(self) -> float:
+        """When the node was last heard, in whatever way; -inf: never."""
+        moments = [line.last_s for line in (self.calls, self.answers, self.agent) if line.last_s is not None]
+        return max(moments, default=-inf)
 
 
 @dataclass(frozen=True)
@@ -312,10 +320,9 @@ class Lookout:
             self._since_s = now_s
         changes = self._become(self.own, word.signal, word.kind, word.reason, now_s)
         watched = self.watched()
-        silent = [node for node in watched if self._is_silent(node, now_s)]
-        is_alone = len(watched) > 1 and len(silent) == len(watched)
         for node in watched:
-            if node in silent:
+            if self._is_silent(node, now_s):
+                is_alone = len(watched) > 1 and not self._is_outlived(node, watched)
                 changes += self._become(node, *self._judge(node, now_s, is_alone, is_still), now_s)
             elif found := self._soft(node, now_s):
                 changes += self._become(node, *found, now_s)
@@ -326,6 +333,11 @@ class Lookout:
         if not each.was_heard and now_s - self._began_s < JOIN_S:
             return False
         return each.calls.is_silent(now_s, self._since_s) and each.answers.is_silent(now_s, self._since_s)
+
+    def _is_outlived(self, node: str, watched: Iterable[str]) -> bool:
+        """Whether another node was heard well after this one: who is cut off hears the last of all within one beat."""
+        newest_s = max(self.members[other].newest_s for other in watched if other != node)
+        return newest_s - self.members[node].newest_s > 2 * BEAT_S
 
     def _judge(self, node: str, now_s: float, is_alone: bool, is_still: bool) -> tuple[Signal, str, str]:
         """Of a node whose daemon is silent."""

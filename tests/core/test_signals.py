@@ -235,8 +235,9 @@ def test_a_broken_link_between_two_nodes_makes_nobody_offline(count):
     assert cluster.seen("n0", broken) is Signal.HEALTHY
 
 
-def test_whoever_is_cut_off_does_not_call_the_others_lost():
-    cluster = Cluster(4).run(3)
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_cut_off_does_not_call_the_others_lost(seed):
+    cluster = Cluster(4, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
     cluster.run(KNOWN_S)
     assert cluster.anywhere(Signal.OFFLINE) == {(o, "n3") for o in ("n0", "n1", "n2")}

@@ -71,13 +71,14 @@ class Switch:
 
     Args:
         spawn: starts a process, as `reft.cli.demo.cluster.spawn` does once log, mark and environment are given.
+        command: runs there in place of the rendezvous store.
     """
 
     interface, network = "eth0", NETWORK
 
-    def __init__(self, spawn: Spawn) -> None:
+    def __init__(self, spawn: Spawn, command: Sequence[str] = ()) -> None:
         self.endpoint = f"{NETWORK}1:{STORE_PORT}"
-        store = [sys.executable, "-c", STORE, f"{NETWORK}1", str(STORE_PORT)]
+        store = command or [sys.executable, "-c", STORE, f"{NETWORK}1", str(STORE_PORT)]
         script = (
             "ip link set lo up && ip link add br0 type bridge && ip addr add $1/24 dev br0 && ip link set br0 up && "
             'shift && echo ready && exec "$@" >&2'

@@ -1,0 +1,73 @@
+"""How soon the survivors know that a node is lost: its cable pulled and all of its processes killed, 20 times.
+
+    python bench/detection.py [--losses 20] [--nodes 4] [--result FILE]
+
+Each node is a set of namespaces with a real daemon and a process that beats as a torchrun agent does, no trainer. From
+the moment before the cable is pulled to the moment at which the last survivor's long poll of `Signals`, which is what
+wakes its agent, returns with OFFLINE. Needs the right to make namespaces (root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # whoever starts this need not set PYTHONPATH
+
+from reft.core.signals import Signal  # noqa: E402
+from tests.support.netns import why_not  # noqa: E402
+from tests.support.watched import Watched  # noqa: E402
+
+GOAL_S = 1.5
+SEED = 7
+
+
+def measure(nodes: int, losses: int) -> tuple[list[float], list[float]]:
+    """For each loss: seconds until the first survivor knew, until the last."""
+    chance = random.Random(SEED)
+    first, last = [], []
+    with Watched(nodes) as watched:
+        for i in range(losses):
+            watched.begin_round()
+            lost = chance.choice(watched.living)
+            watching = watched.watching(lost, Signal.OFFLINE)
+            at_s = watched.lose(lost)
+            known_s = watching.result()
+            first.append(min(known_s.values()) - at_s)
+            last.append(max(known_s.values()) - at_s)
+            print(f"loss {i + 1:2}: {first[-1]:.2f} s, all {last[-1]:.2f} s", flush=True)
+            watched.add()
+    return first, last
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--losses", type=int, default=20)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--result", type=Path)
+    given = parser.parse_args()
+    if reason := why_not():
+        sys.exit(f"nodes can't be namespaces here: {reason}")
+    first, last = measure(given.nodes, given.losses)
+    load = os.getloadavg()[0]
+    result = {
+        "nodes": given.nodes, "losses": given.losses, "median_s": percentile(last, 0.5), "p95_s": percentile(last, 0.95),
+        "worst_s": max(last), "first_median_s": percentile(first, 0.5), "load": load, "cpus": os.cpu_count(),
+    }  # fmt: skip
+    print(f"all survivors know after {result['median_s']:.2f} s (median), {result['p95_s']:.2f} s (p95), "
+          f"{result['worst_s']:.2f} s (worst); goal: p95 {GOAL_S} s. Load {load:.1f} on {os.cpu_count()} cores.")  # fmt: skip
+    if given.result:
+        given.result.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

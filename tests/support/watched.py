@@ -1,0 +1,194 @@
+"""Nodes that watch one another and do nothing else, each in namespaces of its own: a daemon and an agent, no torch.
+
+with Watched(4) as nodes:
+    nodes.begin_round()                  # all agents name all living nodes
+    lost = nodes.living[2]
+    watching = nodes.watching(lost, Signal.OFFLINE)
+    at_s = nodes.lose(lost)              # its cable is pulled and all its processes are killed
+    watching.result()                    # survivor → moment at which its daemon said so
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import grpc
+
+from reft.cli.demo import keeper
+from reft.cli.demo.cluster import short_folder, spawn
+from reft.config import child_environment
+from reft.core.signals import Signal
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.agents import Agent
+from tests.support.daemons import ROOT, until
+from tests.support.netns import INIT, Space, Switch
+
+JOB = "watched"
+SETTLED_S = 60.0
+
+
+@dataclass
+class Host:
+    """One node: its namespaces, and its daemon as seen from here."""
+
+    place: Space
+    address: str
+    daemon: subprocess.Popen[bytes]
+    node: pb.Node = field(default_factory=pb.Node)
+    agent: Agent | None = None
+
+    def ask(self, method: str, request: object, timeout: float = 10.0) -> object:
+        with rpc.channel(self.address) as channel:
+            return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=timeout)
+
+    def signals(self, version: int = 0, wait_ms: int = 0) -> pb.SignalsReply:
+        request = pb.SignalsRequest(job=JOB, version=version, wait_ms=wait_ms)
+        return self.ask("Signals", request, 10 + wait_ms / 1000)  # type: ignore[return-value]
+
+    def seen(self) -> dict[str, Signal]:
+        """Name of each node → what this one's daemon says of it."""
+        return {each.node: Signal(each.signal) for each in self.signals().nodes}
+
+
+class Watched:
+    """See the module; `tests.support.netns.why_not` says where it can't be made.
+
+    Args:
+        count: how many nodes there are at first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.folder = short_folder()
+        self.living: list[Host] = []
+        self._made = self._round = 0
+        self._keeper = keeper.start([self.folder])
+
+    def __enter__(self) -> Watched:
+        try:
+            start = partial(spawn, log=self.folder / "switch.log", mark=self.folder, environment={})
+            self._switch = Switch(start, [sys.executable, "-SEc", INIT])
+            self.add(self.count)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process; the kernel takes the namespaces back."""
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait()
+
+    def add(self, count: int = 1) -> None:
+        """Fresh nodes, with daemons that answer."""
+        added = [self._make() for _ in range(count)]
+        for host in added:
+            hello = pb.HelloRequest(protocol=messages.PROTOCOL)
+            reply = until(lambda host=host, hello=hello: _try(host, "Hello", hello), SETTLED_S, "a daemon's start")
+            host.node.CopyFrom(pb.Node(name=reply.node, id=reply.node_id, addresses=reply.addresses[:1]))
+        self.living += added
+
+    def _make(self) -> Host:
+        self._made += 1
+        name, mount = f"node-{self._made}", self.folder / "node"
+        mount.mkdir(exist_ok=True)
+        log = self.folder / f"{name}.log"
+        place = Space(self._switch, self._made, mount, partial(spawn, log=log, mark=self.folder, environment={}))
+        socket = mount / "d.sock"
+        command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(mount / "s"),
+                   "--listen", place.listen, "--insecure"]  # fmt: skip
+        daemon = spawn(place.enter(command), log, self.folder, {"PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"})
+        return Host(place, f"unix:{place.seen(socket)}", daemon)
+
+    def begin_round(self) -> None:
+        """All agents begin a round of the living nodes; returns when everybody hears everybody."""
+        self._round += 1
+        nodes = [host.node for host in self.living]
+        for host in self.living:
+            if host.agent is None:
+                socket = host.place.folder / "d.sock"
+                host.agent = Agent(f"unix:{socket}", JOB, host.node.id, nodes, partial(self._run, host))
+            host.agent.request.ClearField("nodes")
+            host.agent.say(round=self._round, nodes=nodes)
+        for host in self.living:
+            until(lambda host=host: self._is_settled(host), SETTLED_S, "a round in which all hear all")
+
+    def _run(self, host: Host, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = child_environment(**{keeper.MARK: str(self.folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"})
+        with open(self.folder / f"{host.node.name}.agent.log", "ab") as log:
+            return subprocess.Popen(
+                host.place.enter(command), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, cwd=ROOT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _is_settled(self, host: Host) -> bool:
+        reply = _try(host, "Signals", pb.SignalsRequest(job=JOB))
+        if reply is None or reply.round != self._round:
+            return False
+        well = all(Signal(each.signal) in (Signal.HEALTHY, Signal.SNAP) for each in reply.nodes)
+        return well and all(each.agent for each in reply.nodes if each.node != host.node.name)
+
+    def lose(self, host: Host) -> float:
+        """Pulls the cable, so that nobody hears a reset, and ends all processes; the moment, by the monotonic clock."""
+        self.living.remove(host)
+        at_s = time.monotonic()
+        host.place.unplug()
+        host.place.kill()
+        host.place.bury()
+        return at_s
+
+    def watching(self, lost: Host, signal: Signal) -> Watching:
+        """Begins to wait for a signal, before it is caused."""
+        return Watching(self.living, lost, signal)
+
+
+class Watching:
+    """Waits, one thread a survivor, from before the loss on."""
+
+    def __init__(self, living: Sequence[Host], lost: Host, signal: Signal) -> None:
+        self.known_s: dict[str, float] = {}
+        survivors = [host for host in living if host is not lost]
+        self._threads = [threading.Thread(target=self._wait, args=(host, lost, signal)) for host in survivors]
+        for thread in self._threads:
+            thread.start()
+
+    def _wait(self, host: Host, lost: Host, signal: Signal) -> None:
+        self.known_s[host.node.name] = _await(host, lost.node.name, signal, 60.0)
+
+    def result(self) -> dict[str, float]:
+        """Name of each survivor → when it knew, by the monotonic clock."""
+        for thread in self._threads:
+            thread.join()
+        assert len(self.known_s) == len(self._threads), "a survivor never knew"
+        return self.known_s
+
+
+def _await(host: Host, name: str, signal: Signal, deadline_s: float) -> float:
+    end_s, version = time.monotonic() + deadline_s, 0
+    with rpc.channel(host.address) as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        while time.monotonic() < end_s:
+            reply = stub.Signals(pb.SignalsRequest(job=JOB, version=version, wait_ms=5000), timeout=15)
+            version = reply.version
+            if any(each.node == name and Signal(each.signal) is signal for each in reply.nodes):
+                return time.monotonic()
+    raise AssertionError(f"{host.node.name} never said {signal.name} of {name}")
+
+
+def _try(host: Host, method: str, request: object) -> object | None:
+    try:
+        return host.ask(method, request, 2.0)
+    except grpc.RpcError:
+        return None
