@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from reft import errors
 from reft.client.copier import CpuCopier
+from reft.client.session import _drain
 from tests.client.test_attach import make
 from tests.client.test_state_kinds import state_bytes, step_once, train
 
@@ -200,3 +203,18 @@ def test_a_slot_that_is_not_sealed_yet_is_not_chosen_even_if_its_step_is_void(at
     snapshots._under_way.discard(free.index)
     train(session, model, optimizer)
     assert not snapshots._under_way
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
+def test_a_script_that_ends_in_order_has_closed_its_session_and_one_that_fails_has_not(
+    attach, shared_daemon, monkeypatch, error
+):
+    """What runs at the interpreter's end; Python leaves there what it ended with."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(2):
+        step_once(model, optimizer)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    _drain(weakref.ref(session))
+    job = session._snapshots.reporter._job
+    assert shared_daemon.status(job).ranks[0].closed is (error is None)

@@ -10,6 +10,7 @@ import functools
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reft.core.ring import REACH
+from reft.core.signals import BEAT_S
 from reft.core.slots import SlotState
 from reft.wire.slot_format import Header, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -34,6 +37,10 @@ RECORD_BYTES = 48  # rank, version, sizes and tags of a capsule's record
 KEEP_BYTES = 48  # job and epoch of the message that carries records
 ROUND_BYTES = 400  # what the round tells one neighbour, in a few messages of 50 bytes
 FRAMES_BYTES = 3200  # what HTTP/2 adds to calls with one neighbour, and the replies, for one rank of the node
+# Of one heartbeat; a node sends one every BEAT_S to each of at most four others, however many nodes and however large.
+BEAT_BYTES = 150  # job, round, two ids, the node's own sign, and
+HEARD_BYTES = 30  # for each neighbour when it was heard
+BEAT_FRAMES = 500  # what HTTP/2 adds to a beat and to the answer to another's, and that answer
 CAPSULE_VARIES = 0.01  # a capsule of the same state: its numbers have more or fewer digits
 
 
@@ -120,12 +127,17 @@ class Sent:
 
     Attributes:
         sockets: connection → what the kernel counts, for all established TCP connections.
-        capsules, round: what the daemon itself counts.
+        capsules, round, beats: what the daemon itself counts.
+        beat_count: how many beats those are.
+        at_s: when this was asked, by the monotonic clock.
     """
 
     sockets: dict[str, int]
     capsules: int
     round: int
+    beats: int
+    beat_count: int
+    at_s: float
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,10 @@ def trained(case: Case) -> Done:
 
 def sent_by(daemon: DaemonProcess) -> Sent:
     status = daemon.call("Status", pb.StatusRequest())
-    return Sent(tcp_bytes(status.pid), status.capsule_bytes_sent, status.round_bytes_sent)
+    return Sent(
+        tcp_bytes(status.pid), status.capsule_bytes_sent, status.round_bytes_sent, status.beat_bytes_sent,
+        status.beats_sent, time.monotonic(),
+    )  # fmt: skip
 
 
 def tcp_bytes(pid: int) -> dict[str, int]:
@@ -205,13 +220,19 @@ class Traffic:
     Attributes:
         tcp: on all TCP connections.
         capsules: in messages that carry capsules.
-        round: in the other messages to daemons.
+        round: in the messages of the round.
+        beats: in heartbeats.
+        beat_count: how many heartbeats.
+        seconds: that the snapshot took.
         owed: the capsules of the node's ranks, and 8 bytes for each of their chunks.
     """
 
     tcp: float
     capsules: float
     round: float
+    beats: float
+    beat_count: float
+    seconds: float
     owed: int
 
 
@@ -224,7 +245,10 @@ def traffic(case: Case, node: int) -> Traffic:
     ranks = range(node * case.each, (node + 1) * case.each)
     owed = sum(done.newest(rank).capsule_bytes + 8 * case.chunks(rank) for rank in ranks)
     n = case.snapshots
-    return Traffic(tcp / n, (after.capsules - before.capsules) / n, (after.round - before.round) / n, owed)
+    return Traffic(
+        tcp / n, (after.capsules - before.capsules) / n, (after.round - before.round) / n,
+        (after.beats - before.beats) / n, (after.beat_count - before.beat_count) / n, (after.at_s - before.at_s) / n, owed,
+    )  # fmt: skip
 
 
 @each_case
@@ -246,6 +270,17 @@ def test_daemons_send_capsules_digests_and_the_round(case):
         assert 0 < found.round <= ROUND_BYTES * (case.nodes - 1)
 
 
+@each_case
+def test_heartbeats_are_paced_and_of_one_size(case):
+    """Neither the state nor the number of steps is in the formula, and of nodes at most four."""
+    neighbours = min(case.nodes - 1, 2 * REACH)
+    for node in range(case.nodes):
+        found = traffic(case, node)
+        # Two more: at the window's begin and end.
+        assert found.beat_count * case.snapshots <= neighbours * (found.seconds * case.snapshots / BEAT_S * 1.25 + 2)
+        assert found.beats <= found.beat_count * (BEAT_BYTES + HEARD_BYTES * neighbours)
+
+
 @pytest.mark.skipif(
     not shutil.which("ss"), reason="ss of iproute2 is missing: nothing else says what a socket has sent"
 )
@@ -253,8 +288,9 @@ def test_daemons_send_capsules_digests_and_the_round(case):
 def test_the_sockets_carry_no_more_than_the_daemons_say(case):
     for node in range(case.nodes):
         found = traffic(case, node)
-        named = found.capsules + found.round
-        assert named <= found.tcp <= named + FRAMES_BYTES * (case.nodes - 1) * case.each
+        named = found.capsules + found.round + found.beats
+        beats = BEAT_FRAMES * (found.beat_count + 2 * case.nodes / case.snapshots)
+        assert named <= found.tcp <= named + FRAMES_BYTES * (case.nodes - 1) * case.each + beats
 
 
 def test_a_larger_state_sends_its_riders_and_digests_only():
@@ -268,7 +304,8 @@ def test_a_larger_state_sends_its_riders_and_digests_only():
         assert abs(large.capsules - small.capsules - more) <= digits
         assert abs(large.round - small.round) <= ROUND_BYTES
         # Replies and frames vary by how busy the cores are, but by less than a thousandth of the state.
-        assert large.tcp - small.tcp <= more + growth / 1000
+        beats = large.beats + BEAT_FRAMES * (large.beat_count + 2 * LARGE.nodes / LARGE.snapshots)
+        assert large.tcp - small.tcp <= more + growth / 1000 + beats
 
 
 @each_case
