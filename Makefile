@@ -3,14 +3,17 @@
 PYTHON ?= python3
 READY := .venv/.ready
 BIN := .venv/bin
+QUICK := "not slow and not soak and not chaos and not trainers"
 
 .PHONY: demo test test-trainers check lint stubs soak chaos bench clean
 
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
+# What starts whole jobs runs by itself; the rest shares the cores.
 test: lint
-	$(BIN)/pytest -m "not slow and not soak and not chaos and not trainers"
+	$(BIN)/pytest -n 2 -m $(QUICK) --ignore=tests/e2e
+	$(BIN)/pytest -m $(QUICK) tests/e2e
 
 # Each other trainer in an environment of its own, two at a time.
 test-trainers: $(READY)
