@@ -22,6 +22,7 @@ from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.job import HeldJob
+from reft_daemon.leases import Lease
 from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
@@ -81,12 +82,21 @@ class Vigil:
         self._left: tuple[float, str] | None = None
         self._paces: dict[int, Pace] = {}
         self._active_s = time.monotonic()
-        self.begin(term)
+        self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
+        self._start(term, self._trainers(lambda lease: lease.watch is None))
 
     def begin(self, term: Term) -> None:
         """A new term: everybody's past is forgotten."""
+        # An agent speaks of a round before its workers attach: who is here now was ended for it.
+        self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
+
+    def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
+        held = self._held()
+        return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
+
+    def _start(self, term: Term, past: frozenset[Process]) -> None:
         now_s = time.monotonic()
-        self.term = term
+        self.term, self._past = term, past
         self.lookout = Lookout(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
         self._left = None
         self._paces.clear()
@@ -196,7 +206,10 @@ class Vigil:
         awaited = self._awaited(stall) if stall else None
         is_left = self._left is not None and now_s - self._left[0] > LEFT_S
         return Facts(
-            died=tuple((rank, each.process.pid) for rank, each in leases.items() if each.watch is None and not each.closed),
+            died=tuple(
+                (rank, each.process.pid) for rank, each in leases.items()
+                if each.watch is None and not each.closed and each.process not in self._past
+            ),
             agent=agent.said if agent else None,
             agent_pid=agent.pid if agent else 0,
             # Under an agent only its own word counts: a session is also closed by an exception.

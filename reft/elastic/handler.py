@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from reft.core.reaction import Reaction
 from reft.core.signals import Agent
 from reft.elastic import etcd, tcp
+from reft.elastic.guard import Guard
 from reft.elastic.listening import Listener, Term
 from reft.elastic.node import has_ended, settle, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of
@@ -56,11 +57,13 @@ class ReftRendezvousHandler(RendezvousHandler):
         run_id: as the workers see it.
         shrink_s: see `reft.elastic.rounds`.
         daemon: address of this node's daemon; empty means that nobody tells signals.
+        guard: what ends the workers if this agent is killed; None: nobody does.
     """
 
     def __init__(
-        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float, daemon: str = ""
-    ) -> None:
+        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float, daemon: str = "",
+        guard: Guard | None = None,
+    ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
         self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._is_gone)
@@ -71,6 +74,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._round = -1  # that our workers run in
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
+        self._guard = guard
         self._listener = Listener(daemon, tls(), self._heard) if daemon else None
         self._term: Term | None = None
         self._news: tuple[Term | None, Reaction] = (None, Reaction())
@@ -152,6 +156,8 @@ class ReftRendezvousHandler(RendezvousHandler):
             time.sleep(self._poll_s)
 
     def num_nodes_waiting(self) -> int:
+        if self._guard:
+            self._guard.look()
         waiting = self._reasons_to_restart()
         if waiting:
             self._is_stopping()
@@ -227,4 +233,4 @@ def create(parameters: RendezvousParameters) -> Any:
         os.environ["REFT_DAEMON"] = address
     run_id, parameters.run_id = parameters.run_id, rendezvous_id
     inner = create_torchs(store, backend, parameters)
-    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"), address)
+    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"), address, Guard())

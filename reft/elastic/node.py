@@ -55,22 +55,19 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
         return Facts(process), ""
+    if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
+        say(
+            "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
+            "REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust, before one is started."
+        )
     return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:
     """For a daemon that is started now: on several nodes it must be reached by the others."""
-    if parameters.max_nodes == 1 or "REFT_LISTEN" in os.environ:
-        return []
     host = parameters.local_addr or socket.getfqdn()
-    is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ
-    if not is_safe and not host.startswith("127."):
-        say(
-            "a daemon that is started here can't be reached by other nodes, and without that no node's loss is survived: "
-            "set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust."
-        )
-        return []
-    return ["--listen", f"{host}:0"]
+    is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ or host.startswith("127.")
+    return ["--listen", f"{host}:0"] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and is_safe else []
 
 
 def tls() -> rpc.Tls | None:

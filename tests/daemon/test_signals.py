@@ -147,6 +147,18 @@ def test_a_dead_trainer_is_known_to_all_at_once(cluster):
     assert f"the trainer of rank 1, process {three.trainers[1].pid}, died" in three.reason(2, 1)
 
 
+def test_a_dead_trainer_is_no_news_in_the_next_round(cluster):
+    two = cluster(2).with_agents().train()
+    two.await_well()
+    two.trainers[1].kill()
+    for observer in range(2):
+        two.await_seen(observer, 1, Signal.UNHEALTHY)
+    for agent in two.agents:
+        agent.say(round=2)
+    two.await_well()  # although nobody has attached in it yet
+    assert [two.signals(observer).round for observer in range(2)] == [2, 2]
+
+
 def test_a_dead_agent_is_known_to_all_at_once(cluster):
     two = cluster(2).with_agents()  # before any trainer has attached
     two.await_well()

@@ -6,13 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
 
 from reft.cli.demo.cluster import free_port
 from reft.config import child_environment
-from tests.support.daemons import ROOT, purge_and_stop, until
+from tests.support import etcd
+from tests.support.daemons import ROOT, DaemonProcess, purge_and_stop, until
 from tests.support.rendezvous import Agents
 
 QUICK = "last_call_timeout=1,close_timeout=5,keep_alive_interval=2,store_idle_exit=10"
@@ -108,3 +110,65 @@ def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
     assert agents.ranks(2, after=began) == before == {"a": 0, "b": 1}
     agents.finish()
     assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
+
+
+def test_workers_of_a_killed_agent_end_with_it_and_its_successor_takes_its_rank(make):
+    agents = make("--nnodes=2", "--rdzv-id=job", "--nproc-per-node=1")
+    agents.start("a", "--local-addr=127.0.0.1")
+    killed = agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2) == {"a": 0, "b": 1}
+    (orphan,) = [psutil.Process(row[1]) for row in agents.workers() if row[0] == "b"]
+    began = len(agents.workers())
+    killed.kill()
+    killed.wait()
+    until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, 30, "the orphan's end")
+    agents.start("b", "--local-addr=127.0.0.2")
+    assert agents.ranks(2, after=began) == {"a": 0, "b": 1}
+    agents.finish()
+    assert [agents.agents[i].wait(60) for i in (0, 2)] == [0, 0], agents.story()
+
+
+@pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())
+def test_agents_go_on_when_the_leader_of_their_etcd_dies(tmp_path):
+    with etcd.EtcdCluster(3) as cluster:
+        flags = ["--rdzv-backend=reft", f"--rdzv-endpoint={cluster.endpoint}", f"--rdzv-conf=daemon=off,{QUICK}"]
+        with Agents(tmp_path, *flags, "--nnodes=2", "--rdzv-id=job", "--max-restarts=3") as agents:
+            for number, name in enumerate("ab", 1):
+                agents.start(name, f"--local-addr=127.0.0.{number}")
+            before = agents.ranks(2)
+            began = len(agents.workers())
+            cluster.kill(cluster.leader())
+            (pid,) = [row[1] for row in agents.workers() if row[0] == "b"]
+            os.kill(pid, signal.SIGKILL)
+            assert agents.ranks(2, after=began) == before
+            agents.finish()
+            assert [agent.wait(90) for agent in agents.agents] == [0, 0], agents.story()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["c10d", "static"])
+def test_attach_works_under_torchruns_own_launches(tmp_path, launch):
+    """Two nodes, each with a daemon of its own; no reft rendezvous."""
+    with (
+        closing(DaemonProcess("--listen", "127.0.0.1:0")) as one,
+        closing(DaemonProcess("--listen", "127.0.0.1:0")) as other,
+    ):
+        port = free_port()
+        flags = {
+            "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"],
+            "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
+        }[launch]
+        with Agents(
+            tmp_path,
+            *flags,
+            "--nnodes=2",
+            "--nproc-per-node=1",
+            script=["-m", "tests.support.elastic_train", "--steps=12", "--out"],
+        ) as agents:
+            for rank, daemon in enumerate((one, other)):
+                own = [f"--node-rank={rank}"] if launch == "static" else []
+                environment = {"REFT_DAEMON": daemon.address, "GLOO_SOCKET_IFNAME": "lo", "REFT_JOB": "job"}
+                agents.start(f"n{rank}", "--local-addr=127.0.0.1", *own, environment=environment)
+            assert [agent.wait(150) for agent in agents.agents] == [0, 0], agents.story()
+        for daemon in (one, other):
+            assert daemon.status("job").whole >= 0

@@ -37,13 +37,14 @@ class Agents:
     Args:
         folder: where the workers write, and logs lie.
         flags: of torchrun, for all agents.
-        command: what an agent is, before the flags.
+        script: what the workers run; the folder is its last argument.
     """
 
-    def __init__(self, folder: Path, *flags: str, command: Sequence[str] = ("-m", "torch.distributed.run")) -> None:
-        self.folder, self.flags, self.command = folder, flags, command
+    def __init__(self, folder: Path, *flags: str, script: Sequence[str] = ()) -> None:
+        self.folder, self.flags = folder, flags
         self.script = folder / "worker.py"
         self.script.write_text(WORKER)
+        self._words = list(script)
         self.runtime = short_folder()
         self._keeper = keeper.start([self.runtime])
         self.agents: list[subprocess.Popen[bytes]] = []
@@ -56,11 +57,10 @@ class Agents:
         self._keeper.stdin.close()
         self._keeper.wait()
 
-    def start(
-        self, name: str, *flags: str, environment: dict[str, str] | None = None, within: Sequence[str] = ()
-    ) -> subprocess.Popen[bytes]:
-        """Starts the agent of a node of this name; `within` are words before the command, such as nsenter's."""
-        command = [*within, sys.executable, *self.command, *self.flags, *flags, str(self.script), str(self.folder)]
+    def start(self, name: str, *flags: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts the agent of a node of this name."""
+        words = self._words or [str(self.script)]
+        command = [sys.executable, "-m", "torch.distributed.run", *self.flags, *flags, *words, str(self.folder)]
         own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1", "NODE": name}
         agent = spawn(command, self.log(name), self.runtime, {**own, **(environment or {})})
         self.agents.append(agent)

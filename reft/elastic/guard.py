@@ -1,0 +1,74 @@
+"""`python -m reft.elastic.guard`: ends an agent's workers when the agent has ended without doing so.
+
+    agent ──pipe: "PID/START PID/START …", anew each round──► guard ── the pipe's end ──► SIGKILL to those that live, and
+                                                                                        to their process groups
+torchrun's workers have sessions of their own, and train on when their agent is killed: they would hold devices, ports and
+ranks. A trainer asks the kernel to end it with its agent when it attaches; this holds from its start, and for any script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import psutil
+
+from reft.config import child_environment
+from reft.wire.process import Process, stat_of
+
+
+class Guard:
+    """The agent's side. Children that it has already are no workers."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "reft.elastic.guard"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            cwd="/", env=child_environment(),
+        )  # fmt: skip
+        self._others = {child.pid for child in psutil.Process().children()}
+        self._told: set[int] = set()
+
+    def look(self) -> None:
+        """Tells the guard of this agent's workers, if they are others than before."""
+        found = {child.pid for child in psutil.Process().children()} - self._others
+        workers = {pid for pid in found if _leads_a_session(pid)}
+        if workers == self._told or self._process.stdin is None:
+            return
+        self._told = workers
+        named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
+        with contextlib.suppress(OSError):  # somebody has killed the guard: the agent is as torch has it
+            self._process.stdin.write(" ".join(named).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def _leads_a_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return False
+
+
+def end(workers: Iterable[Process]) -> None:
+    """SIGKILLs those that live, with their process groups."""
+    for worker in workers:
+        if worker.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
+
+
+def main() -> None:
+    workers: list[Process] = []
+    for line in sys.stdin:
+        parts = [part.partition("/") for part in line.split()]
+        workers = [Process(int(pid), int(start)) for pid, _, start in parts]
+    end(workers)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main()
