@@ -31,15 +31,12 @@ class Guard:
             cwd="/", env=child_environment(),
         )  # fmt: skip
         self._others = {child.pid for child in psutil.Process().children()}
-        self._told: set[int] = set()
 
     def look(self) -> None:
-        """Tells the guard of this agent's workers, if they are others than before."""
+        """Tells the guard of the workers that this agent has now."""
         found = {child.pid for child in psutil.Process().children()} - self._others
         workers = {pid for pid in found if _leads_a_session(pid)}
-        if workers == self._told or self._process.stdin is None:
-            return
-        self._told = workers
+        assert self._process.stdin is not None
         named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
         with contextlib.suppress(OSError):  # somebody has killed the guard: the agent is as torch has it
             self._process.stdin.write(" ".join(named).encode() + b"\n")

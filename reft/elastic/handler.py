@@ -74,7 +74,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._round = -1  # that our workers run in
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
-        self._guard = guard
+        self._guard, self._is_guarded = guard, False
         self._listener = Listener(daemon, tls(), self._heard) if daemon else None
         self._term: Term | None = None
         self._news: tuple[Term | None, Reaction] = (None, Reaction())
@@ -109,6 +109,7 @@ class ReftRendezvousHandler(RendezvousHandler):
 
     def _begin(self, state: State) -> None:
         """Tells this node's workers and its daemon of the round."""
+        self._is_guarded = False
         job = job_of(self._run_id, state.launch)
         os.environ["REFT_ROUND"], os.environ["REFT_LAUNCH"] = str(state.round), state.launch
         os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
@@ -156,8 +157,9 @@ class ReftRendezvousHandler(RendezvousHandler):
             time.sleep(self._poll_s)
 
     def num_nodes_waiting(self) -> int:
-        if self._guard:
+        if self._guard and not self._is_guarded:  # once a round: it looks at all processes of the node
             self._guard.look()
+            self._is_guarded = True
         waiting = self._reasons_to_restart()
         if waiting:
             self._is_stopping()

@@ -32,6 +32,11 @@ def test_a_good_name_is_kept(name):
     assert check_name(name) == name
 
 
+def test_a_job_without_a_name_is_called_what_its_rendezvous_calls_it_and_stays_unnamed():
+    assert who(unnamed="train-1") == Job("train-1", False)
+    assert who(unnamed="train-1", run_id="run").named and who(unnamed="train-1", chosen="me") == Job("me", True)
+
+
 @given(st.text(max_size=80))
 def test_an_allowed_name_is_one_plain_path_component(name):
     try:
