@@ -7,6 +7,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -78,9 +80,10 @@ def fsdp2(world: int) -> Built:
 
 
 def fsdp2_mixed(world: int) -> Built:
-    """Gathered in bf16; the root is gathered before forward and left so by evaluation."""
+    """Gathered in bf16 from shards that are offloaded; the root is gathered before forward and left so by evaluation."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    whole = fully_shard(model(), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    offload = CPUOffloadPolicy(pin_memory=False)
+    whole = fully_shard(model(), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy, offload_policy=offload)
     return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -165,6 +168,7 @@ BUILDERS: dict[str, Callable[[int], Built]] = {
     "fsdp2": fsdp2, "fsdp2_mixed": fsdp2_mixed, "hsdp": hsdp, "fsdp2_tp": fsdp2_tp, "tp": tp, "ep": ep, "fsdp1": fsdp1,
     "fsdp1_original": fsdp1_original, "fsdp1_hybrid": fsdp1_hybrid, "zero1": zero1, "zero1_buckets": zero1_buckets,
 }  # fmt: skip
+SCALED = ("fsdp1_original",)  # trained with a ShardedGradScaler
 SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # so many neighbours in a row train on the same data
 
 
@@ -189,39 +193,63 @@ def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     return found
 
 
-def step_once(name: str, module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> str:
-    torch.manual_seed(1000 * seed + dist.get_rank() // SAME_DATA.get(name, 1))
-    loss = module(torch.randn(4, 6, 10)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item().hex()
+@dataclass
+class Training:
+    """A family's model and optimizer, and a scaler for the one that has it."""
+
+    name: str
+    world: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        self.module, self.optimizer = BUILDERS[self.name](self.world)
+        self.scaler = ShardedGradScaler(
+            "cpu", init_scale=8.0, growth_interval=2, enabled=self.name in SCALED, process_group=dist.group.WORLD
+        )
+
+    def attach(self, daemon: str) -> reft.Session:
+        return reft.attach(
+            self.module, self.optimizer, state={"scaler": self.scaler}, job=self.name, daemon=daemon
+        )  # fmt: skip
+
+    def step(self, seed: int) -> str:
+        torch.manual_seed(1000 * seed + dist.get_rank() // SAME_DATA.get(self.name, 1))
+        loss = self.module(torch.randn(4, 6, 10)).float().square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss.item().hex()
+
+    def digests(self) -> dict[str, Any]:
+        return {**digests(self.module, self.optimizer), "scaler": self.scaler.state_dict()}
 
 
 def round_trip(name: str, world: int, daemon: str) -> dict[str, Any]:
     """Trains, seals, brings the state back into objects of other values, and takes one more step with both."""
-    torch.manual_seed(1)
-    first, optimizer = BUILDERS[name](world)
-    session = reft.attach(first, optimizer, job=name, daemon=daemon)
+    first = Training(name, world, seed=1)
+    session = first.attach(daemon)
     for step in session.steps(3):
-        step_once(name, first, optimizer, step)
+        first.step(step)
         with torch.no_grad():
-            first(torch.zeros(4, 6, 10))
-    sealed = session.seal(timeout=20)
+            first.module(torch.zeros(4, 6, 10))  # FSDP leaves the root gathered at the mark
+    sealed = session.seal(timeout=60)
     stats = session.stats()
-    expected = digests(first, optimizer)
+    expected = first.digests()
     dist.barrier()
     session.close()
-    torch.manual_seed(2)
-    other, another = BUILDERS[name](world)
-    session = reft.attach(other, another, job=name, daemon=daemon)
-    found = digests(other, another)
+    other = Training(name, world, seed=2)
+    session = other.attach(daemon)
+    if name in SCALED:
+        other.scaler.scale(torch.ones(1))  # a scaler makes its tensors with the first loss
+    found = other.digests()
     restored = [session.step, session.restored_from]
     session.close()
-    losses = [step_once(name, *each, 9) for each in ((first, optimizer), (other, another))]
+    losses = [each.step(9) for each in (first, other)]
     return {
         "sealed": bool(sealed), "restored": restored, "skipped": stats["skipped"], "expected": expected, "found": found,
-        "losses": losses, "after": [digests(first, optimizer), digests(other, another)],
+        "losses": losses, "after": [first.digests(), other.digests()],
     }  # fmt: skip
 
 

@@ -128,31 +128,40 @@ class OptimizerExtractor:
             state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room)
 
     def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> list[Foreseen]:
-        twins: dict[torch.Tensor, Named] = {}
+        twins: dict[torch.Tensor, list[Named]] = {}  # one for all parameters of a kind: they get state of a kind
         owner = self.owner(value)
         groups = []
         for group in owner.param_groups:
-            parameters = [names[id(parameter)] for parameter in group["params"]]
-            pairs = [(_twin(named), named) for named in parameters]
-            for twin, named in pairs:
+            of_kind: dict[tuple[object, ...], torch.Tensor] = {}
+            for named in (names[id(parameter)] for parameter in group["params"]):
                 if _gets_gradient(named) and not owner.state.get(named.tensor):
-                    twin.grad = torch.empty_like(twin)
-                    twins[twin] = named
+                    kind = _kind(named)
+                    twin = of_kind.get(kind)
+                    if twin is None:
+                        twin = of_kind[kind] = _twin(named)
+                        twin.grad = torch.empty_like(twin)
+                    twins.setdefault(twin, []).append(named)
             plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
             choices = {key: False for key in KERNEL_CHOICES if key in group}
-            groups.append({**plain, **choices, "params": [twin for twin, _ in pairs]})
+            groups.append({**plain, **choices, "params": list(of_kind.values())})
         if not twins:
             return []
-        found = []
-        for twin, state in _stepped(owner, groups).items():
-            for key, made in state.items():
-                if isinstance(made, torch.Tensor) and twin in twins:
-                    named, name = twins[twin], f"{prefix}.{key}.{twins[twin].name}"
-                    local, own = local_piece(name, made)
-                    box = own or state_box(named, made)
-                    leaf = leaf_of(name + (box.tag if box else ""), local, False, box)
-                    found.append(Foreseen(leaf, named, key, made))
-        return found
+        made = _stepped(owner, groups)
+        found = [
+            self._foreseen(prefix, key, named, each)
+            for twin, alike in twins.items()
+            for named in alike
+            for key, each in made.get(twin, {}).items()
+            if isinstance(each, torch.Tensor)
+        ]
+        order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
+        return sorted(found, key=lambda each: order[id(each.parameter.tensor)])
+
+    def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Foreseen:
+        name = f"{prefix}.{key}.{parameter.name}"
+        local, own = local_piece(name, made)
+        box = own or state_box(parameter, made)
+        return Foreseen(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
         """Its groups, and numbers in its state."""
@@ -248,12 +257,19 @@ def _gets_gradient(named: Named) -> bool:
     return named.tensor.requires_grad and not is_bare
 
 
+def _kind(named: Named) -> tuple[object, ...]:
+    """What decides of which kind a parameter's state will be; its place in the whole does not."""
+    tensor, local = named.tensor, named.local
+    placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
+    return local.shape, local.stride(), local.dtype, placed
+
+
 def _twin(named: Named) -> torch.Tensor:
     """The parameter on `meta`."""
     local = named.local
     with torch.no_grad():
         meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        return like(named.tensor, meta).requires_grad_(named.tensor.requires_grad)
+        return like(named.tensor, meta).requires_grad_()
 
 
 def _stepped(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Mapping[torch.Tensor, dict[str, Any]]:

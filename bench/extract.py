@@ -1,0 +1,63 @@
+"""What attach and each mark spend on finding the state, for FSDP2 with AdamW: python bench/extract.py [PARAMETERS]
+
+One process that believes to be rank 0 of 8 (torch's fake process group), so nothing is sent: names, bindings, the state
+foreseen on `meta`, the layout; and at a mark, whether the bindings still hold. CPU seconds of one thread, the least of three.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from reft.client.host_state import HostState
+from reft.client.subjects import Subjects
+from reft.core.layout import pack
+
+
+def least(work: Callable[[], Any]) -> float:
+    """CPU seconds."""
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        work()
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    mesh = init_device_mesh("cpu", (8,))
+    block = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.LayerNorm(64))  # noqa: E731
+    model = nn.Sequential(*(block() for _ in range(count // 6)))
+    for each in model:
+        fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    print(f"{len(list(model.parameters()))} parameters")
+    print(f"attach: names {least(subjects.names):.3f} s, bindings {least(subjects.bind):.3f} s, ", end="")
+    print(f"foreseen state {least(subjects.predict):.3f} s, ", end="")
+    print(f"layout {least(lambda: pack([*subjects.bind().leaves(), *subjects.predict()]).digest):.3f} s, all included")
+    host = HostState(subjects, {})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = subjects.bind()
+    print(f"each mark, {len(found.tensors)} leaves: holds {1000 * least(found.hold):.1f} ms, ", end="")
+    print(f"versions {1000 * least(found.versions):.1f} ms, host state {1000 * least(lambda: host.capture(0)):.1f} ms")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

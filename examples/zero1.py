@@ -1,0 +1,62 @@
+"""ZeRO-1 of torch: DDP, with each parameter's optimizer state on one rank alone.
+
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/zero1.py
+
+Parameters are replicas, so they survive a lost node; optimizer state has one holder and survives lost processes only. Attach
+and `reft-cli status` say so.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import reft
+
+
+class Data:
+    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next(self):
+        x = torch.randn(32, 16, generator=self.generator)
+        return x, x.sum(1, keepdim=True).sin()
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=200)
+steps = parser.parse_args().steps
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(50, 50), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+model = nn.Sequential(nn.Linear(16, 50), *layers, nn.Linear(50, 1))
+model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # keeps the order of its sums
+torch.manual_seed(1 + rank)  # dropout differs between ranks
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+data = Data(seed=rank)
+
+session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # brings back what is held
+for step in session.steps(steps):
+    x, y = data.next()
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    if rank == 0 and (step + 1) % 50 == 0:
+        print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+session.close()
+dist.destroy_process_group()
