@@ -89,6 +89,8 @@ def _state_of(value: Any) -> Any:
 
 def _capture_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """The settings; scale and growth tracker are leaves, since `state_dict()` would wait for the device."""
+    if not scaler.is_enabled():
+        return {"enabled": False}  # it has none
     return {
         "growth": scaler.get_growth_factor(),
         "backoff": scaler.get_backoff_factor(),
@@ -100,6 +102,8 @@ def _capture_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any] | None) -> None:
     if saved is None or saved["enabled"] != scaler.is_enabled():
         raise LayoutChanged("a GradScaler was enabled on one side of the failure only.")
+    if not saved["enabled"]:
+        return
     scaler.set_growth_factor(saved["growth"])
     scaler.set_backoff_factor(saved["backoff"])
     scaler.set_growth_interval(saved["interval"])

@@ -220,6 +220,19 @@ def test_grad_scaler_scale_and_growth(attach):
     assert fresh.state_dict() == scaler.state_dict()
 
 
+def test_a_scaler_that_is_switched_off_is_no_obstacle(attach):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(model, optimizer, state={"scaler": torch.amp.GradScaler("cpu", enabled=False)}) as session:
+        for _ in session.steps(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert session.seal(timeout=10)
+    other = nn.Linear(2, 2)
+    fresh = torch.amp.GradScaler("cpu", enabled=False)
+    assert attach(other, torch.optim.SGD(other.parameters(), lr=0.1), state={"scaler": fresh}).step == 2
+
+
 class Keeper:
     """A user's object with state of every allowed type."""
 
