@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_moves import Site, vanish
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.e2e.test_moves import Site, flip, vanish
 from tests.support.daemons import DaemonProcess
 from tests.support.reshaped import Ranks
 from tests.support.trainers import Spec
@@ -32,7 +33,7 @@ class Job:
         if self.turn:
             options["load"] = str(self.folder / f"dcp{self.turn}")
         began, self.turn, self.steps = self.steps, self.turn + 1, self.steps + steps
-        ranks = Ranks(Spec("", steps=self.steps, options=options), len(nodes), [node.address for node in nodes])
+        ranks = self._ranks(options, nodes)
         codes = ranks.wait(120)
         self.said = ranks.errors()
         assert codes == [0] * len(nodes), (codes, self.said[-6000:])
@@ -42,6 +43,20 @@ class Job:
             if began:
                 assert each["unlike"] == [] and each["unlike groups"] == [] and each["compared"][0] > 3
         return results
+
+    def refused(self, kind: str, nodes: Sequence[DaemonProcess], **options: object) -> str:
+        """What ranks that can't go on say."""
+        ranks = self._ranks({"kind": kind, **options}, nodes)
+        assert 1 in ranks.wait(120)
+        return ranks.errors()
+
+    def _ranks(self, options: dict[str, object], nodes: Sequence[DaemonProcess]) -> Ranks:
+        return Ranks(Spec("", steps=self.steps, options=options), len(nodes), [node.address for node in nodes])
+
+
+def ranks_held(node: DaemonProcess) -> set[int]:
+    """Whose slots a node has."""
+    return {slot.rank for slot in node.call("Inventory", pb.InventoryRequest(job="job")).slots}
 
 
 def test_ddp_shrinks_and_grows(site, tmp_path):
@@ -54,24 +69,50 @@ def test_ddp_shrinks_and_grows(site, tmp_path):
     assert [each["from"] for each in three] == ["peers"] * 3
     assert [each["random"] for each in three] == [each["random at the end"] for each in four[:3]]
     assert [each["given"] for each in three] == [4 * 3 * 4] * 3, "the loader got the positions of all four ranks"
+    flip(nodes[1])
     again = job.run("ddp", [*nodes[:3], *site.add(1)])
+    assert "step 6 (epoch 2) of rank 1 is damaged: looking for it elsewhere" in job.said
     assert [each["random"] for each in again[:3]] == [each["random at the end"] for each in three]
     assert len({each["random"] for each in again}) == 4, "the new rank's generators are its own"
     assert "new ranks 3: random generators" in job.said and "state['lr'] was the same on all 3" in job.said
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "ranks"),
-    [
-        ("fsdp2", "fsdp2", (4, 2)),
-        ("hsdp2x2", "hsdp1x2", (4, 2)),
-        ("tp2xdp2", "tp1xdp4", (4, 4)),
-        ("pp2", "pp1", (2, 1)),
-    ],
-)
-def test_shards_are_cut_anew(site, tmp_path, before, after, ranks):
-    """All nodes are there; ranks that are left out still give what they hold."""
-    nodes = site.add(max(ranks))
+def test_fsdp2_shards_are_cut_anew_and_what_the_base_took_is_given_back(site, tmp_path):
+    """4 → 2 on the same two nodes; before that, ranks that would have to guess are refused, and what is held stays."""
+    nodes = site.add(2)
     job = Job(tmp_path)
-    job.run(before, nodes[: ranks[0]])
-    assert {each["from"] for each in job.run(after, nodes[: ranks[1]])} == {"peers"}
+    job.run("fsdp2", [nodes[0], nodes[0], nodes[1], nodes[1]])
+    said = job.refused("fsdp2", nodes, plain_loader=True)
+    assert "state.data differs among the 4 ranks that are held, and there are 2 now" in said
+    assert "load_state_dicts" in said
+    assert ranks_held(nodes[0]) == {0, 1} and ranks_held(nodes[1]) == {2, 3}
+    assert {each["from"] for each in job.run("fsdp2", nodes)} == {"peers"}
+    assert ranks_held(nodes[0]) == {0} and ranks_held(nodes[1]) == {1}, "slots of the old shape are freed"
+
+
+@pytest.mark.parametrize(("before", "after", "ranks"), [("hsdp2x2", "hsdp1x2", 2), ("tp2xdp2", "tp1xdp4", 4)])
+@pytest.mark.parametrize("is_lost", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_shards_with_replicas_survive_a_lost_node_too(site, tmp_path, before, after, ranks, is_lost):
+    nodes = site.add(2)
+    job = Job(tmp_path)
+    job.run(before, [nodes[0], nodes[0], nodes[1], nodes[1]])
+    if is_lost:
+        vanish(nodes[0])
+        nodes[0] = site.add(1)[0]
+    assert {each["from"] for each in job.run(after, sorted(nodes * (ranks // 2), key=nodes.index))} == {"peers"}
+
+
+def test_stages_of_a_pipeline_are_put_together_from_a_node_that_has_no_rank_any_more(site, tmp_path):
+    nodes = site.add(2)
+    job = Job(tmp_path)
+    job.run("pp2", nodes)
+    assert job.run("pp1", nodes[1:])[0]["from"] == "peers"
+    assert ranks_held(nodes[1]) == {0}
+
+
+@pytest.mark.slow
+def test_ddp_shrinks_with_all_nodes_there(site, tmp_path):
+    nodes = site.add(4)
+    job = Job(tmp_path)
+    job.run("ddp", nodes)
+    job.run("ddp", nodes[1:])

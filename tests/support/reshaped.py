@@ -54,6 +54,10 @@ class Loader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.mine = state["mine"]
 
+
+class SharedLoader(Loader):
+    """One that can tell from all ranks' positions where any number of ranks goes on."""
+
     def load_state_dicts(self, states: Sequence[dict[str, int]]) -> None:
         self.given = sum(state["mine"] for state in states)
         self.mine = self.given // self.world
@@ -162,7 +166,7 @@ def _run(spec: dict[str, Any]) -> None:
     model, optimizer = build(kind, rank, world)
     torch.manual_seed(100 + rank)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    loader = Loader(world)
+    loader = Loader(world) if options.get("plain_loader") else SharedLoader(world)
     session = reft.attach(
         model, optimizer, state={"lr": scheduler, "data": loader}, job=spec["job"], daemon=spec["daemon"]
     )
