@@ -312,7 +312,7 @@ def leaves_by_rank(manifest: pb.Manifest) -> list[tuple[Leaf, ...]]:
 
 def is_reshaped(before: pb.Manifest, after: pb.Manifest) -> bool:
     """Whether ranks can't just take over what the old ranks of their numbers had."""
-    if [before.layouts[i] for i in before.layout_of] == [after.layouts[i] for i in after.layout_of]:
+    if [before.layouts[i].digest for i in before.layout_of] == [after.layouts[i].digest for i in after.layout_of]:
         return False  # as always, and quick: thousands of layouts need not be written down
     return not is_same(leaves_by_rank(before), leaves_by_rank(after))
 
