@@ -167,7 +167,7 @@ def pieces_of(
                 problems.append(f"{leaf.name}: some of the ranks that should have had it did not")
     for rank, own in sorted(owns.items()):
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
-            found.setdefault(replace(leaf, staged=False), []).append(seat)
+            found.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
     return [Piece(leaf, tuple(seats)) for leaf, seats in found.items() if leaf.nbytes], problems
 
 
@@ -221,8 +221,9 @@ def match(pieces: Sequence[Piece], wanted: Sequence[Sequence[Leaf]], unequal: Co
     for piece in pieces:
         held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
+    fits: dict[object, _Fit] = {}
     for name in sorted(takers):
-        _Tensor(name, held.get(name, []), takers[name], name in unequal).match(done)
+        _Tensor(name, held.get(name, []), takers[name], name in unequal).match(done, fits)
     for name in sorted(held.keys() - takers.keys()):
         done.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
     return done
@@ -236,7 +237,7 @@ def _takers(wanted: Sequence[Sequence[Leaf]]) -> dict[str, dict[Leaf, list[int]]
     found: dict[str, dict[Leaf, list[int]]] = {}
     for leaves in {id(each): each for each in wanted}.values():
         for leaf in leaves:
-            whole = replace(leaf, staged=False)
+            whole = replace(leaf, staged=False) if leaf.staged else leaf
             found.setdefault(leaf.name, {}).setdefault(whole, []).extend(ranks[id(leaves)])
     return found
 
@@ -250,37 +251,40 @@ class _Tensor:
     takers: Mapping[Leaf, Sequence[int]]
     is_unequal: bool
 
-    def match(self, done: Match) -> None:
+    def match(self, done: Match, fits: dict[object, _Fit]) -> None:
+        """Adds its needs, or what does not fit.
+
+        Args:
+            fits: of tensors that are cut alike: a model has thousands of leaves, and few ways in which they are cut.
+        """
         problem = self._problem()
-        boxes = _Boxes.of(self.pieces) if not problem else None
-        if boxes is not None and boxes.cross:
-            problem = "it is held in pieces that overlap"
-        if problem or boxes is None:
+        pieces, takers = _distinct(self.pieces), list(self.takers)
+        if not problem:
+            key = (tuple(_cut(piece.leaf) for piece in pieces), tuple(_cut(leaf) for leaf in takers))
+            if key not in fits:
+                fits[key] = _Fit.of([piece.leaf for piece in pieces], takers)
+            problem = "it is held in pieces that overlap" if fits[key].cross else ""
+        if problem:
             done.problems.append(f"{self.name}: {problem}")
             return
-        if any(len(piece.seats) > 1 for piece in boxes.pieces):
+        if any(len(piece.seats) > 1 for piece in pieces):
             done.own.append(self.name)
-        taken = dict.fromkeys(range(len(boxes.pieces)), 0)
-        for leaf, ranks in self.takers.items():
-            nbytes = 0
-            for index in boxes.touching(leaf):
-                piece = boxes.pieces[index]
-                copy = overlap(piece.leaf, leaf)
-                assert copy is not None, "boxes that touch have bytes in common"
-                nbytes += copy.nbytes
+        taken = [0] * len(pieces)
+        for leaf, copies in zip(takers, fits[key].copies, strict=True):
+            ranks = sorted(self.takers[leaf])
+            for index, copy in copies:
                 taken[index] += copy.nbytes
-                for seat, receivers in _seated(piece.seats, sorted(ranks)):
-                    done.needs.append(Need(piece.leaf, seat, leaf, copy, receivers))
-            if nbytes != leaf.nbytes:
+                for seat, receivers in _seated(pieces[index].seats, ranks):
+                    done.needs.append(Need(pieces[index].leaf, seat, leaf, copy, receivers))
+            lack = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
+            if lack:
                 done.problems.append(
-                    f"{self.name}: {leaf.nbytes - nbytes} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
+                    f"{self.name}: {lack} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
                 )
-        for index, nbytes in taken.items():
-            leaf = boxes.pieces[index].leaf
-            if nbytes < leaf.nbytes:
-                done.problems.append(
-                    f"{self.name}: {leaf.nbytes - nbytes} bytes of held {leaf.describe()} find no rank"
-                )
+        for piece, nbytes in zip(pieces, taken, strict=True):
+            if nbytes < piece.leaf.nbytes:
+                lack = piece.leaf.nbytes - nbytes
+                done.problems.append(f"{self.name}: {lack} bytes of held {piece.leaf.describe()} find no rank")
 
     def _problem(self) -> str:
         """Why nothing of this tensor can be taken; empty if it can."""
@@ -315,50 +319,50 @@ def _seated(seats: Sequence[Seat], ranks: Sequence[int]) -> Iterator[tuple[Seat,
         yield seat, tuple(receivers)
 
 
-@dataclass(frozen=True)
-class _Boxes:
-    """The pieces of one tensor, one for each box.
+def _distinct(pieces: Sequence[Piece]) -> list[Piece]:
+    """One piece for each box: the same in other strides is held again. In a cell first, then that of the lowest rank."""
+    boxes: dict[object, Piece] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not Where.CELL, piece.seats[0].owner)):
+        boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
+    return list(boxes.values())
+
+
+def _cut(leaf: Leaf) -> object:
+    """Leaves for which this is equal are cut, and lie, alike."""
+    return leaf.global_offset, leaf.shape, leaf.stride, leaf.nbytes
+
+
+class _Fit(NamedTuple):
+    """How old pieces make up new leaves.
 
     Attributes:
-        begins, ends: int64 [pieces, dimensions], global indices.
-        cross: whether two of them have elements in common.
+        cross: whether two pieces have elements in common; then nothing else is said.
+        copies: for each new leaf what it takes of which piece.
     """
 
-    pieces: tuple[Piece, ...]
-    begins: NDArray[np.int64]
-    ends: NDArray[np.int64]
     cross: bool
+    copies: list[list[tuple[int, Copy]]]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> _Boxes:
-        boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Piece] = {}
-        # The same box in other strides is the same piece again: one in a cell first, then that of the lowest rank.
-        for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not Where.CELL, piece.seats[0].owner)):
-            boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
-        found = tuple(boxes.values())
-        dims = len(found[0].leaf.shape) if found else 0
-        begins = np.array([piece.leaf.global_offset for piece in found], np.int64).reshape(len(found), dims)
-        ends = begins + np.array([piece.leaf.shape for piece in found], np.int64).reshape(len(found), dims)
-        whole = math.prod(found[0].leaf.global_shape) if found else 0
+    def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _Fit:
+        if not pieces:
+            return cls(False, [[] for _ in takers])
+        begins = np.array([leaf.global_offset for leaf in pieces], np.int64)
+        ends = begins + np.array([leaf.shape for leaf in pieces], np.int64)
         # Disjoint pieces can't have more elements than the whole; and to look at each pair is dear, so look at each once.
-        cross = sum(math.prod(piece.leaf.shape) for piece in found) > whole or any(
-            bool(_hits(begins[i + 1 :], ends[i + 1 :], begins[i], ends[i]).any()) for i in range(len(found) - 1)
-        )
-        return cls(found, begins, ends, cross)
-
-    def touching(self, leaf: Leaf) -> list[int]:
-        """The pieces that have elements in common with a leaf."""
-        if not leaf.nbytes:
-            return []
-        begin = np.array(leaf.global_offset, np.int64)
-        end = begin + np.array(leaf.shape, np.int64)
-        found: list[int] = np.flatnonzero(_hits(self.begins, self.ends, begin, end)).tolist()
-        return found
+        count, whole = sum(math.prod(leaf.shape) for leaf in pieces), math.prod(pieces[0].global_shape)
+        if count > whole or any(len(_touching(begins[i + 1 :], ends[i + 1 :], leaf)) for i, leaf in enumerate(pieces)):
+            return cls(True, [])
+        copies: list[list[tuple[int, Copy]]] = []
+        for leaf in takers:
+            found = [(i, overlap(pieces[i], leaf)) for i in _touching(begins, ends, leaf)] if leaf.nbytes else []
+            copies.append([(i, copy) for i, copy in found if copy is not None])
+        return cls(False, copies)
 
 
-def _hits(
-    begins: NDArray[np.int64], ends: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Which of the boxes have elements in common with one: bool [n]."""
-    found: NDArray[np.bool_] = np.all(np.maximum(begins, begin) < np.minimum(ends, end), axis=1)
+def _touching(begins: NDArray[np.int64], ends: NDArray[np.int64], leaf: Leaf) -> list[int]:
+    """Which of the boxes, int64 [n, dimensions], have elements in common with a leaf."""
+    begin = np.array(leaf.global_offset, np.int64)
+    end = begin + np.array(leaf.shape, np.int64)
+    found: list[int] = np.flatnonzero(np.all(np.maximum(begins, begin) < np.minimum(ends, end), axis=1)).tolist()
     return found
