@@ -17,6 +17,7 @@ PRELOADED = [
     "torch._dynamo", "torch.distributed.run", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach",
     "reft.client.restore", "reft.demo.data", "reft.demo.model",
 ]  # fmt: skip
+ALSO = {"tests.support.recorded": ["torch.distributed.pipelining", "torch.distributed.tensor.parallel"]}
 
 
 def work(module: str, *arguments: str) -> None:
@@ -32,7 +33,7 @@ def work(module: str, *arguments: str) -> None:
 def main() -> None:
     """The agent of one node."""
     workers = multiprocessing.get_context("forkserver")
-    workers.set_forkserver_preload(PRELOADED)
+    workers.set_forkserver_preload([*PRELOADED, *(name for each in sys.argv for name in ALSO.get(each, ()))])
     forkserver.ensure_running()  # before our own imports, so that both go on at once
     # Here, not above: every worker imports this module again.
     from torch.distributed.launcher.api import elastic_launch

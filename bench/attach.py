@@ -1,0 +1,107 @@
+"""How long attach takes for 2,000 leaves, and what of it: one process, its own daemon, AdamW on 500 parameters.
+
+    python bench/attach.py [--result FILE]
+
+First a fresh start, then, in the same process, an attach that restores. The parts are what a rank does itself; the rest of an
+attach are calls of the daemon, and making the memory of the slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Goal, daemon, table
+from torch import nn
+
+import reft
+from reft.client.likeness import value_digests
+from reft.client.roster import layout_facts
+from reft.client.subjects import Subjects
+from reft.core import symbolic
+from reft.core.cells import divide
+from reft.core.layout import pack
+from reft.wire import messages
+
+PARAMETERS = 500
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of 250 layers, of two parameters each."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(PARAMETERS // 2)])
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def parts() -> dict[str, float]:
+    """Seconds of each thing that a rank does by itself."""
+    model, optimizer = make()
+    found: dict[str, float] = {}
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        result = work()
+        found[name] = time.perf_counter() - began
+        return result
+
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    bindings = timed("find tensors", subjects.bind)
+    predicted = timed("predict the optimizer's", subjects.predict)
+    leaves = [*bindings.leaves(), *predicted]
+    layout = timed("pack and digest", lambda: pack(leaves))
+    form = timed("symbolic table", lambda: symbolic.of(leaves))
+    timed("facts", lambda: layout_facts(layout, form))
+    timed("leaf table", lambda: messages.table_to(layout))
+    timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))
+    timed("values, 8 MB", lambda: value_digests(bindings, bindings.tensors))
+    return found | {"leaves": len(leaves)}
+
+
+def attached(address: str) -> tuple[float, float]:
+    """Seconds of an attach that starts fresh and of one that restores 2,000 leaves."""
+    seconds = []
+    for _ in range(2):
+        model, optimizer = make()
+        began = time.perf_counter()
+        session = reft.attach(model, optimizer, job="bench", daemon=address)
+        seconds.append(time.perf_counter() - began)
+        for _ in session.steps(session.step + 2):
+            model(torch.randn(2, 64)).square().mean().backward()
+            optimizer.step()
+        if not session.seal(60):
+            raise RuntimeError("the bench's snapshot did not become whole")
+        session.close()
+    return seconds[0], seconds[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()  # torch imports its compiler then, for seconds
+    found = parts()
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["REFT_RUNTIME_DIR"] = home
+        with daemon() as (address, _):
+            fresh, restoring = attached(address)
+    leaves = found.pop("leaves")
+    print(table(["seconds", *found], [["", *(f"{value:.3f}" for value in found.values())]]))
+    goals = [
+        Goal(f"attach, {leaves} leaves, fresh", fresh, 2, "s", "one process, from call to session"),
+        Goal(f"attach, {leaves} leaves, restoring", restoring, 2, "s", "the same, with what is held"),
+    ]
+    print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
+    if options.result:
+        options.result.write_text(json.dumps({"parts": found, "goals": [vars(goal) for goal in goals]}))
+    sys.exit(0 if all(goal.passed for goal in goals) else 1)
+
+
+if __name__ == "__main__":
+    main()
