@@ -56,6 +56,7 @@ def of_deepspeed(names: dict[str, Any]) -> dict[str, Any]:
 
 KINDS = {
     "deepspeed_zero.py": of_deepspeed,
+    "deepspeed_pipeline.py": of_deepspeed,
     "accelerate_loop.py": of_loop,
     "hf_trainer.py": of_transformers,
     "lightning_fit.py": of_lightning,

@@ -18,14 +18,15 @@ from tests.support.daemons import ROOT, DaemonProcess
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
-# Example → its trainer's environment. DeepSpeed is run on two ranks only, which is what ZeRO is about.
+# Script → its trainer's environment. DeepSpeed is run on two ranks only, which is what ZeRO and pipelines are about.
 EXAMPLES = {
-    "hf_trainer.py": "hf",
-    "accelerate_loop.py": "hf",
-    "lightning_fit.py": "lightning",
-    "deepspeed_zero.py": "deepspeed",
+    "examples/hf_trainer.py": "hf",
+    "examples/accelerate_loop.py": "hf",
+    "examples/lightning_fit.py": "lightning",
+    "examples/deepspeed_zero.py": "deepspeed",
+    "tests/support/deepspeed_pipeline.py": "deepspeed",
 }
-ALONE = [script for script in EXAMPLES if script != "deepspeed_zero.py"]
+ALONE = [script for script, trainer in EXAMPLES.items() if trainer != "deepspeed"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
 
@@ -34,14 +35,14 @@ class Example:
     """An example, to be run in its trainer's environment.
 
     Args:
-        script: its file name.
+        script: one of EXAMPLES.
         folder: where results go.
     """
 
     def __init__(self, script: str, daemon: DaemonProcess, folder: Path) -> None:
         self.python = ROOT / ".venv-trainers" / EXAMPLES[script] / "bin/python"
         assert self.python.exists(), "run make test-trainers, which sets it up"
-        self.script, self.daemon, self.folder = str(ROOT / "examples" / script), daemon, folder
+        self.script, self.daemon, self.folder = str(ROOT / script), daemon, folder
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])

@@ -1,0 +1,53 @@
+"""DeepSpeed's PipelineEngine on two stages, with ZeRO-1 in bf16: a script for `run_example`."""
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import nn
+
+from reft.integrations.deepspeed import attach
+
+
+class Data:
+    """Micro batches without end, as an iterator with a place."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        x = torch.randn(4, 16, generator=self.generator)
+        return x.bfloat16(), x.sum(1, keepdim=True).sin().bfloat16()
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+def loss_of(found, wanted):
+    return nn.functional.mse_loss(found.float(), wanted.float())
+
+
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+layers = [LayerSpec(nn.Linear, 16, 64), LayerSpec(nn.GELU), LayerSpec(nn.Linear, 64, 64), LayerSpec(nn.Linear, 64, 1)]
+model = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+config = {
+    "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True, "steps_per_print": 1000,
+}  # fmt: skip
+parameters = [each for each in model.parameters() if each.requires_grad]
+optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+losses = []
+data = Data()
+session = attach(engine, state={"data": data})
+for step in session.steps(30):
+    losses.append((step, engine.train_batch(data).item()))
+session.close()
+torch.distributed.destroy_process_group()
