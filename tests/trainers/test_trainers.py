@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,20 @@ class Example:
         environment = {
             **os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path,
             "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", **changes,
+            "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+            "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **changes,
         }  # fmt: skip
         command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, self.script]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=self.folder)
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                out, errors = process.communicate(timeout=280)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGTERM)  # to torchrun, which ends its workers
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
     def result(self, name: str, rank: int = 0) -> dict[str, Any]:
         return json.loads((self.folder / f"{name}.{rank}.json").read_text())
