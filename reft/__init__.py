@@ -29,7 +29,7 @@ def attach(
     state: Mapping[str, Any] | None = None,
     tolerate: int | None = None,
     protect: str = "auto",
-    every: int | None = None,
+    every: int | str | None = None,
     slots: int | None = None,
     job: str | None = None,
     daemon: str | None = None,
@@ -48,7 +48,8 @@ def attach(
             of them hold the same state, 2 from 6 on, 0 on a single node; more than all but one is cut to that.
         protect: how state that several nodes hold is kept: "arc" (copies), "aec" (erasure codes), "auto" (by size), or
             "none" (each rank keeps its own, and a lost node's is lost).
-        every: a snapshot after each n-th step; None means each step.
+        every: a snapshot after each n-th step; None means each step; "auto" as often as `Config.overhead_budget` and
+            `Config.mtbf_s` allow, by what snapshots are measured to cost: all ranks agree on it while they train.
         slots: snapshots to hold for each rank; None means 3.
         job: name of the job; None means REFT_JOB, torchrun's --rdzv-id, Slurm's job id, or this launch alone.
         daemon: address of this node's daemon, unix:PATH or host:port; None means REFT_DAEMON, else this user's own, which

@@ -53,6 +53,8 @@ class Config:
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
         rpc_deadline_s: the longest that a call beside training may take.
         seal_deadline_s: how long `Session.seal` waits by default.
+        overhead_budget: with every="auto", the share of training time that snapshots may hold up.
+        mtbf_s: with every="auto", the mean time between failures of the whole job, in seconds; 0 if it is not known.
         failpoints: faults to inject in tests, see `reft.failpoints`.
         overrun_scratch_bytes: device memory into which is copied what is left when the optimizer wants to begin; 0 lets it
             wait until the host has it.
@@ -71,6 +73,8 @@ class Config:
     attach_deadline_s: float = 120.0
     rpc_deadline_s: float = 2.0
     seal_deadline_s: float = 30.0
+    overhead_budget: float = 0.001
+    mtbf_s: float = 0.0
     failpoints: str = ""
     overrun_scratch_bytes: int = 0
 
@@ -84,6 +88,12 @@ class Config:
         for name in ("attach_deadline_s", "rpc_deadline_s", "seal_deadline_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 and below a million seconds.")
+        if not 0 < self.overhead_budget < 1:
+            raise ConfigError(
+                f"overhead_budget is {self.overhead_budget}; it is a share of time, above 0 and below 1.", "0.001"
+            )
+        if self.mtbf_s < 0:
+            raise ConfigError(f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
         if self.parity_scratch_bytes < 1 << 20:

@@ -26,11 +26,12 @@ def test_every_field_is_a_variable():
             "REFT_MODE": "off", "REFT_JOB": "j", "REFT_DAEMON": "unix:/d", "REFT_RUNTIME_DIR": "/r", "REFT_SLOTS": "2",
             "REFT_CHUNK_BYTES": "8KiB", "REFT_ATTACH_DEADLINE_S": "1.5", "REFT_RPC_DEADLINE_S": "0.5",
             "REFT_SEAL_DEADLINE_S": "7", "REFT_FAILPOINTS": "a:kill", "REFT_PROTECT": "aec", "REFT_TOLERATE": "2",
-            "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl", "REFT_OVERRUN_SCRATCH_BYTES": "1MiB",
+            "REFT_PARITY_SCRATCH_BYTES": "8MiB", "REFT_LOAD_TRANSPORT": "nccl", "REFT_OVERHEAD_BUDGET": "0.01",
+            "REFT_MTBF_S": "7200", "REFT_OVERRUN_SCRATCH_BYTES": "1MiB",
         }
     )  # fmt: skip
     assert loaded == Config(
-        "off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, "a:kill", 1 << 20
+        "off", "j", "unix:/d", "/r", "aec", 2, 2, 8192, 8 << 20, "nccl", 1.5, 0.5, 7.0, 0.01, 7200.0, "a:kill", 1 << 20
     )
 
 
@@ -40,6 +41,7 @@ def test_every_field_is_a_variable():
         {"REFT_MODE": "on"}, {"REFT_SLOTS": "1"}, {"REFT_SLOTS": "17"}, {"REFT_SLOTS": "three"}, {"REFT_SLOTS": ""},
         {"REFT_CHUNK_BYTES": "4095"}, {"REFT_CHUNK_BYTES": "5000"}, {"REFT_CHUNK_BYTES": "0"},
         {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"}, {"REFT_LOAD_TRANSPORT": "mpi"},
+        {"REFT_OVERHEAD_BUDGET": "1.0"}, {"REFT_OVERHEAD_BUDGET": "0.0"}, {"REFT_MTBF_S": "-1.0"},
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_and_shown(surroundings):

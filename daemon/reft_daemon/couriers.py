@@ -192,7 +192,7 @@ class Couriers:
         if answers:
             request = pb.GatherRequest(
                 job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index, answers=answers,
-                unlike=job.round.outcome.unlike,
+                unlike=job.round.outcome.unlike, wish=job.round.wish,
             )  # fmt: skip
             job.hear_outcome(messages.outcome_from(await self._call(node, "Gather", request)))  # type: ignore[arg-type]
 

@@ -270,6 +270,7 @@ class HeldJob:
             raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
         answers = messages.answers_from(request.answers)
         lease.trouble = request.trouble
+        self.round.hear_wish(request.rank, request.wish)
         lease.step = max([lease.step, *answers])
         if Answer.SEALED in answers.values():
             self.sealed_s[request.rank] = time.monotonic()
@@ -280,7 +281,7 @@ class HeldJob:
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
         answers, digests = messages.answers_from(request.answers), messages.digests_from(request.answers)
-        if self.round.hear_node(request.node_index, answers, digests, request.unlike):
+        if self.round.hear_node(request.node_index, answers, digests, request.unlike, request.wish):
             self._changed()
         return self.round.outcome
 

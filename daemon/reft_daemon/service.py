@@ -198,7 +198,12 @@ class DaemonService(pb_grpc.DaemonServicer):
         has_slots = any(slot.rank == request.rank for slot in job.slots.values())
         outcome = job.round.outcome if job.round else Outcome()
         return pb.ReportReply(
-            whole=outcome.whole, voids=outcome.voids, unlike=outcome.unlike, slots_missing=not has_slots
+            whole=outcome.whole,
+            voids=outcome.voids,
+            unlike=outcome.unlike,
+            slots_missing=not has_slots,
+            every=outcome.pace.every,
+            pace_start=outcome.pace.start,
         )
 
     @translated
@@ -378,7 +383,8 @@ def _status(job: HeldJob, node: str) -> pb.JobStatus:
     manifest = job.record.manifest
     status = pb.JobStatus(
         job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
-        backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script, every=manifest.every,
+        backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
+        every=(job.round.outcome.pace.every if job.round else 0) or manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
         degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
         unlike=sorted(job.round.outcome.unlike) if job.round else [],

@@ -36,6 +36,7 @@ from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import agents_command, die_with_parent, dropped_backend, launch_mark
 from reft.client.host_state import HostState
 from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
+from reft.client.metronome import Metronome
 from reft.client.reading import Remote
 from reft.client.reporter import Reporter
 from reft.client.request import Request
@@ -47,6 +48,7 @@ from reft.client.snapshots import Counts, Snapshots
 from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
+from reft.core.frequency import Cadence, Frequency
 from reft.core.layout import pack
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
@@ -63,7 +65,7 @@ SURVEY_DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orph
 
 def attach(
     model: Any, optimizer: Any, schedule: Any, *, state: Mapping[str, Any] | None, tolerate: int | None, protect: str,
-    every: int | None, slots: int | None, job: str | None, daemon: str | None, config: Config | None,
+    every: Any, slots: int | None, job: str | None, daemon: str | None, config: Config | None,
 ) -> Session:  # fmt: skip
     """See `reft.attach`."""
     arguments = {"job": job, "daemon": daemon, "slots": slots}
@@ -72,7 +74,7 @@ def attach(
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
-        return Session(None, optimizers, step=0, restored_from=None, counts_calls=False, every=1,
+        return Session(None, optimizers, step=0, restored_from=None, counts_calls=False, metronome=None,
                        seal_deadline_s=0)  # fmt: skip
     exchange = Exchange(settings.attach_deadline_s)
     try:
@@ -82,7 +84,7 @@ def attach(
         asked = settings.tolerate if tolerate is None else tolerate
         request = Request(
             model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
-            settings.protect if protect == "auto" else protect, 1 if every is None else every,
+            settings.protect if protect == "auto" else protect, 1 if every in (None, "auto") else every, every == "auto",
         )  # fmt: skip
         attachment = Attachment(settings, launch, exchange, request)
         session = attachment.run()
@@ -417,7 +419,7 @@ class Attachment:
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
         session = Session(
             snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
-            counts_calls=tree is not None and not tree["marked"], every=self.request.every,
+            counts_calls=tree is not None and not tree["marked"], metronome=self._metronome(snapshots),
             seal_deadline_s=self.settings.seal_deadline_s, schedule=self.request.schedule,
         )  # fmt: skip
         if self.exchange.rank == 0:
@@ -439,6 +441,10 @@ class Attachment:
         )  # fmt: skip
         snapshots.expect(self.predicted.leaves)
         return snapshots
+
+    def _metronome(self, snapshots: Snapshots) -> Metronome:
+        cadence = Cadence(self.request.every, self.request.adapts)
+        return Metronome(snapshots, cadence, Frequency(self.settings.overhead_budget, self.settings.mtbf_s))
 
     @property
     def _must_protect_again(self) -> bool:

@@ -10,11 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import grpc
 
+from reft.core.frequency import Pace
 from reft.core.round import Answer, Outcome
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
@@ -55,6 +57,12 @@ class Reporter:
         self._outcome = Outcome()
         self.error: ReftError | None = None  # why the last call failed
         self.slots_missing = False
+        self.wish = 0  # how often to snapshot, see `reft.core.frequency`; travels with the answers
+
+    @property
+    def pace(self) -> Pace:
+        """How often all ranks snapshot, as far as this one has heard."""
+        return self._outcome.pace
 
     @property
     def is_fenced(self) -> bool:
@@ -91,7 +99,7 @@ class Reporter:
             request = pb.ReportRequest(
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
                 answers=messages.answers_to(self._answers, self._digests),
-                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble,
+                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
             )  # fmt: skip
         self._stub.Report.future(request, timeout=self._deadline_s + MARGIN_S).add_done_callback(self._replied)
 
@@ -119,7 +127,7 @@ class Reporter:
         self.slots_missing = reply.slots_missing
         heard = messages.outcome_from(reply)
         if heard.whole >= self._outcome.whole:
-            self._outcome = heard
+            self._outcome = replace(heard, pace=max(heard.pace, self._outcome.pace))
         for step in [step for step in self._answers if self._outcome.decides(step)]:
             self._forget(step)
 

@@ -28,6 +28,7 @@ class Request:
     tolerate: int | None
     protect: str
     every: int
+    adapts: bool = False  # every="auto": 1 until the ranks have agreed on another
 
     def subjects(self) -> Subjects:
         """Models and optimizers, checked.
@@ -48,8 +49,8 @@ class Request:
                     "reft.client.register_extractor was told of."
                 )
         hooks.check(self.schedule)
-        if self.every < 1:
-            raise ConfigError(f"every is {self.every}; it must be at least 1.")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(f"every is {self.every!r}; it can be a number of steps from 1 on, or 'auto'.", "every=1")
         if self.protect not in SCHEMES:
             raise ConfigError(
                 f"protect={self.protect!r} is not in this version; it can be {', '.join(SCHEMES)}.", "protect='auto'"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,6 +50,7 @@ class Counts:
     snapshots: int = 0
     skipped: int = 0
     sealed_step: int = -1
+    mark_s: float = 0.0  # training was held up at marks
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,13 @@ class Snapshots:
             is_marked: whether the step was counted by a mark; else by a call of the optimizer.
             course: where in the window its bytes go; None: at once.
         """
+        began = time.perf_counter()
         try:
             reason = self._begin(step, is_marked, course)
         except Exception as error:
             # A protector must not be the killer: whatever went wrong, training goes on.
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+        self.counts.mark_s += time.perf_counter() - began
         if reason:
             self._void(step, reason)
         return not reason

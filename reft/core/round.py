@@ -12,6 +12,8 @@ Invariants
   4. Outcomes only permit reuse. Recovery never trusts them: it reads slot headers.
   5. Ranks that hold replicas say with "sealed" what the bytes of each cell look like: a digest of all of it, or of a
      window that wanders with the step. Two that differ make s void: shards of unlike replicas are no state.
+  6. Answers carry each rank's wish how often to snapshot, outcomes the agreed pace (core/frequency.py). A step that the
+     pace leaves out is void once a later one is answered: it was sealed by ranks that had not heard of the pace.
 
 A lost answer leaves s undecided: its slot is kept until a newer step is whole. Each message repeats all that is still
 undecided below its sender, so the next one repairs the loss. Late and repeated messages change nothing.
@@ -24,6 +26,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
+
+from reft.core.frequency import Pace, next_pace
 
 FAN_OUT = 16
 UNDECIDED_MAX = 16  # steps kept without a decision: more than a rank has slots, so nothing useful is forgotten
@@ -40,12 +44,13 @@ class Answer(IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided: the newest whole step (-1: none yet), the steps newer than it that are void, and the cells whose
-    replicas were once found to differ."""
+    """What is decided: the newest whole step (-1: none yet), the steps newer than it that are void, the cells whose
+    replicas were once found to differ, and the newest pace."""
 
     whole: int = -1
     voids: frozenset[int] = frozenset()
     unlike: frozenset[int] = frozenset()
+    pace: Pace = Pace()  # noqa: RUF009 - a named tuple never changes
 
     def decides(self, step: int) -> bool:
         return step <= self.whole or step in self.voids
@@ -78,6 +83,7 @@ class Round:
     outcome: Outcome = field(default_factory=Outcome)
     _answers: dict[int, dict[tuple[str, int], Answer]] = field(default_factory=dict)
     _digests: dict[int, dict[int, int]] = field(default_factory=dict)
+    _wishes: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def hear_rank(self, rank: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS) -> bool:
         """Takes a local rank's answers; True if something changed and must be passed on.
@@ -93,26 +99,41 @@ class Round:
         return self._hear(("rank", rank), answers, digests)
 
     def hear_node(
-        self, child: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS, unlike: Iterable[int] = ()
-    ) -> bool:
+        self, child: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS, unlike: Iterable[int] = (),
+        wish: int = 0,
+    ) -> bool:  # fmt: skip
         """Takes the answers of the subtree below `child`; True if something changed.
 
         Args:
             unlike: cells that were found to differ below it.
+            wish: see `wish`, of the subtree.
 
         Raises:
             ValueError: the node does not report to this one.
         """
         if child not in children_of(self.index, self.nodes):
             raise ValueError(f"node {child} does not report to node {self.index}")
+        self._wishes["node", child] = wish
         is_news = self._note_unlike(unlike)
         return self._hear(("node", child), answers, digests) or is_news
+
+    def hear_wish(self, rank: int, wish: int) -> None:
+        """Takes how often a local rank wants to snapshot: each how many-th step; 0: it has no wish yet."""
+        self._wishes["rank", rank] = wish
+
+    @property
+    def wish(self) -> int:
+        """The greatest wish of the subtree; 0 as long as one has none."""
+        expected = len(self.ranks) + len(children_of(self.index, self.nodes))
+        wishes = self._wishes.values()
+        return max(wishes) if wishes and len(wishes) == expected and all(wishes) else 0
 
     def hear_outcome(self, outcome: Outcome) -> bool:
         """Takes what the coordinator decided; True if it was news."""
         whole = max(self.outcome.whole, outcome.whole)
         voids = frozenset(step for step in self.outcome.voids | outcome.voids if step > whole)
-        merged = Outcome(whole, frozenset(sorted(voids)[-VOIDS_MAX:]), self.outcome.unlike | outcome.unlike)
+        unlike, pace = self.outcome.unlike | outcome.unlike, max(self.outcome.pace, outcome.pace)
+        merged = Outcome(whole, frozenset(sorted(voids)[-VOIDS_MAX:]), unlike, pace)
         is_news = merged != self.outcome
         self.outcome = merged
         for step in [step for step in self._answers if merged.decides(step)]:
@@ -144,10 +165,18 @@ class Round:
                 heard[source] = answer
                 self._compare(step, digests.get(step, {}))
                 changed = True
+        self._void_left_out()
         self._forget_oldest()
         if changed and self.index == 0:
             self._decide()
         return changed
+
+    def _void_left_out(self) -> None:
+        """See 6. A step that users asked for themselves (`seal`) is answered by all before any later one."""
+        newest = max(self._answers, default=-1)
+        for step, heard in self._answers.items():
+            if step < newest and self.outcome.pace.leaves_out(step):
+                heard[_NOBODY] = Answer.VOID
 
     def _compare(self, step: int, digests: Mapping[int, int]) -> None:
         """Holds a source's digests against those of the others; the source itself is not to blame, so the step is void."""
@@ -171,7 +200,8 @@ class Round:
     def _decide(self) -> None:
         answers = self.undecided()
         whole = max(_steps(answers, Answer.SEALED), default=-1)
-        self.hear_outcome(Outcome(whole, frozenset(_steps(answers, Answer.VOID))))
+        pace = next_pace(self.outcome.pace, self.wish, whole) if whole > self.outcome.whole else self.outcome.pace
+        self.hear_outcome(Outcome(whole, frozenset(_steps(answers, Answer.VOID)), pace=pace))
 
     def _forget_oldest(self) -> None:
         for step in sorted(self._answers)[:-UNDECIDED_MAX]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError
 
+from reft.core.frequency import Pace
 from reft.core.layout import Layout, Leaf
 from reft.core.progress import Stall
 from reft.core.recovery import Copy, Decision, Held
@@ -91,12 +92,14 @@ def answers_from(messages: Iterable[pb.StepAnswer]) -> dict[int, Answer]:
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
     return pb.Outcome(
-        job=job, epoch=epoch_to(epoch), whole=outcome.whole, voids=sorted(outcome.voids), unlike=sorted(outcome.unlike)
-    )
+        job=job, epoch=epoch_to(epoch), whole=outcome.whole, voids=sorted(outcome.voids), unlike=sorted(outcome.unlike),
+        every=outcome.pace.every, pace_start=outcome.pace.start,
+    )  # fmt: skip
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
-    return Outcome(message.whole, frozenset(message.voids), frozenset(message.unlike))
+    pace = Pace(message.pace_start, message.every)
+    return Outcome(message.whole, frozenset(message.voids), frozenset(message.unlike), pace)
 
 
 def signal_from(value: int) -> Signal:

@@ -143,11 +143,12 @@ class Job:
         return self.maps(rank, self.lease(rank, pid, **changes))
 
     def report(
-        self, rank: int, answers: Mapping[int, Answer], wait_ms: int = 0, timeout: float = 20.0
-    ) -> pb.ReportReply:
+        self, rank: int, answers: Mapping[int, Answer], wait_ms: int = 0, timeout: float = 20.0, wish: int = 0,
+    ) -> pb.ReportReply:  # fmt: skip
         request = pb.ReportRequest(
-            job=self.name, epoch=self.epoch, rank=rank, answers=messages.answers_to(answers), wait_ms=wait_ms
-        )
+            job=self.name, epoch=self.epoch, rank=rank, answers=messages.answers_to(answers), wait_ms=wait_ms,
+            wish=wish,
+        )  # fmt: skip
         return self.call(rank, "Report", request, timeout)
 
     def headers(self, node: int = 0) -> dict[str, tuple[SlotState, int]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from reft.core.frequency import LEAD
 from reft.core.round import Answer
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -61,6 +62,19 @@ def test_a_report_is_answered_when_its_step_is_decided(three):
         three.report(2, {1: SEALED})
         assert waiting.result().whole == 1
         assert time.monotonic() - began < 5
+
+
+def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
+    for rank, wish in enumerate((2, 9, 4)):
+        three.report(rank, {1: SEALED}, wish=wish)
+    all_whole(three, 1)
+    replies = [
+        three.report(rank, {2: SEALED}, wait_ms=9000 * (rank == 2), wish=wish) for rank, wish in enumerate((2, 9, 4))
+    ]
+    assert (replies[2].every, replies[2].pace_start) == (9, 1 + LEAD)
+    for rank in range(3):
+        until(lambda rank=rank: three.report(rank, {2: SEALED}, wish=3).every == 9, what="the pace at every rank")
+    assert three.daemons[0].status("job").every == 9
 
 
 def test_a_void_is_announced_to_all_and_later_steps_go_on(three):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reft.core.frequency import Pace
 from reft.core.layout import Leaf, pack
 from reft.core.recovery import Decision, Held
 from reft.core.round import Answer, Outcome
@@ -57,12 +58,17 @@ def test_answers_that_can_not_be_are_refused():
         messages.answers_from([unknown])
 
 
-@given(st.integers(-1, messages.STEP_MAX), st.frozensets(st.integers(0, messages.STEP_MAX)))
-def test_outcomes(whole, voids):
-    outcome = Outcome(whole, voids)
+@given(
+    st.integers(-1, messages.STEP_MAX),
+    st.frozensets(st.integers(0, messages.STEP_MAX)),
+    st.builds(Pace, st.integers(0, messages.STEP_MAX), st.integers(0, 1 << 31)),
+)
+def test_outcomes(whole, voids, pace):
+    outcome = Outcome(whole, voids, pace=pace)
     wire = messages.outcome_to("job", Epoch(1, b"e" * 16), outcome)
     assert messages.outcome_from(wire) == outcome
-    assert messages.outcome_from(pb.ReportReply(whole=whole, voids=voids)) == outcome
+    reply = pb.ReportReply(whole=whole, voids=voids, every=pace.every, pace_start=pace.start)
+    assert messages.outcome_from(reply) == outcome
 
 
 @given(st.one_of(st.none(), VERSIONS), st.sampled_from(SlotState))

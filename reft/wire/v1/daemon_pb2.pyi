@@ -356,32 +356,38 @@ class StepAnswer(_message.Message):
     def __init__(self, step: _Optional[int] = ..., answer: _Optional[_Union[Answer, str]] = ..., cells: _Optional[_Iterable[_Union[CellDigest, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "answers", "wait_ms", "trouble")
+    __slots__ = ("job", "epoch", "rank", "answers", "wait_ms", "trouble", "wish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
     answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
     wait_ms: int
     trouble: str
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    wish: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "voids", "slots_missing", "unlike")
+    __slots__ = ("whole", "voids", "slots_missing", "unlike", "every", "pace_start")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     VOIDS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    PACE_START_FIELD_NUMBER: _ClassVar[int]
     whole: int
     voids: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
     unlike: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
+    every: int
+    pace_start: int
+    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -638,32 +644,38 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "answers", "unlike")
+    __slots__ = ("job", "epoch", "node_index", "answers", "unlike", "wish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
     answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
     unlike: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
+    wish: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., unlike: _Optional[_Iterable[int]] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "voids", "unlike")
+    __slots__ = ("job", "epoch", "whole", "voids", "unlike", "every", "pace_start")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     VOIDS_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    PACE_START_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
     voids: _containers.RepeatedScalarFieldContainer[int]
     unlike: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ...) -> None: ...
+    every: int
+    pace_start: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()

@@ -1,0 +1,439 @@
+"""What a snapshot of every step costs one pipeline stage, on one device, with its neighbours emulated.
+
+    python bench/gpu_stage.py [--device cuda|cpu] [--stages P --stage p --microbatches M] [--replicas D --tolerate F]
+                              [--width W --inner I --heads H --layers L --length T --batch B] [--steps N] [--json FILE]
+
+    stage p of P, 1F1B       F F F ░░░░ B F B F … B ░ B ░ B ░░░░ optimizer     ░ a wait in the place of a receive
+
+The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp32 master weights. Its state is these 12 bytes
+a parameter; it takes part in a group of D replicas that survives the loss of F, so each snapshot writes |P|/(D-F) bytes.
+Waits last as long as the closed form says, from forwards and backwards that are measured first; on CUDA they are kernels
+that do nothing. Everything else is what a session uses: the share and its parity, the engine, the rhythm of the hooks,
+pinned slots (three). What a session has more is a capsule and the line to its daemon.
+
+Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by the schedule; and the
+same engine without regard to it, which copies at once. The first block of each kind is left out.
+
+    step        from mark to mark, in the device's time
+    overhead    of the medians, against training alone
+    stall       for which the optimizer waited at the fence, a snapshot
+    in gaps     share of the bytes whose copy was placed into a wait
+
+Beside torch and numpy nothing must be installed: without xxhash and protobuf there are substitutes (bench/plain.py), and the
+output says so. Ends with 1 if a goal is missed; there is none on the CPU, where copies and compute share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -m", the plain path works too
+
+import torch
+from torch import nn
+
+from bench import plain
+
+SUBSTITUTED = plain.substitute()
+
+from bench.common import Block, Shape, median, quantile, table  # noqa: E402
+from reft.client import coding  # noqa: E402
+from reft.client.copier import CopyJob, CpuCopier  # noqa: E402
+from reft.client.rhythm import Rhythm  # noqa: E402
+from reft.client.share import Share, share_of  # noqa: E402
+from reft.client.state import Bindings  # noqa: E402
+from reft.core import actions, bubbles  # noqa: E402
+from reft.core.actions import Action, Kind, Times  # noqa: E402
+from reft.core.cells import divide  # noqa: E402
+from reft.core.pacing import Tier  # noqa: E402
+from reft.core.placement import place  # noqa: E402
+from reft.core.version import Epoch, Version  # noqa: E402
+from reft.wire.slot_format import Geometry, SlotMap  # noqa: E402
+
+BLOCK = 10  # steps of one kind in a row
+SLOTS = 3
+MODES = ("alone", "reft", "at once")
+GOALS = {"gaps": 0.001, "no gaps": 0.01}  # overhead of the median on CUDA
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    for name, cuda, cpu, what in (
+        ("stages", 4, 4, "of the pipeline; 1: no waits"), ("stage", 1, 1, "which of them, from 0"),
+        ("microbatches", 8, 4, "of a step"), ("replicas", 8, 8, "D: nodes that hold this stage"),
+        ("tolerate", 2, 2, "F: how many of them may be lost"), ("width", 4096, 64, "of the model"),
+        ("inner", 11008, 176, "of its MLP"), ("heads", 32, 4, "of its attention"), ("layers", 8, 1, "of this stage"),
+        ("length", 2048, 32, "words of a sequence"), ("batch", 1, 1, "sequences of a microbatch"),
+        ("steps", 300, 30, "measured steps of each kind"), ("chunk-kib", 4096, 256, "KiB of a digest's chunk"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, help=f"{what} ({cuda} on CUDA, {cpu} on the CPU)")
+        parser.set_defaults(**{f"{name.replace('-', '_')}_": (cuda, cpu)})
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    args = parser.parse_args()
+    for name, value in list(vars(args).items()):
+        if name.endswith("_"):
+            default = value[args.device == "cpu"]
+            setattr(args, name[:-1], default if getattr(args, name[:-1]) is None else getattr(args, name[:-1]))
+            delattr(args, name)
+    if not 0 <= args.stage < args.stages or not 0 <= args.tolerate < args.replicas:
+        parser.error("a stage is one of the stages, and fewer replicas may be lost than there are")
+    return args
+
+
+class Clock:
+    """The device's time: events on CUDA, the host's clock on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device == "cuda"
+        self._spin_per_s = self._calibrate() if self.is_cuda else 0.0
+
+    def now(self) -> Any:
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Between two moments; waits for the second."""
+        if not self.is_cuda:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    def timed(self, work: Callable[[], object], times: int) -> float:
+        """The median of some runs, in seconds."""
+        found = []
+        for _ in range(times):
+            begin = self.now()
+            work()
+            found.append(self.seconds(begin, self.now()))
+        return statistics.median(found)
+
+    def wait(self, seconds: float) -> None:
+        """An idle time of this length, in the place of a receive."""
+        if self.is_cuda:
+            torch.cuda._sleep(int(seconds * self._spin_per_s))
+        else:
+            time.sleep(seconds)
+
+    def _calibrate(self) -> float:
+        cycles = 100_000_000
+        torch.cuda._sleep(cycles)
+        return cycles / self.timed(lambda: torch.cuda._sleep(cycles), 5)
+
+
+class Stage:
+    """The blocks of one stage, their optimizer, and the waits of its place in the pipeline."""
+
+    def __init__(self, args: argparse.Namespace, clock: Clock) -> None:
+        torch.manual_seed(0)
+        shape = Shape(args.width, args.inner, args.layers, args.heads, 0, args.batch, args.length)
+        on: dict[str, Any] = {"device": args.device, "dtype": torch.bfloat16}
+        with torch.device(args.device):
+            self.blocks = nn.ModuleList(Block(shape) for _ in range(args.layers)).to(**on)
+        size = args.width // args.heads
+        angles = torch.arange(args.length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)[None]
+        angles = torch.cat((angles, angles), -1).to(args.device)
+        self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        self.x = torch.randn(args.batch, args.length, args.width, **on)
+        self.grad = torch.randn_like(self.x) / self.x.numel()
+        self.weights = list(self.blocks.parameters())
+        self.master = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.optimizer = torch.optim.AdamW(self.master, lr=1e-4, fused=True)
+        self.clock = clock
+        self.order = actions.one_f_one_b(args.stage, args.stages, args.microbatches)
+        self.outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.gaps: dict[int, float] = {}
+
+    def run(self, action: Action) -> None:
+        """A forward or a backward of one microbatch."""
+        if action.kind is Kind.FORWARD:
+            x = self.x.detach().requires_grad_()
+            y = x
+            for block in self.blocks:
+                y = block(y, self.cos, self.sin)
+            self.outputs[action.microbatch] = x, y
+        else:
+            _, y = self.outputs.pop(action.microbatch)
+            y.backward(self.grad)
+
+    def update(self) -> None:
+        """The optimizer on the master weights, and the weights rounded from them."""
+        for weight, master in zip(self.weights, self.master, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        self.optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self.master, strict=True):
+                weight.copy_(master)
+
+    def state(self) -> Bindings:
+        """What a snapshot holds; call it after the first update."""
+        found = {}
+        for i, master in enumerate(self.master):
+            kept = self.optimizer.state[master]
+            found |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
+        return Bindings(found)
+
+    def calibrate(self, args: argparse.Namespace) -> Times:
+        """Measures forward and backward, and foresees the waits that stages like this one have."""
+        forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
+        found: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+        for _ in range(12):
+            for action in (forward, backward):
+                begin = self.clock.now()
+                self.run(action)
+                found[action.kind].append(self.clock.seconds(begin, self.clock.now()))
+        times = Times(median(found[Kind.FORWARD][4:]), median(found[Kind.BACKWARD][4:]))
+        gaps = bubbles.one_f_one_b(args.stage, args.stages, args.microbatches, times)
+        self.gaps = {gap.place: gap.length for gap in gaps}
+        return times
+
+
+@dataclass
+class Snapshotting:
+    """The engine with its slots and its rhythm, as a session has them."""
+
+    copier: Any
+    share: Share
+    slots: list[SlotMap]
+    rhythm: Rhythm
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    taken: int = 0
+    skipped: int = 0
+    errors: list[Exception] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, state: Bindings) -> Snapshotting:
+        chunk = args.chunk_kib << 10
+        layout = state.layout()
+        division = divide({layout.digest: layout}, [layout.digest] * args.replicas)
+        placement = place(division, list(range(args.replicas)), "auto", args.tolerate, chunk)
+        copier: Any = CpuCopier([])
+        if args.device == "cuda":
+            from reft.client.cuda_copier import CudaCopier
+
+            copier = CudaCopier()
+        share = share_of(placement, 0, layout.leaves, state.tensors, copier.cut)
+        geometry = Geometry(1 << 20, share.data_bytes, chunk)
+        slots = []
+        for _ in range(SLOTS):
+            pages = torch.zeros(geometry.file_bytes, dtype=torch.uint8, pin_memory=args.device == "cuda")
+            slots.append(SlotMap.create(pages.numpy(), geometry, "bench", 0))
+        return cls(copier, share, slots, Rhythm(copier))
+
+    def take(self, step: int, course: Any) -> None:
+        """Begins a snapshot, if a slot is free."""
+        with self._lock:
+            index = self.free.pop() if self.free else -1
+        if index < 0:
+            self.skipped += 1
+            return
+        slot = self.slots[index]
+        slot.begin(Version(Epoch(1, bytes(16)), step), self.share.digest, self.share.table, self.share.data_bytes)
+        self.taken += 1
+
+        def ended(error: Exception | None = None) -> None:
+            with self._lock:
+                self.free.append(index)
+                self.errors += [error] if error else []
+
+        def landed(riders: object) -> None:
+            slot.put_capsule(b"")
+            slot.landed()
+
+        def sealed(digests: Any) -> None:
+            slot.sealed(digests)
+            ended()
+
+        ignore: Callable[..., Any] = lambda *_: None  # noqa: E731
+        self.copier.begin(
+            CopyJob(lambda _: slot, ignore, self.share.chunk_bytes, self.share, ignore, ignore, ignore, landed, sealed,
+                    ended, lambda: (), ignore, course)
+        )  # fmt: skip
+
+
+@dataclass
+class Kept:
+    """What was measured of one kind of step."""
+
+    seconds: list[float] = field(default_factory=list)
+    stall_s: float = 0.0
+    written: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+    taken: int = 0
+    skipped: int = 0
+
+
+def one_step(stage: Stage, snapshotting: Snapshotting, step: int, mode: str) -> None:
+    """From a mark to the next."""
+    rhythm, copier = snapshotting.rhythm, snapshotting.copier
+    course = rhythm.mark(step)
+    if mode != "alone":
+        snapshotting.take(step, course if mode == "reft" else None)
+    for index, action in enumerate(stage.order):
+        wait(stage, rhythm, index)
+        rhythm.enter(Tier.COMPUTE, f"{action.kind.value}{action.microbatch}", action.kind)
+        stage.run(action)
+    wait(stage, rhythm, len(stage.order))
+    rhythm.fence()
+    copier.fence()
+    stage.update()
+
+
+def wait(stage: Stage, rhythm: Rhythm, place: int) -> None:
+    if seconds := stage.gaps.get(place, 0.0):
+        rhythm.enter(Tier.GAP, "wait")
+        stage.clock.wait(seconds)
+
+
+def blocks(steps: int) -> Iterator[tuple[str, bool]]:
+    """The kind of each block, and whether it counts; each kind comes after each other one as often."""
+    count = -(-steps // BLOCK)
+    for index in range(count + 1):
+        for turn in range(len(MODES)):
+            yield MODES[(index + turn) % len(MODES)], index > 0
+
+
+def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) -> dict[str, Kept]:
+    kept = {mode: Kept() for mode in MODES}
+    tally, step = snapshotting.copier.tally, 1
+    for mode, counts in blocks(args.steps):
+        before = tally.stall_s, {tier: tally.written(tier) for tier in Tier}, snapshotting.taken, snapshotting.skipped
+        marks = []
+        for _ in range(BLOCK):
+            marks.append(stage.clock.now())
+            one_step(stage, snapshotting, step, mode)
+            step += 1
+        marks.append(stage.clock.now())
+        seconds = [stage.clock.seconds(begin, end) for begin, end in pairwise(marks)]
+        snapshotting.rhythm.mark(step)  # takes what the device has measured meanwhile into account
+        if counts:
+            found = kept[mode]
+            found.seconds += seconds[1:]  # the first one's mark lies before the snapshot of another kind has ended
+            found.stall_s += tally.stall_s - before[0]
+            for tier in Tier:
+                found.written[tier] += tally.written(tier) - before[1][tier]
+            found.taken += snapshotting.taken - before[2]
+            found.skipped += snapshotting.skipped - before[3]
+    return kept
+
+
+def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
+    """Bytes a second of one large copy from the device into memory that is there (and pinned, on CUDA)."""
+    nbytes = (1 << 30) if clock.is_cuda else (64 << 20)
+    source = torch.ones(nbytes, dtype=torch.uint8, device=args.device)
+    target = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=clock.is_cuda)
+    return nbytes / clock.timed(lambda: target.copy_(source, non_blocking=True), 7)
+
+
+def encode_seconds(share: Share, device: str, clock: Clock) -> float:
+    """To compute all parity of a snapshot, where its inputs lie ready; not to copy it."""
+    total, known = 0.0, dict[tuple[int, int], float]()
+    for column in share.columns:
+        key = id(column.program), column.nbytes
+        if key not in known:
+
+            def rows(count: int, nbytes: int = column.nbytes) -> list[torch.Tensor]:
+                return list(torch.zeros(count, nbytes, dtype=torch.uint8, device=device))
+
+            registers = rows(len(column.inputs)), rows(len(column.outputs)), rows(column.program.scratch)
+            known[key] = clock.timed(
+                lambda column=column, registers=registers: coding.run(column.program, *registers), 5
+            )
+        total += known[key]
+    return total
+
+
+def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
+    found = [mode, f"{1000 * median(kept.seconds):.3f}", f"{1000 * quantile(kept.seconds, 0.99):.3f}"]
+    if kept is alone:
+        return [*found, "", "", "", ""]
+    written = sum(kept.written.values())
+    return [
+        *found,
+        f"{100 * (median(kept.seconds) / median(alone.seconds) - 1):.2f} %",
+        f"{1000 * kept.stall_s / max(kept.taken, 1):.3f}",
+        f"{100 * kept.written[Tier.GAP] / max(written, 1):.0f} %",
+        f"{kept.taken} ({kept.skipped} skipped)",
+    ]
+
+
+def figures(
+    args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: Times, clock: Clock
+) -> dict[str, Any]:
+    tally, share = snapshotting.copier.tally, snapshotting.share
+    state = sum(leaf.nbytes for leaf in share.leaves)
+    gaps = sum(stage.gaps.values())
+    return {
+        "device": torch.cuda.get_device_name() if clock.is_cuda else "cpu", "torch": torch.__version__,
+        "forward_ms": 1000 * times.forward, "backward_ms": 1000 * times.backward,
+        "idle_ms": 1000 * gaps, "parameters": sum(weight.numel() for weight in stage.weights), "state_bytes": state,
+        "snapshot_bytes": share.written_bytes, "share_of_state": share.written_bytes / state,
+        "plain_gb_per_s": plain_copy_rate(args, clock) / 1e9, "gap_gb_per_s": tally.rate(Tier.GAP) / 1e9,
+        "beside_compute_gb_per_s": tally.rate(Tier.COMPUTE) / 1e9,
+        "encode_ms": 1000 * encode_seconds(share, args.device, clock), "substituted": SUBSTITUTED,
+    }  # fmt: skip
+
+
+def show(args: argparse.Namespace, kept: dict[str, Kept], found: dict[str, Any]) -> None:
+    alone = median(kept["alone"].seconds)
+    print(
+        f"{found['device']}, torch {found['torch']}: stage {args.stage} of {args.stages}, {args.microbatches} microbatches, "
+        f"{found['parameters'] / 1e6:.1f} M parameters, state {found['state_bytes'] / 1e9:.3f} GB\n"
+        f"forward {found['forward_ms']:.2f} ms, backward {found['backward_ms']:.2f} ms, "
+        f"idle {found['idle_ms']:.2f} ms of a step ({found['idle_ms'] / alone / 10:.0f} %)\n"
+        f"a snapshot writes {found['snapshot_bytes'] / 1e9:.4f} GB ({found['share_of_state']:.4f} of the state; "
+        f"1/(D-F) = {1 / (args.replicas - args.tolerate):.4f})\n"
+        f"copies: {found['gap_gb_per_s']:.1f} GB/s in gaps, {found['beside_compute_gb_per_s']:.1f} beside compute, "
+        f"plain copy {found['plain_gb_per_s']:.1f}; parity is computed in {found['encode_ms']:.2f} ms\n"
+    )
+    head = ["steps", "p50 ms", "p99 ms", "overhead", "stall ms", "in gaps", "snapshots"]
+    print(table(head, [row(mode, kept[mode], kept["alone"]) for mode in MODES]))
+    for each in SUBSTITUTED:
+        print(f"not installed: {each}")
+
+
+def main() -> int:
+    args = parse()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # the copying thread needs a core of its own to show anything
+    clock = Clock(args.device)
+    stage = Stage(args, clock)
+    times = stage.calibrate(args)
+    stage.update()
+    snapshotting = Snapshotting.of(args, stage.state())
+    kept = measure(args, stage, snapshotting)
+    found = figures(args, stage, snapshotting, times, clock)
+    snapshotting.copier.close()
+    show(args, kept, found)
+    overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1
+    if args.json:
+        seconds = {mode: kept[mode].seconds for mode in MODES}
+        args.json.write_text(json.dumps({**found, "arguments": vars(args) | {"json": None}, "overhead": overhead,
+                                         "seconds": seconds}, indent=1))  # fmt: skip
+    if snapshotting.errors:
+        print(f"{len(snapshotting.errors)} snapshots failed, the first with: {snapshotting.errors[0]!r}")
+        return 1
+    goal = GOALS["gaps" if stage.gaps else "no gaps"]
+    if clock.is_cuda and overhead > goal:
+        print(f"overhead {100 * overhead:.2f} % is above the goal of {100 * goal:.1f} %")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

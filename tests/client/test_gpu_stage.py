@@ -1,0 +1,37 @@
+"""bench/gpu_stage.py runs on the CPU, also where nothing but torch and numpy is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "--device=cpu --stages=2 --stage=0 --microbatches=2 --steps=10 --width=32 --inner=64 --heads=2 --length=8 --replicas=4 "
+    "--tolerate=1"
+).split()
+BARE = """
+import runpy, sys
+for name in {missing}:
+    sys.modules[name] = None  # as if it were not installed
+sys.argv = ["gpu_stage.py", *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("missing", [(), ("grpc", "google.protobuf", "xxhash", "psutil")], ids=["full", "bare"])
+def test_the_bench_of_one_stage_runs(missing, tmp_path):
+    code = BARE.format(missing=missing, script=str(ROOT / "bench" / "gpu_stage.py"))
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-c", code, *SMALL, f"--json={target}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(target.read_text())
+    assert {mode: len(seconds) for mode, seconds in found["seconds"].items()} == {"alone": 9, "reft": 9, "at once": 9}
+    assert found["share_of_state"] == pytest.approx(1 / 3, rel=0.2)  # |P| / (D - f), and padding
+    assert found["idle_ms"] > 0 and len(found["substituted"]) == (2 if missing else 0)
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith(("alone", "reft", "at once"))]

@@ -1,0 +1,93 @@
+"""every="auto" with real sessions: measured, agreed through the daemon, and taken by the number of the step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from reft.config import Config
+from reft.core.frequency import is_due
+from reft.errors import ConfigError
+from tests.client.test_attach import make
+from tests.client.test_state_kinds import step_once
+
+MOST_STEPS = 20_000  # the round takes its time on a busy machine; a step here takes a millisecond
+
+
+def spied(session, monkeypatch):
+    """The steps that the session tries to take."""
+    taken = []
+    original = session._snapshots.take
+
+    def take(step, is_marked, course=None):
+        taken.append(step)
+        return original(step, is_marked, course)
+
+    monkeypatch.setattr(session._snapshots, "take", take)
+    return taken
+
+
+def train_until(session, model, optimizer, enough):
+    for _ in session.steps(MOST_STEPS):
+        step_once(model, optimizer)
+        if enough():
+            session.step_end()  # the loop is left before its own mark
+            return
+    pytest.fail("the steps did not suffice")
+
+
+def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplog):
+    """A mark costs a good part of these tiny steps: far more than the budget."""
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto", config=Config.load(overhead_budget=0.02))
+    taken = spied(session, monkeypatch)
+    metronome = session._metronome
+    train_until(session, model, optimizer, lambda: session.every > 1)
+    pace, begun = session._snapshots.reporter.pace, session.step
+    assert pace.every == session.every and pace.start <= begun
+    stop = begun + 5 * pace.every
+    train_until(session, model, optimizer, lambda: session.step >= stop)
+    paces = metronome.cadence
+    assert taken == [step for step in range(1, session.step + 1) if paces.due(step)]
+    assert all(
+        is_due(step, session.every) for step in taken if step > pace.start + 1 and paces.every(step) == session.every
+    )
+    assert "step is snapshotted" in caplog.text
+    assert metronome.frequency.needed() > 1
+    sealed = session.seal(timeout=20)
+    assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
+    session._metronome.mark(copy.copy(session._snapshots))
+    assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
+
+
+def test_each_step_is_taken_while_the_stall_fits_but_for_control_steps(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto")
+    taken = spied(session, monkeypatch)
+    frequency = session._metronome.frequency
+    observe = frequency.observe
+    # Steps of a second, as those of large models: here a mark costs as much as a step.
+    monkeypatch.setattr(frequency, "observe", lambda _, stall: observe(1.0, None if stall is None else 0.0005))
+    train_until(session, model, optimizer, lambda: session.step >= 700)
+    assert session.every == 1
+    left_out = set(range(1, session.step + 1)) - set(taken)
+    assert left_out == {step for step in range(1, session.step + 1) if not is_due(step, 1)}
+    assert 5 <= len(left_out) <= 20
+    found = session.overhead()
+    assert found is None or found.low < found.mean < found.high
+
+
+def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every=7)
+    taken = spied(session, monkeypatch)
+    train_until(session, model, optimizer, lambda: session.step >= 100)
+    assert taken == list(range(7, session.step + 1, 7))
+    assert session.every == 7 and session.overhead() is None and session._snapshots.reporter.wish == 0
+
+
+@pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
+def test_an_interval_that_can_not_be_is_refused(attach, every):
+    with pytest.raises(ConfigError, match="every is"):
+        attach(*make(), every=every)
