@@ -6,7 +6,6 @@ import copy
 
 import pytest
 
-from reft.config import Config
 from reft.core.frequency import is_due
 from reft.errors import ConfigError
 from tests.client.test_attach import make
@@ -37,38 +36,56 @@ def train_until(session, model, optimizer, enough):
     pytest.fail("the steps did not suffice")
 
 
+def feed(session, monkeypatch, stall_s):
+    """Steps of a second, as those of large models, and a given stall: here a mark costs as much as a step."""
+    frequency = session._metronome.frequency
+    observe = frequency.observe
+    monkeypatch.setattr(frequency, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
+
+
 def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplog):
-    """A mark costs a good part of these tiny steps: far more than the budget."""
     model, optimizer = make()
-    session = attach(model, optimizer, every="auto", config=Config.load(overhead_budget=0.02))
+    session = attach(model, optimizer, every="auto")
+    feed(session, monkeypatch, 0.005)
     taken = spied(session, monkeypatch)
-    metronome = session._metronome
     train_until(session, model, optimizer, lambda: session.every > 1)
-    pace, begun = session._snapshots.reporter.pace, session.step
-    assert pace.every == session.every and pace.start <= begun
-    stop = begun + 5 * pace.every
+    pace = session._snapshots.reporter.pace
+    assert pace.every == session.every == 5 and pace.start <= session.step
+    stop = session.step + 40
     train_until(session, model, optimizer, lambda: session.step >= stop)
-    paces = metronome.cadence
-    assert taken == [step for step in range(1, session.step + 1) if paces.due(step)]
-    assert all(
-        is_due(step, session.every) for step in taken if step > pace.start + 1 and paces.every(step) == session.every
-    )
-    assert "step is snapshotted" in caplog.text
-    assert metronome.frequency.needed() > 1
-    sealed = session.seal(timeout=20)
+    heard = max(step for step in taken if step % 5) + 1  # the first step when this rank knew
+    assert taken == [step for step in range(1, session.step + 1) if is_due(step, 1 if step < heard else 5)]
+    assert "each 5. step is snapshotted" in caplog.text
+    sealed = session.seal(timeout=60)
     assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
     session._metronome.mark(copy.copy(session._snapshots))
     assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
+
+
+def test_what_is_measured_is_what_held_up_training(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto")
+    copier, frequency = session._snapshots.copier, session._metronome.frequency
+    seen = []
+    monkeypatch.setattr(frequency, "observe", lambda seconds, stall: seen.append((seconds, stall)))
+    fence = copier.fence
+
+    def slow_fence():
+        fence()
+        copier.tally.stall_s += 7.0
+
+    monkeypatch.setattr(copier, "fence", slow_fence)
+    train_until(session, model, optimizer, lambda: session.step >= 100)
+    stalls = [stall for _, stall in seen if stall is not None]
+    assert stalls and all(7.0 < stall < 30.0 for stall in stalls), "the fence, and the mark"
+    assert [stall is None for _, stall in seen].count(True) >= 1, "a control step has none"
 
 
 def test_each_step_is_taken_while_the_stall_fits_but_for_control_steps(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
     taken = spied(session, monkeypatch)
-    frequency = session._metronome.frequency
-    observe = frequency.observe
-    # Steps of a second, as those of large models: here a mark costs as much as a step.
-    monkeypatch.setattr(frequency, "observe", lambda _, stall: observe(1.0, None if stall is None else 0.0005))
+    feed(session, monkeypatch, 0.0005)
     train_until(session, model, optimizer, lambda: session.step >= 700)
     assert session.every == 1
     left_out = set(range(1, session.step + 1)) - set(taken)
