@@ -86,6 +86,7 @@ def test_a_store_nobody_uses_ends(tmp_path):
     assert host.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_two_unnamed_jobs_on_one_store_do_not_meet(make, tmp_path):
     agents = make("--nnodes=1")
     agents.start("a", "--local-addr=127.0.0.1")
@@ -99,6 +100,7 @@ def test_two_unnamed_jobs_on_one_store_do_not_meet(make, tmp_path):
     assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
 
 
+@pytest.mark.slow
 def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
     agents = make("--nnodes=2", "--rdzv-id=job")
     agents.start("a", "--local-addr=127.0.0.1")

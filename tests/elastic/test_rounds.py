@@ -201,6 +201,7 @@ def test_who_was_cut_off_and_comes_back_joins_anew(make_job):
     assert job.ranks(b) == [0]
     b._holder._is_gone = lambda facts, seen_s: False
     sees_restart(a)  # its workers run in a round that is over
+    assert "went on without this node" in a._said
     (returned,) = job.join(a)
     sees_restart(b)
     assert sorted([*job.ranks(b), returned.result(10).rank]) == [0, 1]
