@@ -42,11 +42,11 @@ def main() -> None:
     mark("born", born())
     mark("started", STARTED)
     import torch
-    import torch._dynamo  # noqa: F401  (torch's optimizers import it when the first one is made)
+    import torch._dynamo
     import torch.distributed as dist
 
     import reft
-    import reft.client.attach  # noqa: F401
+    import reft.client.attach
 
     mark("imported")
     torch.set_num_threads(1)
