@@ -1,4 +1,4 @@
-"""`reft-cli`: status, recover, purge, demo. Exit codes are the same for all verbs.
+"""`reft-cli`: status, recover, purge, timeline, demo. Exit codes are the same for all verbs.
 
 0 as asked   1 failed   2 wrong usage   3 WARN (with --check)   4 ERR (with --check), not survived, or not recoverable
 10 no daemon   11 no such job   130 interrupted by Ctrl-C   143 ended by SIGTERM
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -21,6 +22,7 @@ from reft.cli import recovery, tables, views
 from reft.cli.ask import NoSuchJob, ask, local_address
 from reft.cli.recover import Recovery, replacement_here
 from reft.cli.survey import steady, surveys
+from reft.cli.timeline import collect, write
 from reft.core.budget import size
 from reft.core.health import Health
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
@@ -134,6 +136,33 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
     click.echo(f"job {job}: freed {size(freed)} on {reply.node}.")
     if others:
         click.echo(f"It may still be held on {', '.join(others)}: run this there too.")
+
+
+@main.command()
+@click.argument("job")
+@click.option("--rank", type=int, help="Of this rank only; else of all that train on this node.")
+@click.option(
+    "--output", default="reft-timeline.json", show_default=True, metavar="PATH", type=click.Path(path_type=Path)
+)
+@json_option
+@daemon_option
+def timeline(job: str, rank: int | None, output: Path, as_json: bool, daemon: str | None) -> None:
+    """Writes what JOB's trainers on this node did in their last steps, as a trace for ui.perfetto.dev.
+
+    It shows compute, waits, each copied chunk with its tier, parity, the fence and the stall at it.
+    """
+    with failing(as_json):
+        found = collect(local_address(daemon), job, rank)
+        write(found.trace, output)
+    if as_json:
+        silent = {str(number): why for number, why in found.silent.items()}
+        events = len(found.trace["traceEvents"])
+        result = {"job": job, "path": str(output), "ranks": list(found.ranks), "events": events, "silent": silent}
+        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **result}, indent=2))
+        return
+    for number, why in found.silent.items():
+        click.echo(f"rank {number} is missing: {why}", err=True)
+    click.echo(f"{output}: {len(found.ranks)} ranks of job {job}. Open it in ui.perfetto.dev or chrome://tracing.")
 
 
 @main.command()

@@ -111,6 +111,15 @@ class Rhythm:
         places = {gap.place for gap in foreseen}
         return profile.compare(foreseen, [gap for gap in self.profile.gaps() if gap.place in places])
 
+    def trace(self, rank: int) -> dict[str, Any]:
+        """The timeline, and the gaps as they were foreseen and measured. Any thread may ask."""
+        comparison = self.comparison()
+        gaps = [
+            {"place": place, "foreseen_ms": 1000 * foreseen, "measured_ms": 1000 * measured}
+            for place, foreseen, measured in (comparison.differences if comparison else ())
+        ]
+        return {**self._copier.tally.timeline.chrome(rank), "otherData": {"gaps": gaps}}
+
     def _learn(self, window: _Window) -> bool:
         """Takes a window's lengths into account; False if the device has not been through it yet."""
         times = self._copier.times(window.stamps)

@@ -10,12 +10,15 @@ only counts: whether the loop marks its steps is not known yet then.
 from __future__ import annotations
 
 import atexit
+import json
+import logging
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +32,9 @@ from reft.core.course import Course
 from reft.core.frequency import Overhead
 from reft.core.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
+from reft.wire import tracing
+
+log = logging.getLogger("reft")
 
 if TYPE_CHECKING:
     from reft.client.renewal import Reviews  # which attaches anew, and so needs this module
@@ -93,9 +99,11 @@ class Session:
             self._hooks += extractor(optimizer).hook(optimizer, self._before_optimizer, after)
         self._rhythm: Rhythm | None = None
         self._unfollow: Callable[[], None] = lambda: None
+        self._teller: tracing.Teller | None = None
         if snapshots is not None:
             self._rhythm = Rhythm(snapshots.copier, hooks.closed(schedule))
             self._unfollow = hooks.follow(schedule, self._rhythm)
+            self._teller = _teller(snapshots, self._rhythm)
             atexit.register(_drain, weakref.ref(self))
 
     # Marks
@@ -225,12 +233,21 @@ class Session:
         skipped: counts; bytes: written by one snapshot; stall_ms: mean time for which a snapshot held up training;
         bubble_fraction: share of the snapshots' bytes that was copied in gaps of the schedule or inside `idle()`;
         gap_bytes, compute_bytes, collective_bytes, fence_bytes: of all snapshots, by what training did when their copy
-        began; at the fence it waited.
+        began; at the fence it waited; gap_error, gap_error_worst: how far the schedule's closed form is off the measured
+        idle time, relative, in all and of the worst gap; -1 if nothing can be compared.
         """
         if self._snapshots is None:
             numbers = dict.fromkeys(("snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction", *TIER_BYTES), 0.0)
-            return {"step": self.step, "sealed_step": -1, "whole_step": -1, **numbers}
+            return {
+                "step": self.step,
+                "sealed_step": -1,
+                "whole_step": -1,
+                "gap_error": -1.0,
+                "gap_error_worst": -1.0,
+                **numbers,
+            }
         counts, tally = self._snapshots.counts, self._snapshots.copier.tally
+        comparison = self._rhythm.comparison() if self._rhythm else None
         return {
             "step": self.step,
             "sealed_step": counts.sealed_step,
@@ -238,6 +255,8 @@ class Session:
             "snapshots": counts.snapshots,
             "skipped": counts.skipped,
             "bytes": self._snapshots.bytes_per_snapshot(),
+            "gap_error": comparison.total if comparison else -1.0,
+            "gap_error_worst": comparison.worst if comparison else -1.0,
             "stall_ms": 1000 * tally.stall_s / max(counts.snapshots, 1),
             "bubble_fraction": tally.written(Tier.GAP) / max(tally.written(), 1),
             **{name: tally.written(tier) for name, tier in TIER_BYTES.items()},
@@ -248,6 +267,24 @@ class Session:
         `every="auto"` leaves out. None until there are enough of them; 0.1 % under 2 % of noise takes thousands of steps.
         """
         return self._metronome.overhead() if self._metronome else None
+
+    def timeline(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+        """What training and copying did in the last steps, as a trace that ui.perfetto.dev and chrome://tracing show.
+
+        Args:
+            path: a file to write it to as well.
+
+        Returns:
+            The trace, JSON types: compute, gaps, waits, each chunk with its tier, parity, the fence; `otherData` has the
+            gaps that the schedule should have and those that were measured.
+        """
+        if self._rhythm is None or self._snapshots is None:
+            trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {}}
+        else:
+            trace = self._rhythm.trace(self._snapshots.rank)
+        if path is not None:
+            Path(path).write_text(json.dumps(trace))
+        return trace
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -273,6 +310,8 @@ class Session:
         if self._metronome is not None:
             self._metronome.report()
         self._unfollow()
+        if self._teller is not None:
+            self._teller.close()
         self._rhythm = None
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
@@ -318,6 +357,15 @@ class _Unmarked(_Marks):
         """Counts a call of the optimizer; True from the second on, when it is clear that nobody marks."""
         self._calls += 1
         return self._calls > 1
+
+
+def _teller(snapshots: Snapshots, rhythm: Rhythm) -> tracing.Teller | None:
+    """Answers `reft-cli timeline`; where no socket can be had, only `Session.timeline` tells."""
+    try:
+        return tracing.Teller(lambda: rhythm.trace(snapshots.rank))
+    except OSError as error:
+        log.warning("reft-cli timeline will not find rank %d: %s", snapshots.rank, error)
+        return None
 
 
 def _was_skipped(optimizer: object) -> bool:

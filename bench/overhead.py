@@ -1,0 +1,296 @@
+"""What a snapshot after every step costs a pipeline, by the way in which it is copied; all in one interleaved run.
+
+    python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--trace FILE]
+
+A 1F1B pipeline of torch's, one process a stage, over gloo, each pinned to a core of its own where there are enough. The
+ways take turns in blocks of a few steps, in the same random order on all stages:
+
+    plain       training alone
+    blocking    a copy into mapped memory after the step, while training waits
+    checkfreq   the host copies in a thread beside training, and the next optimizer step waits for it (CheckFreq, FAST '21)
+    side        reft's engine, without regard to the schedule
+    reft        reft, along the schedule: gaps first
+    dcp         torch.distributed.checkpoint.async_save
+    dlrover     only named: why it does not run here
+
+Every way copies the whole state of the stage in each step; reft and side also digest it, seal it, and agree on it. A step's
+time is the largest of all stages'. Figures of a loaded machine are ratios at best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import reft
+from bench import common
+from bench.common import Mapped, median, quantile
+
+NEVER = 1 << 40  # as `every`: no snapshot
+STEPS = 6  # of a block; the first two have nothing of the block's own under way, or no course yet, so they do not count
+WARM = 2
+WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, help="rounds of blocks (8)")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")
+    parser.add_argument("--role", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--daemon", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.rounds = options.rounds or (2 if options.quick else 8)
+    return options
+
+
+class Part(nn.Module):
+    """One stage: linear layers, named after their place in the whole model."""
+
+    def __init__(self, stage: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({f"layer{stage * layers + i}": nn.Linear(width, width) for i in range(layers)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Stage:
+    """One process of the pipeline."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.rank, self.stages = options.role, options.stages
+        torch.manual_seed(self.rank)
+        torch.set_num_threads(1)
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) >= self.stages:
+            os.sched_setaffinity(0, {cores[self.rank]})
+        url = f"tcp://127.0.0.1:{options.port}"
+        dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
+        self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
+        width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 48)
+        self.model = Part(self.rank, width, layers)
+        stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))
+        self.schedule = Schedule1F1B(stage, options.microbatches, loss_fn=nn.functional.mse_loss)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.x = torch.randn(rows * options.microbatches, width)
+        self.copied: Future[float] | None = None
+        self.upload: Any = None
+        self.stalled_s = 0.0
+        self.optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
+        self.session = reft.attach(
+            self.model, self.optimizer, self.schedule, job="overhead", daemon=options.daemon, protect="none"
+        )
+        self.pool = ThreadPoolExecutor(1)
+        self.scratch = scratch
+        self.train()
+        self.session.step_end()
+        self.tensors = [p.detach() for p in self.model.parameters()]
+        self.tensors += [
+            self.optimizer.state[p][key] for p in self.model.parameters() for key in ("exp_avg", "exp_avg_sq")
+        ]
+        self.mapped = Mapped(self.tensors)
+        self.mapped.copy()
+        self.along = self.session._rhythm._course  # "side" is the same engine, told nothing of gaps
+        self.figures: dict[str, dict[str, list[float]]] = {way: {"steps": [], "stall": []} for way in WAYS}
+        self.trace: dict[str, Any] = {}
+        self.tiers: dict[str, dict[str, float]] = {way: {} for way in ("side", "reft")}
+
+    def train(self) -> None:
+        """One step of the pipeline; all stages meet before the optimizer, as they do for the norm of all gradients."""
+        self.optimizer.zero_grad()
+        target = {"target": self.x} if self.rank == self.stages - 1 else {}
+        self.schedule.step(*((self.x,) if self.rank == 0 else ()), **target)
+        dist.all_reduce(torch.zeros(1))
+        self.optimizer.step()
+
+    def wait_for_copy(self) -> None:
+        """CheckFreq's fence."""
+        if self.copied is not None:
+            began = time.perf_counter()
+            self.copied.result()
+            self.stalled_s += time.perf_counter() - began
+            self.copied = None
+
+    def after(self, way: str) -> None:
+        """What follows an optimizer step."""
+        began = time.perf_counter()
+        if way == "blocking":
+            self.mapped.copy()
+        elif way == "dcp":
+            if self.upload is not None:
+                self.upload.result()
+            names = {f"{i}": tensor for i, tensor in enumerate(self.tensors)}
+            writer = dcp.FileSystemWriter(self.scratch / "checkpoint", overwrite=True)
+            self.upload = dcp.async_save({f"stage{self.rank}": names}, storage_writer=writer, process_group=self.group)
+        if way in ("blocking", "dcp"):
+            self.stalled_s += time.perf_counter() - began
+        if way == "checkfreq":
+            self.copied = self.pool.submit(self.mapped.copy)
+        self.session.step_end()
+
+    def block(self, way: str) -> None:
+        """A few steps of one way."""
+        self.session.every = 1 if way in ("reft", "side") else NEVER
+        self.session._rhythm._course = self.along if way == "reft" else lambda: None
+        first = self.session.stats()
+        for i in range(STEPS):
+            self.stalled_s, before = 0.0, self.session.stats()
+            began = time.perf_counter()
+            self.train()
+            self.after(way)
+            step_s = time.perf_counter() - began
+            after = self.session.stats()
+            reft_ms = after["stall_ms"] * after["snapshots"] - before["stall_ms"] * before["snapshots"]
+            if i >= WARM:
+                self.figures[way]["steps"].append(step_s)
+                self.figures[way]["stall"].append(self.stalled_s + reft_ms / 1000)
+        if way in ("reft", "side"):
+            self.session.seal()
+            for name, value in self.session.stats().items():
+                if name.endswith("_bytes"):
+                    self.tiers[way][name] = self.tiers[way].get(name, 0) + value - first[name]
+        self.session.every = NEVER
+        self.wait_for_copy()
+        if self.upload is not None:
+            self.upload.result()
+            self.upload = None
+        dist.barrier()
+
+    def run(self, rounds: int, ways: list[str]) -> dict[str, Any]:
+        order = random.Random(0)
+        for way in ways:
+            self.block(way)
+        for values in self.figures.values():
+            values["steps"].clear()
+            values["stall"].clear()
+        for counted in self.tiers.values():
+            counted.clear()
+        for _ in range(rounds):
+            order.shuffle(ways)
+            for way in ways:
+                self.block(way)
+                if way == "reft":
+                    self.trace = self.session.timeline()
+        stats = self.session.stats()
+        return {
+            "figures": self.figures,
+            "bytes": self.mapped.nbytes,
+            "stats": stats,
+            "tiers": self.tiers,
+            "trace": self.trace,
+        }
+
+
+def role(options: argparse.Namespace) -> None:
+    with common.folder(common.SHM) as scratch:
+        stage = Stage(options, scratch)
+        found = stage.run(options.rounds, options.ways.split(","))
+        stage.session.close()
+        dist.destroy_process_group()
+    options.result.write_text(json.dumps(found))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dict[str, Any]]:
+    """All stages, each in a process of its own; what they found."""
+    passed = ["--stages", str(options.stages), "--microbatches", str(options.microbatches), "--ways", options.ways]
+    passed += ["--rounds", str(options.rounds), *(["--quick"] if options.quick else [])]
+    with ExitStack() as stack:
+        running = []
+        port = free_port()
+        for rank in range(options.stages):
+            command = [sys.executable, str(Path(__file__).resolve()), *passed, "--role", str(rank)]
+            command += ["--port", str(port), "--daemon", daemon, "--result", str(home / f"{rank}.json")]
+            running.append(stack.enter_context(common.process(command, home / f"{rank}.log", {"OMP_NUM_THREADS": "1"})))
+        for rank, process in enumerate(running):
+            if process.wait():
+                raise RuntimeError(f"stage {rank} ended:\n{(home / f'{rank}.log').read_text()[-3000:]}")
+    return [json.loads((home / f"{rank}.json").read_text()) for rank in range(options.stages)]
+
+
+def rows(found: list[dict[str, Any]], ways: list[str]) -> list[list[str]]:
+    """One row a way: step times over all stages, overhead, stall, bytes."""
+    slowest: Callable[[str, str], list[float]] = lambda way, key: [  # noqa: E731
+        max(each) for each in zip(*(stage["figures"][way][key] for stage in found), strict=True)
+    ]
+    plain = slowest("plain", "steps")
+    written = sum(stage["bytes"] for stage in found)
+    table = []
+    for way in ways:
+        steps, stall = slowest(way, "steps"), slowest(way, "stall")
+        p50, p99 = median(steps), quantile(steps, 0.99)
+        table.append([
+            way, f"{1000 * p50:.1f}", f"{1000 * p99:.1f}", f"{100 * (p50 / median(plain) - 1):+.1f} %",
+            f"{100 * (p99 / quantile(plain, 0.99) - 1):+.1f} %", f"{1000 * median(stall):.2f}",
+            "0" if way == "plain" else f"{written / 1e6:.0f}",
+        ])  # fmt: skip
+    return table
+
+
+def main() -> None:
+    options = parse()
+    if options.role is not None:
+        role(options)
+        return
+    common.end_on_signals()
+    ways = options.ways.split(",")
+    with common.daemon() as (address, _), common.folder() as home:
+        found = run_stages(options, address, home)
+    head = ["way", "step p50 ms", "p99 ms", "overhead p50", "p99", "stall ms", "MB a step"]
+    print(common.table(head, rows(found, [way for way in WAYS if way in ways])))
+    for rank, stage in enumerate(found):
+        counted = stage["tiers"]["reft"]
+        shares = ", ".join(
+            f"{name} {100 * value / max(sum(counted.values()), 1):.0f} %" for name, value in counted.items()
+        )
+        print(
+            f"stage {rank}, reft: {shares}; closed form off by {100 * stage['stats']['gap_error']:.0f} % of the idle time"
+        )
+    if importlib.util.find_spec("dlrover") is None:
+        print("dlrover: not run, it is not installed here")
+    else:
+        print("dlrover: not run, its agent saves by rank of a job of its own and not by stage of this one")
+    if options.trace:
+        events = [event for stage in found for event in stage["trace"]["traceEvents"]]
+        options.trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    for stage in found:
+        del stage["trace"]
+    if options.json:
+        options.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""`reft-cli timeline`: the traces of the trainers of this node, laid side by side in one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reft.cli.ask import ask
+from reft.errors import ReftError
+from reft.wire import tracing
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Traces of some ranks.
+
+    Attributes:
+        trace: in the format of Chrome's trace viewer and Perfetto.
+        ranks: whose.
+        silent: rank → why it gives none.
+    """
+
+    trace: Mapping[str, Any]
+    ranks: tuple[int, ...]
+    silent: Mapping[int, str]
+
+
+def collect(address: str, job: str, rank: int | None) -> Collected:
+    """Asks every living trainer of the job on this node, or one.
+
+    Raises:
+        ReftError: the daemon does not answer, holds no such job, or no trainer gives a trace.
+    """
+    reply = ask(address, "Status", pb.StatusRequest(job=job))
+    (found,) = reply.jobs
+    here = [each for each in found.ranks if each.node == reply.node and each.alive and rank in (None, each.rank)]
+    if not here:
+        whom = "no rank" if rank is None else f"rank {rank} does not"
+        raise ReftError(
+            f"{whom} of job {job} trains on node {reply.node} now.", "reft-cli status shows where ranks are"
+        )
+    traces: dict[int, dict[str, Any]] = {}
+    silent: dict[int, str] = {}
+    for each in here:
+        try:
+            traces[each.rank] = tracing.fetch(each.pid)
+        except ReftError as error:
+            silent[each.rank] = str(error)
+    if not traces:
+        raise ReftError(" ".join(silent.values()))
+    events = [event for trace in traces.values() for event in trace["traceEvents"]]
+    others = {f"rank {number}": trace["otherData"] for number, trace in traces.items()}
+    whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
+    return Collected(whole, tuple(traces), silent)
+
+
+def write(trace: Mapping[str, Any], path: Path) -> None:
+    """Writes a trace, whole or not at all.
+
+    Raises:
+        ReftError: the file can't be written.
+    """
+    try:
+        aside = path.with_name(f".{path.name}.part")
+        aside.write_text(json.dumps(trace))
+        aside.replace(path)
+    except OSError as error:
+        raise ReftError(f"{path} can't be written: {error}.", "--output PATH") from error

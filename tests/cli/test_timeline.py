@@ -1,0 +1,100 @@
+"""`reft-cli timeline` against a real daemon and a living session of this process, and the socket between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import reft
+from reft.cli.main import main
+from reft.errors import ReftError
+from reft.wire import tracing
+from tests.support.daemons import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    process = DaemonProcess()
+    yield process
+    process.close()
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(main, ["timeline", *arguments], catch_exceptions=False)
+
+
+def trained(daemon: DaemonProcess, job: str, steps: int = 6) -> reft.Session:
+    """A session after some steps with an idle time in each."""
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = reft.attach(model, optimizer, daemon=daemon.address, job=job)
+    for _ in session.steps(steps):
+        with session.idle():
+            session._snapshots.reporter.wait(session.step, 0.02)
+        model(torch.randn(4, 256)).sum().backward()
+        optimizer.step()
+    assert session.seal(20)
+    return session
+
+
+def test_a_living_session_gives_its_trace(daemon, tmp_path):
+    path = tmp_path / "trace.json"
+    with trained(daemon, "told") as session:
+        found = invoke("told", "--output", str(path), "--json", "--daemon", daemon.address)
+        assert found.exit_code == 0, found.stderr
+        document = json.loads(found.stdout)
+        own = session.timeline(tmp_path / "own.json")
+    assert (document["schema_version"], document["ranks"], document["silent"]) == (1, [0], {})
+    trace = json.loads(path.read_text())
+    assert len(trace["traceEvents"]) == document["events"] > 0 and set(trace["otherData"]) == {"rank 0"}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["name"] for event in events}
+    assert {"idle", "other", "after step 1"} <= names
+    copies = [event for event in events if event.get("args", {}).get("tier") and event["name"] not in ("idle", "fence")]
+    assert copies and {event["cat"] for event in copies} <= {"gap", "beside compute", "fence"}
+    assert all(event["dur"] >= 0 and event["pid"] == 0 for event in events)
+    assert own == json.loads((tmp_path / "own.json").read_text())
+
+
+def test_whom_nobody_answers_is_an_error(daemon, tmp_path):
+    assert invoke("no-such-job", "--daemon", daemon.address).exit_code == 11
+    assert invoke("j", "--daemon", f"unix:{tmp_path}/none.sock").exit_code == 10
+    trained(daemon, "closed", 3).close()
+    found = invoke("closed", "--daemon", daemon.address, "--output", str(tmp_path / "none.json"))
+    assert found.exit_code == 1 and not (tmp_path / "none.json").exists()
+    assert "no rank of job closed trains on node" in found.stderr
+    with trained(daemon, "living", 3):
+        found = invoke("living", "--rank", "7", "--daemon", daemon.address)
+        assert found.exit_code == 1 and "rank 7 does not" in found.stderr
+        found = invoke("living", "--daemon", daemon.address, "--output", str(tmp_path / "no" / "where.json"))
+        assert found.exit_code == 1 and "can't be written" in found.stderr
+
+
+def test_the_name_is_free_again_when_a_session_has_ended():
+    for _ in range(2):
+        teller = tracing.Teller(lambda: {"x": 1})
+        assert tracing.fetch(os.getpid()) == {"x": 1}
+        teller.close()
+    with pytest.raises(ReftError, match="gives no timeline"):
+        tracing.fetch(os.getpid())
+
+
+class Line:
+    """A connection whose other end has this user id."""
+
+    def __init__(self, uid: int) -> None:
+        self.uid = uid
+
+    def getsockopt(self, *_: int) -> bytes:
+        return struct.pack("3i", 1, self.uid, 0)
+
+
+def test_only_the_same_user_and_root_are_answered(monkeypatch):
+    monkeypatch.setattr(tracing.os, "getuid", lambda: 1000)
+    assert [tracing._is_ours(Line(uid)) for uid in (1000, 0, 1001)] == [True, True, False]

@@ -1,0 +1,54 @@
+"""A real pipeline of torch's over gloo, four stages in four processes: gaps as foreseen, bytes in gaps, no stall.
+
+Stages take equal times because they wait until these are over. What a loaded machine adds belongs to what is measured, so
+these tests are slow ones, for a quiet machine; what does not depend on time is in test_hooks.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.daemons import DaemonProcess
+from tests.support.train_pipeline import Pipeline
+from tests.support.trainers import Spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STAGES, MICROBATCHES, STEPS, WARM = 4, 8, 16, 8
+TIMES = {"forward_s": 0.06, "backward_s": 0.12}
+
+
+@pytest.fixture(scope="module", params=["1F1B", "GPipe"])
+def run(request):
+    daemon = DaemonProcess()
+    options = {"width": 1024, "microbatches": MICROBATCHES, "schedule": request.param, "warm": WARM, **TIMES}
+    pipeline = Pipeline(Spec(daemon.address, job=f"pipeline-{request.param}", steps=STEPS, options=options), STAGES)
+    try:
+        assert pipeline.wait(300) == [0] * STAGES, pipeline.errors()
+        yield pipeline.results()
+    finally:
+        pipeline.kill()
+        daemon.close()
+
+
+def test_every_gap_is_within_a_fifth_of_the_closed_form(run):
+    for stage, result in enumerate(run):
+        assert result["gaps"], f"stage {stage}"
+        for place, foreseen, measured in result["gaps"]:
+            assert abs(measured - foreseen) <= 0.2 * foreseen, f"stage {stage}, gap {place}: {foreseen} {measured}"
+
+
+def test_nine_tenths_of_what_fits_into_gaps_is_copied_in_gaps(run):
+    for stage, result in enumerate(run):
+        before, after = result["before"], result["stats"]
+        copied = {name: after[name] - before[name] for name in after if name.endswith("_bytes")}
+        assert sum(copied.values()) > 0 and result["sealed"], f"stage {stage}"
+        assert copied["gap_bytes"] >= 0.9 * sum(copied.values()), f"stage {stage}: {copied}"
+
+
+def test_when_gaps_suffice_the_optimizer_hardly_waits(run):
+    for stage, result in enumerate(run):
+        before, after = result["before"], result["stats"]
+        stall_ms = after["stall_ms"] * after["snapshots"] - before["stall_ms"] * before["snapshots"]
+        steps_ms = 1000 * sum(result["steps"][WARM:])
+        assert stall_ms < 0.01 * steps_ms, f"stage {stage}: {stall_ms} ms of {steps_ms} ms"

@@ -1,0 +1,111 @@
+"""A pipeline of torch's own over gloo, one stage a process, whose stages take equal times: they wait until these are over."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from tests.support.trainers import Trainers
+
+SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+BATCH = 2  # rows of a microbatch
+
+
+def rest(began_s: float, seconds: float) -> None:
+    """Until so long after `began_s`."""
+    left = began_s + seconds - time.perf_counter()
+    if left > 0:
+        threading.Event().wait(left)
+
+
+class _Paced(torch.autograd.Function):
+    """Linear layers whose forward and backward pass take as long as they are told."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, times: tuple[float, float]) -> torch.Tensor:
+        began_s = time.perf_counter()
+        ctx.save_for_backward(x, weight)
+        ctx.seconds = times[1]
+        out = x @ weight
+        rest(began_s, times[0])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        began_s = time.perf_counter()
+        x, weight = ctx.saved_tensors
+        found = grad @ weight.t(), x.t() @ grad, None
+        rest(began_s, ctx.seconds)
+        return found
+
+
+class Part(nn.Module):
+    """One stage's part of the model; its names tell its place, so that no other stage's leaves are called the same."""
+
+    def __init__(self, stage: int, width: int, times: tuple[float, float]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterDict({f"stage{stage}": torch.randn(width, width) / width})
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (weight,) = self.weights.values()
+        return _Paced.apply(x, weight, self.times)
+
+
+def train(own: dict[str, Any]) -> None:
+    """One stage; its stats and gaps go into its file."""
+    import reft
+
+    torch.set_num_threads(1)
+    torch.manual_seed(own["rank"])
+    options, world, rank = own["options"], own["world"], own["rank"]
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{own['port']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    width, microbatches = options["width"], options["microbatches"]
+    part = Part(rank, width, (options["forward_s"], options["backward_s"]))
+    stage = PipelineStage(part, rank, world, torch.device("cpu"))
+    schedule = SCHEDULES[options["schedule"]](stage, microbatches, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4)
+    session = reft.attach(
+        part, optimizer, schedule if options.get("followed", True) else None, daemon=own["daemon"], job=own["job"],
+        protect="none",
+    )  # fmt: skip
+    steps = []
+    x = torch.randn(BATCH * microbatches, width)
+    for step in session.steps(own["steps"]):
+        began_s = time.perf_counter()
+        optimizer.zero_grad()
+        kwargs = {"target": x} if rank == world - 1 else {}
+        schedule.step(*((x,) if rank == 0 else ()), **kwargs)
+        dist.all_reduce(torch.zeros(1))  # as the norm of all gradients does: stages meet
+        optimizer.step()
+        steps.append(time.perf_counter() - began_s)
+        if step + 1 == options.get("warm", 0):
+            before = session.stats()
+    after = session.stats()  # the snapshot of the last step waits for a gap that does not come: for seal, then
+    sealed = bool(session.seal(30))
+    comparison = session._rhythm.comparison()
+    result = {
+        "stats": after, "before": before, "sealed": sealed, "steps": steps,
+        "gaps": [list(each) for each in comparison.differences] if comparison else [],
+        "trace": session.timeline(),
+    }  # fmt: skip
+    Path(own["out"]).write_text(json.dumps(result))
+    session.close()
+    dist.destroy_process_group()
+
+
+class Pipeline(Trainers):
+    """All stages of one run."""
+
+    target = staticmethod(train)
