@@ -6,9 +6,9 @@
     20 MB left  ··█···█··████·█···█···█·████···█···█···············  fence  4 MB are spread over compute, evenly
     after a gap that was shorter than it used to be, what is left is spread anew over what lies ahead
 
-A `Passage` is one snapshot on its way along the course. Whoever copies asks it for the next task; it says which, or for
-how long nothing is due. An engine that can stop takes what fits while a gap is open, however long it is then; one that
-enqueues ahead of its device takes for each stretch, when it begins, what is expected to fit.
+A `Passage` is one snapshot on its way along the course, for an engine that can stop. Whoever copies asks it for the next
+task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
+enqueues ahead of its device can't take back what a gap turns out not to hold: it follows a plan (core/pacing.py).
 
 Invariants
   1. In a gap that is too short for the guard time nothing begins, nor in a stretch that is not on the course.
@@ -142,17 +142,15 @@ class Passage:
         weights: bytes that each task moves.
         parity: the tasks from this one on are parity.
         skipped: tasks that are none.
-        is_ahead: the engine enqueues before its device is there, so it can't stop when a gap ends.
     """
 
     def __init__(
-        self, course: Course | None, weights: Sequence[int], parity: int, skipped: range = range(0), is_ahead: bool = False
+        self, course: Course | None, weights: Sequence[int], parity: int, skipped: range = range(0)
     ) -> None:  # fmt: skip
         self._course = course
         self._weights = weights
         self._chunks = deque(i for i in range(parity) if i not in skipped)
         self._parity = deque(range(parity, len(weights)))
-        self._is_ahead = is_ahead
         self._left = sum(weights)
         self._after_step = 0  # bytes of parity that no gap has room for
         if course is not None:
@@ -163,11 +161,6 @@ class Passage:
         self._taken_here = 0
         self._carry = 0.0
         self._is_lifted = course is None
-
-    @property
-    def is_lifted(self) -> bool:
-        """Whether everything may go at once."""
-        return self._is_lifted
 
     @property
     def is_done(self) -> bool:
@@ -231,11 +224,7 @@ class Passage:
         assert self._course is not None
         if self._tier is Tier.GAP:
             queue = self._parity or self._chunks
-            room = self._course.rooms[self._index]
-            fits = (
-                room > 0 if not self._is_ahead else bool(queue) and self._taken_here + self._weights[queue[0]] <= room
-            )
-            return queue if queue and fits else None
+            return queue if queue and self._course.rooms[self._index] > 0 else None
         if self._after_step > 0 and self._index == 0 and self._parity:
             self._after_step -= self._weights[self._parity[0]]
             return self._parity
@@ -249,6 +238,6 @@ class Passage:
             return self._carry
         owed = self._course.owed(self._index, self._at_entry)
         expected_s = self._course.stretches[self._index].seconds
-        elapsed_s = expected_s if self._is_ahead else min(now_s - self._since_s, expected_s)
+        elapsed_s = min(now_s - self._since_s, expected_s)
         ahead_s = self._course.ahead_s(self._index)
         return min(owed, self._carry + owed * (elapsed_s / ahead_s if ahead_s > 0 else 1.0))
