@@ -20,7 +20,8 @@ same engine without regard to it, which copies at once. The first block of each 
     in gaps     share of the bytes whose copy was placed into a wait
 
 Beside torch and numpy nothing must be installed: without xxhash and protobuf there are substitutes (bench/plain.py), and the
-output says so. It was not run on a GPU yet; on the CPU it shows that it works, not what it costs. Ends with 1 if a goal is missed; there is none on the CPU, where copies and compute share the cores.
+output says so. This was not run on a GPU yet; on the CPU it shows that it works, not what it costs. Ends with 1 if a goal is
+missed; there is none on the CPU, where copies and compute share the cores.
 """
 
 from __future__ import annotations
