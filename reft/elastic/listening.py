@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from reft.core.reaction import Reaction, react
+from reft.core.ring import neighbours, ring_of
 from reft.core.signals import BEAT_S, Agent, Sign
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -63,7 +64,10 @@ class Listener:
 
     def begin(self, term: Term) -> None:
         """The agent's workers run in this round now."""
-        self._term, self._phase, self._watchers, self._must_introduce = term, Agent.TRAINING, [], True
+        # Who listens to us is known without our own daemon, which may be stopped just when a round begins.
+        nodes = {node.id: node for node in term.nodes}
+        watchers = [nodes[each] for each in neighbours(term.node_id, ring_of(nodes))]
+        self._term, self._phase, self._watchers, self._must_introduce = term, Agent.TRAINING, watchers, True
         self._wake.set()
         if not self._threads[0].is_alive():
             for thread in self._threads:

@@ -340,6 +340,14 @@ def test_nobody_is_judged_who_was_not_heard_yet():
     assert cluster.anywhere(Signal.OFFLINE) == {("n0", "n2"), ("n1", "n2")}
 
 
+def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():
+    """Its agent finds those who watch it by itself."""
+    cluster = Cluster(3)
+    cluster.daemon_down = {"n2"}
+    cluster.run(JOIN_S + 15)
+    assert cluster.seen("n0", "n2") is Signal.SUSPECT and not cluster.anywhere(Signal.OFFLINE)
+
+
 def test_a_half_open_link_is_told_from_a_silent_daemon():
     lookout = Lookout("a", {"a": "a", "b": "b"}, 0.0)
     healthy = [Sign("b", Signal.HEALTHY)]

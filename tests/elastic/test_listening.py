@@ -106,3 +106,14 @@ def _quietly(look) -> bool:
         return bool(look())
     except Exception:
         return False  # it does not watch the job yet
+
+
+def test_an_agent_knows_who_watches_it_without_its_own_daemon():
+    """It may be stopped just when a round begins: were its agent silent too, the node would be given up."""
+    members = [pb.Node(name=f"n{i}", id=f"id{i}", addresses=[f"127.0.0.1:{9 + i}"]) for i in range(3)]
+    listener = Listener("unix:/nowhere/d.sock", None, lambda *said: None)
+    listener.begin(Term("job", "id0", "launch", 1, TOKEN, tuple(members)))
+    try:
+        assert {name for name, _ in listener._targets()} == {"", "id1", "id2"}
+    finally:
+        listener.close(Agent.FINISHED)
