@@ -26,9 +26,9 @@ def leaf(whole, offset, shape, order, item):
 def random_piece(rng: random.Random, whole, item):
     offset, shape = [], []
     for length in whole:
-        begin = rng.randint(0, length)
+        begin = rng.randint(0, length // 2)
         offset.append(begin)
-        shape.append(rng.randint(begin, length) - begin)
+        shape.append(rng.randint((length + begin) // 2, length) - begin)
     return leaf(whole, offset, shape, rng.sample(range(len(whole)), len(whole)), item)
 
 
@@ -41,12 +41,13 @@ def elements(piece: Leaf, item: int) -> dict[tuple[int, ...], int]:
     }
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_every_common_element_is_copied_once_and_no_other(seed):
     rng = random.Random(seed)
-    for _ in range(25):
+    nests = set()
+    for _ in range(200):
         item = rng.choice((1, 2, 4, 8, 16))
-        whole = [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
+        whole = [rng.randint(1, 6) for _ in range(rng.choice((0, 1, 2, 3, 3, 4)))]
         old, new = random_piece(rng, whole, item), random_piece(rng, whole, item)
         a, b = elements(old, item), elements(new, item)
         expected = {a[index] + i: b[index] + i for index in a.keys() & b.keys() for i in range(item)}
@@ -54,6 +55,7 @@ def test_every_common_element_is_copied_once_and_no_other(seed):
         if copy is None:
             assert not expected
             continue
+        nests.add(len(copy.counts))
         assert copy.nbytes == len(expected)
         cuts = [0, *sorted(rng.randint(0, old.nbytes) for _ in range(3)), old.nbytes]
         found: dict[int, int] = {}
@@ -65,6 +67,7 @@ def test_every_common_element_is_copied_once_and_no_other(seed):
                 for i in range(nbytes):
                     assert found.setdefault(at + i, to + i) == to + i
         assert found == expected
+    assert nests >= {0, 1, 2}, "boxes that touch, in nests of several dimensions"
 
 
 def test_rows_are_one_run_and_columns_as_many_as_rows():
