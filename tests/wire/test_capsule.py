@@ -144,7 +144,9 @@ def test_everything_else_is_refused_with_its_path(value):
         encode(value)
 
 
-@pytest.mark.parametrize("key", [b"a", np.int64(1), Color.RED, Text("a"), frozenset(), object()], ids=lambda key: type(key).__name__)
+@pytest.mark.parametrize(
+    "key", [b"a", np.int64(1), Color.RED, Text("a"), frozenset(), object()], ids=lambda key: type(key).__name__
+)
 def test_a_key_of_another_type_is_refused_with_its_place(key):
     with pytest.raises(UnsupportedState, match=r"state\['d'\] has a key of type"):
         encode({"state": {"d": {key: 1}}})
