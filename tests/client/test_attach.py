@@ -83,7 +83,7 @@ def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach,
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "at least 1"), ({"protect": "aor"}, "not in this version"),
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 on"), ({"protect": "aor"}, "not in this version"),
         ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no address"),
     ],
 )  # fmt: skip
@@ -159,7 +159,8 @@ def test_a_second_trainer_of_a_living_rank_is_refused(daemon):
 def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
     """What torchrun leaves when its agent is killed: a worker that trains on. Both runs say they are one launch."""
     same = {"TORCHELASTIC_RUN_ID": "none"}  # the parent of both, the fork server, passes for their agent
-    orphan = Trainers(Spec(daemon.address, steps=10_000, options={"pause_at": [5]}, environment=same))
+    options = {"seal_at": [4, 5], "pause_at": [5]}  # step 4 is whole, so there is a slot for 5
+    orphan = Trainers(Spec(daemon.address, steps=10_000, options=options, environment=same))
     orphan.wait_for(5)
     after = run(Spec(daemon.address, environment=same))
     assert orphan.wait() == [-signal.SIGKILL]
@@ -276,11 +277,11 @@ def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
     assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
 
 
-def test_another_world_size_is_refused(daemon):
+def test_another_number_of_ranks_goes_on_from_what_is_held(daemon):
     run(Spec(daemon.address), 2)
-    trainers = Trainers(Spec(daemon.address))
-    assert trainers.wait() == [1]
-    assert "held for 2 ranks, this run has 1" in trainers.errors()
+    trainers = Trainers(Spec(daemon.address, steps=14))
+    assert trainers.wait() == [0], trainers.errors()
+    assert trainers.results()[0]["began"] == 12 and trainers.results()[0]["from"] == "peers"
 
 
 def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):

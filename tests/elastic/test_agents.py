@@ -121,6 +121,9 @@ def test_workers_of_a_killed_agent_end_with_it_and_its_successor_takes_its_rank(
     assert agents.ranks(2) == {"a": 0, "b": 1}
     (orphan,) = [psutil.Process(row[1]) for row in agents.workers() if row[0] == "b"]
     began = len(agents.workers())
+    # The guard is told of the workers in the agent's next look at them; it sleeps between two looks.
+    slept = psutil.Process(killed.pid).num_ctx_switches().voluntary
+    until(lambda: psutil.Process(killed.pid).num_ctx_switches().voluntary > slept + 50, 30, "the agent's next look")
     killed.kill()
     killed.wait()
     until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, 30, "the orphan's end")

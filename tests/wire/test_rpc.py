@@ -35,6 +35,8 @@ def raised_by_the_daemon() -> set[str]:
     found = set()
     for folder in ("daemon/reft_daemon", "reft/wire", "reft/core"):
         for path in (ROOT / folder).glob("*.py"):
+            if path.name == "tracing.py":
+                continue  # between the CLI and trainers
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                     found.add(ast.unparse(node.exc.func))
