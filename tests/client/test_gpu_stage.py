@@ -23,7 +23,12 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("missing", [(), ("grpc", "google.protobuf", "xxhash", "psutil")], ids=["full", "bare"])
+MISSING = ("grpc", "google.protobuf", "xxhash", "psutil")
+
+
+@pytest.mark.parametrize(
+    "missing", [pytest.param((), id="full", marks=pytest.mark.slow), pytest.param(MISSING, id="bare")]
+)
 def test_the_bench_of_one_stage_runs(missing, tmp_path):
     code = BARE.format(missing=missing, script=str(ROOT / "bench" / "gpu_stage.py"))
     target = tmp_path / "figures.json"

@@ -35,6 +35,7 @@ def restored(done: subprocess.CompletedProcess[str]) -> int:
     return int(re.search(r"restored step (\d+) \(epoch 1\) from memory", done.stderr)[1])
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_it_was_killed(daemon):
     plain = run(daemon, sys.executable, REFT_JOB="plain")
     assert plain.returncode == 0, plain.stderr
