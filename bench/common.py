@@ -29,6 +29,9 @@ import torch.nn.functional as F
 import xxhash
 from torch import nn
 
+from reft.client.session import Session
+from reft.core.frequency import Cadence
+
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -343,3 +346,9 @@ def run_role(script: str, arguments: Sequence[str], environment: dict[str, str],
     if code or not result.exists():
         raise RuntimeError(f"{' '.join(arguments)} ended with {code}:\n{log.read_text()[-3000:]}")
     return dict(json.loads(result.read_text()))
+
+
+def snapshot_each(session: Session, every: int) -> None:
+    """Lets a session take each n-th step from now on; a user fixes it in `reft.attach(every=n)`."""
+    assert session._metronome is not None, "reft is switched off"
+    session._metronome.cadence = Cadence(every, adapts=False)

@@ -158,7 +158,7 @@ class Stage:
 
     def block(self, way: str) -> None:
         """A few steps of one way."""
-        self.session.every = 1 if way in ("reft", "side") else NEVER
+        common.snapshot_each(self.session, 1 if way in ("reft", "side") else NEVER)
         self.session._rhythm._course = self.along if way == "reft" else lambda: None
         first = self.session.stats()
         for i in range(STEPS):
@@ -177,7 +177,7 @@ class Stage:
             for name, value in self.session.stats().items():
                 if name.endswith("_bytes"):
                     self.tiers[way][name] = self.tiers[way].get(name, 0) + value - first[name]
-        self.session.every = NEVER
+        common.snapshot_each(self.session, NEVER)
         self.wait_for_copy()
         if self.upload is not None:
             self.upload.result()

@@ -142,7 +142,7 @@ class Bench:
 
     def time_to_sealed(self) -> tuple[float, float]:
         """A step, then nothing until its snapshot is sealed; seconds from the mark, and those of the mark itself."""
-        self.session.every = 1
+        common.snapshot_each(self.session, 1)
         self.training.step()
         began = time.perf_counter()
         self.session.step_end()
@@ -150,7 +150,7 @@ class Bench:
         self._until("sealed_step")
         taken = time.perf_counter() - began
         self._until("whole_step")
-        self.session.every = NEVER
+        common.snapshot_each(self.session, NEVER)
         return taken, marked - began
 
     def _until(self, counter: str) -> None:
@@ -173,7 +173,7 @@ class Bench:
         """A few steps of one way; only the later ones count, in which the way's earlier copy is under way."""
         before, first = self.session.stats(), self.session.step
         after: Callable[[], None] = getattr(self, f"after_{way}")
-        self.session.every = 1 if way == "reft" else NEVER
+        common.snapshot_each(self.session, 1 if way == "reft" else NEVER)
         steps, quiet, others = [], [], Others()
         for i in range(STEPS):
             self.hooked_s.clear()
@@ -189,7 +189,7 @@ class Bench:
                 others.cores()
         self.steps[way].append(steps)
         self.quiet[way].append(quiet)
-        self.session.every = NEVER
+        common.snapshot_each(self.session, NEVER)
         if way == "reft":
             self._until("whole_step")
             taken = self.session.stats()["snapshots"] - before["snapshots"]
