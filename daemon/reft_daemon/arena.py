@@ -25,13 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.core.budget import refusal
+from reft.core.budget import Limit, refusal
 from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.wire.messages import MANIFEST_MAX
 from reft.wire.slot_format import PAGE, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
+from reft_daemon.pool import Pool
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
@@ -101,15 +102,17 @@ class Arena:
     Args:
         folder: made if missing.
         budget_bytes: --memory; 0 means bounded by the machine alone.
+        spare_bytes: --spare, see `reft_daemon.pool`.
 
     Raises:
         ConfigError: the folder can't be used, or another daemon uses it.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, spare_bytes: int = 0) -> None:
         self.folder = claim_folder(folder)
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
+        self.pool = Pool(spare_bytes, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.node_id = self._node_id()
         if not memory.is_tmpfs(folder):
@@ -200,9 +203,13 @@ class Arena:
 
     def check_room(self, need_bytes: int) -> None:
         """Raises NoRoom if `need_bytes` more would endanger the machine; touches nothing."""
-        reason = refusal(need_bytes, memory.limits(self.budget_bytes, self.held_bytes))
+        bounds = memory.limits(self.budget_bytes, self.held_bytes, spare_bytes=self.pool.bytes)
+        reason = refusal(need_bytes, bounds)
         if reason:
             raise NoRoom(reason)
+
+    def _limits_of_spare(self) -> list[Limit]:
+        return memory.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
         """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere).
@@ -235,9 +242,11 @@ class Arena:
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.held_bytes += size  # at once: what the pool gives must not be put back into it
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            self.pool.allocate(descriptor, size)
         except OSError:
+            self.held_bytes -= size
             os.close(descriptor)
             if path:
                 draft.unlink()
@@ -248,7 +257,6 @@ class Arena:
         slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank))
         if path:
             draft.rename(path)
-        self.held_bytes += size
         return slot
 
     def free(self, slot: SlotFile) -> None:
@@ -262,6 +270,7 @@ class Arena:
 
     def close(self) -> None:
         """Lets go of the folder; removes it if it holds no job any more."""
+        self.pool.close()
         if not any(path.is_dir() for path in self.folder.iterdir()):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)

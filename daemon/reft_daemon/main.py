@@ -29,11 +29,13 @@ from reft_daemon import __version__
 from reft_daemon.arena import Arena, claim_folder, lock_file
 from reft_daemon.couriers import Peers
 from reft_daemon.handout import Handout
+from reft_daemon.pool import Pool
 from reft_daemon.registry import Registry
 from reft_daemon.service import DaemonService, Identity, PeerService
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
+SPARE_S = 5.0  # between looks whether spare memory may be taken again
 GRACE_S = 1.0  # running calls may end within it when the daemon stops
 
 
@@ -47,6 +49,7 @@ class Settings:
     listen: str
     folder: Path
     memory_bytes: int
+    spare_bytes: int
     ttl_s: float
     idle_exit_s: float
     purge: bool
@@ -94,7 +97,7 @@ async def serve(settings: Settings) -> None:
     claim_folder(settings.socket.parent)
     socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
     failpoints = Failpoints(Config.load().failpoints)
-    arena = Arena(settings.folder, settings.memory_bytes)
+    arena = Arena(settings.folder, settings.memory_bytes, settings.spare_bytes)
     server, addresses = _server(settings)
     peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
@@ -169,6 +172,7 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
         asyncio.ensure_future(handout.serve()),
         asyncio.ensure_future(registry.signalling.run()),
+        asyncio.ensure_future(_keep_spare(registry.arena.pool)),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -176,8 +180,19 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
         signal.signal(number, signal.SIG_IGN)  # asked once is enough: a second one must not cut the clean end short
     for task in pending:
         task.cancel()
+    registry.arena.pool.close()
     for task in done:
         task.result()
+
+
+async def _keep_spare(pool: Pool) -> None:
+    while True:
+        if pool.want_bytes:
+            try:
+                await asyncio.to_thread(pool.refill)
+            except OSError:
+                log.exception("spare memory can't be had")  # slots do without it
+        await asyncio.sleep(SPARE_S)
 
 
 @click.command(context_settings={"auto_envvar_prefix": "REFT", "show_default": True})
@@ -196,6 +211,9 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
     "--memory", default="0", help="The most that slots may take, e.g. 64GiB; 0 means what the machine has free."
 )
 @click.option(
+    "--spare", default="0", help="Memory to have ready on a node that stands by, e.g. 64GiB; slots are made of it."
+)
+@click.option(
     "--ttl", default=1800.0, help="Seconds for which the slots of a job are kept after its last trainer ended."
 )
 @click.option("--idle-exit", default=0.0, help="Leave after so many seconds without a job; 0 means never.")
@@ -209,8 +227,9 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
 @click.option("--kill-hung", is_flag=True, help="Kill a rank that stands still, so that torchrun restarts the job.")
 @click.version_option(__version__)
 def main(
-    node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, ttl: float, idle_exit: float,
-    purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool, kill_hung: bool,
+    node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str, ttl: float,
+    idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
+    kill_hung: bool,
 ) -> None:  # fmt: skip
     """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
 
@@ -229,7 +248,7 @@ def main(
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
-            parse_size(memory), ttl, idle_exit, purge, tls, insecure, kill_hung,
+            parse_size(memory), parse_size(spare), ttl, idle_exit, purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

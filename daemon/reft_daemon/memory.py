@@ -14,19 +14,21 @@ _UNLIMITED = 1 << 60
 
 
 def limits(
-    budget_bytes: int, held_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> list[Limit]:
+    budget_bytes: int, held_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"),
+    spare_bytes: int = 0,
+) -> list[Limit]:  # fmt: skip
     """All bounds on what may be reserved now.
 
     Args:
         budget_bytes: --memory; 0 means no bound of our own.
         held_bytes: what the arena holds already.
+        spare_bytes: taken from the machine already, for what is reserved now.
     """
     memory = psutil.virtual_memory()
     found = [
         Limit(
             "the machine's free memory",
-            memory.available - int(MARGIN * memory.total),
+            memory.available - int(MARGIN * memory.total) + spare_bytes,
             "free memory on this node, or attach with slots=2",
         )
     ]
@@ -38,8 +40,11 @@ def limits(
         free = _group_free(group)
         if free is not None:
             found.append(
-                Limit(f"the memory limit of the cgroup {group}", free, "raise the container's memory limit, or slots=2")
-            )
+                Limit(
+                    f"the memory limit of the cgroup {group}", free + spare_bytes,
+                    "raise the container's memory limit, or slots=2",
+                )
+            )  # fmt: skip
     return found
 
 

@@ -21,6 +21,8 @@ def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
     """Everything that `status` prints: each job's block, then the daemon."""
     limit = f" of {size(reply.limit_bytes)}" if reply.limit_bytes else ""
     daemon = f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {size(reply.held_bytes)}{limit}"
+    if reply.spare_limit_bytes:
+        daemon += f", has {size(reply.spare_bytes)} of {size(reply.spare_limit_bytes)} spare"
     if reply.round_bytes_sent or reply.capsule_bytes_sent:
         daemon += f", sent {size(reply.round_bytes_sent)} of rounds and {size(reply.capsule_bytes_sent)} of capsules"
     if not jobs:

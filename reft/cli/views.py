@@ -170,6 +170,8 @@ def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> di
             "pid": reply.pid,
             "held_bytes": reply.held_bytes,
             "limit_bytes": reply.limit_bytes or None,
+            "spare_bytes": reply.spare_bytes,
+            "spare_limit_bytes": reply.spare_limit_bytes,
             "directory": reply.directory,
             "round_bytes_sent": reply.round_bytes_sent,
             "capsule_bytes_sent": reply.capsule_bytes_sent,

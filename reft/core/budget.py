@@ -21,13 +21,13 @@ class Limit:
     remedy: str
 
 
-def refusal(need_bytes: int, limits: Sequence[Limit]) -> str | None:
+def refusal(need_bytes: int, limits: Sequence[Limit], who: str = "the slots need") -> str | None:
     """Why `need_bytes` may not be reserved: value, limit and remedy of the tightest bound; None if they may."""
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is None or need_bytes <= tightest.free_bytes:
         return None
     return (
-        f"the slots need {size(need_bytes)}, but {tightest.name} leaves {size(max(tightest.free_bytes, 0))}. "
+        f"{who} {size(need_bytes)}, but {tightest.name} leaves {size(max(tightest.free_bytes, 0))}. "
         f"Fix: {tightest.remedy}"
     )
 

@@ -39,10 +39,11 @@ from reft.elastic import etcd, tcp
 from reft.elastic.guard import Guard
 from reft.elastic.listening import Listener, Term
 from reft.elastic.node import has_ended, settle, tls
-from reft.elastic.options import check, job_of, number, rendezvous_id_of
+from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.rounds import Executor, StateHolder, poll_s
 from reft.elastic.say import say
 from reft.elastic.state import Facts, State
+from reft.elastic.warm import Warm, begin
 from reft.wire.v1 import daemon_pb2 as pb
 
 CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
@@ -58,11 +59,12 @@ class ReftRendezvousHandler(RendezvousHandler):
         shrink_s: see `reft.elastic.rounds`.
         daemon: address of this node's daemon; empty means that nobody tells signals.
         guard: what ends the workers if this agent is killed; None: nobody does.
+        warm: what workers are forked from; None: each is started anew.
     """
 
     def __init__(
         self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float, daemon: str = "",
-        guard: Guard | None = None,
+        guard: Guard | None = None, warm: Warm | None = None,
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
@@ -74,7 +76,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._round = -1  # that our workers run in
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
-        self._guard, self._is_guarded = guard, False
+        self._guard, self._is_guarded, self._warm = guard, False, warm
         self._listener = Listener(daemon, tls(), self._heard) if daemon else None
         self._term: Term | None = None
         self._news: tuple[Term | None, Reaction] = (None, Reaction())
@@ -206,6 +208,8 @@ class ReftRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
+        if self._warm:
+            self._warm.close()
         if self._round < 0:  # who never was a member has no right to end the job
             self._inner._stop_heartbeats()
             return True
@@ -228,6 +232,7 @@ def create(parameters: RendezvousParameters) -> Any:
     """
     check(parameters)
     rendezvous_id = rendezvous_id_of(parameters.run_id)
+    warm = begin(text(parameters, "warm_imports")) if truth(parameters, "warm") else None  # imports while we go on
     facts, address = settle(parameters)
     connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
     backend, store = connect(parameters, rendezvous_id)
@@ -235,4 +240,4 @@ def create(parameters: RendezvousParameters) -> Any:
         os.environ["REFT_DAEMON"] = address
     run_id, parameters.run_id = parameters.run_id, rendezvous_id
     inner = create_torchs(store, backend, parameters)
-    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"), address, Guard())
+    return ReftRendezvousHandler(inner, facts, run_id, number(parameters, "shrink_timeout"), address, Guard(), warm)

@@ -27,6 +27,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "is_host": (None, "whether the store runs on this host; by default where the endpoint's name leads here"),
     "shrink_timeout": (5, "for which a job that has run waits for more nodes than the fewest"),
     "store_idle_exit": (120, "after its last agent fell silent the store's process leaves"),
+    "warm": ("no", "yes forks workers from a process that has imported torch, see Restart speed"),
+    "warm_imports": ("", "further modules that this process imports, joined by +"),
     "daemon": ("auto", "auto starts a reft-daemon on this node if none runs; off leaves the agent without one"),
     "etcd_ttl": (3600, "for which etcd keeps a job's keys after its last agent fell silent"),
     "ca_cert": ("", "etcd: the file of the authority that signed its certificates; makes it https"),
@@ -47,6 +49,7 @@ def check(parameters: RendezvousParameters) -> None:
     for name, (default, _) in OPTIONS.items():
         if isinstance(default, int) and number(parameters, name) <= 0:
             raise ConfigError(f"--rdzv-conf {name}={number(parameters, name)} must be above 0.")
+    truth(parameters, "warm")
 
 
 def number(parameters: RendezvousParameters, name: str) -> int:
@@ -60,6 +63,18 @@ def number(parameters: RendezvousParameters, name: str) -> int:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"--rdzv-conf {name}={text} is no whole number.") from error
+
+
+def truth(parameters: RendezvousParameters, name: str) -> bool:
+    """An option that is yes or no, in any of torch's words for them.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        return bool(parameters.get_as_bool(name, OPTIONS[name][0]))
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-conf {name}={parameters.get(name)} is neither yes nor no.") from error
 
 
 def text(parameters: RendezvousParameters, name: str) -> str:

@@ -1,0 +1,224 @@
+"""The fork server of an agent: a process that has imported torch, and from which workers are forked; see `reft.elastic.warm`.
+
+    agent ──order: command, environment, folder; stdin, stdout, stderr, "go"──► server ──fork──► between ──fork──► worker
+      ▲ ◄── the worker's pid, once it leads a session and belongs to the agent ──┘                  └ ends         waits for "go"
+      └──────────────── one byte through "go": run; its end: exit without a trace ─────────────────────────────────┘
+
+1. The server never opens a device and has one thread, or it refuses to serve: a fork copies neither.
+2. `between` ends at once, so the kernel gives the worker to the nearest ancestor that adopts orphans, which is the agent: it is
+   the worker's parent as if it had started it. Exit codes, signals, and death with the agent are as without us.
+3. A worker runs nothing of its script before its agent has said so, and knows its pid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+LENGTH = struct.Struct("<Q")  # before each message
+ORDER_FDS = 4  # stdin, stdout, stderr, go
+# Run with -c, so that `__main__` is empty. sys.path[0] is what a worker's will be, but under PYTHONSAFEPATH.
+BOOT = "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\nfrom reft.elastic.forking import main\ndel sys\nmain()"
+TITLE_ROOM = 2048  # bytes of the server's own command line, so that a worker's fits in its place
+_STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: where the command line lies in memory
+
+
+class Failed(Exception):
+    """What was asked for could not be done; the message says why."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """One worker.
+
+    Attributes:
+        command: python -u SCRIPT.py … or python -u -m MODULE …
+        environment: all of it.
+        folder: the current one.
+        descriptors: stdin, stdout, stderr and go, as this process numbers them.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    descriptors: Sequence[int]
+
+
+def send(control: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """One message, with descriptors."""
+    data = json.dumps(message).encode()
+    if descriptors:
+        socket.send_fds(control, [LENGTH.pack(len(data))], descriptors)
+    else:
+        control.sendall(LENGTH.pack(len(data)))
+    control.sendall(data)
+
+
+def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message and its descriptors; None if the other side has ended."""
+    head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, ORDER_FDS)
+    data = _exactly(control, LENGTH.size - len(head)) if head else None
+    if data is None:
+        return None
+    body = _exactly(control, LENGTH.unpack(head + data)[0])
+    return None if body is None else (json.loads(body), list(descriptors))
+
+
+def _exactly(control: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        part = control.recv(count - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+def prepare(modules: Sequence[str]) -> None:
+    """Imports what workers would.
+
+    Raises:
+        Failed: an import failed, or left what a fork does not copy.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # whatever a module does when it is imported
+            raise Failed(f"importing {name} failed: {type(error).__name__}: {error}") from error
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise Failed(f"importing {', '.join(modules)} has started {threads - 1} threads, which a fork would not copy")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise Failed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")
+    gc.collect()
+    gc.freeze()  # a collection in a worker would write to pages that all of them share
+
+
+def serve(control: socket.socket) -> Order | None:
+    """Forks until the agent ends: then None. In a worker: what it is to run."""
+    while (got := receive(control)) is not None:
+        said, descriptors = got
+        order = Order(said["command"], said["environment"], said["folder"], descriptors)
+        try:
+            pid = _fork()
+        except OSError as error:
+            send(control, {"error": f"the fork failed: {error}"})
+        else:
+            if not pid:
+                control.close()
+                return order
+            send(control, {"pid": pid})
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return None
+
+
+def _fork() -> int:
+    """0 in the worker, its pid in the server."""
+    told, tell = os.pipe()
+    between = os.fork()
+    if between:
+        os.close(tell)
+        with os.fdopen(told, "rb") as file:
+            pid = file.read()
+        os.waitpid(between, 0)  # from here on the worker is the agent's child
+        if not pid:
+            raise OSError("no process could be made")
+        return int(pid)
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    os.setsid()
+    os.write(tell, str(os.getpid()).encode())
+    os.close(tell)
+    os.close(told)
+    return 0
+
+
+def run(order: Order) -> None:
+    """Becomes the worker that python itself would have made of the order."""
+    *standard, go = order.descriptors
+    if not os.read(go, 1):
+        os._exit(1)  # the agent is gone, or has given us up and started another
+    os.close(go)
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # else all workers would draw the same numbers; the other generators see to that themselves
+    importlib.invalidate_caches()
+    main = sys.modules["__main__"]
+    vars(main).pop("main", None)
+    is_module = order.command[2] == "-m"
+    what, *arguments = order.command[3 if is_module else 2 :]
+    sys.argv, sys.orig_argv = [what, *arguments], list(order.command)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = place_of(what, is_module)
+    _entitle(order.command)
+    try:
+        if is_module:
+            runpy._run_module_as_main(what)  # type: ignore[attr-defined]  # what python -m runs
+        else:
+            code = compile(Path(what).read_bytes(), what, "exec", dont_inherit=True)
+            runpy._run_code(code, vars(main), None, "__main__", None, None, what)  # type: ignore[attr-defined]
+    except Exception as error:
+        sys.excepthook(type(error), error, _without_us(error.__traceback__))
+        sys.exit(1)
+
+
+def place_of(what: str, is_module: bool) -> str:
+    """What python puts first on sys.path: the script's folder, or the current one for a module."""
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(what))
+
+
+def _without_us(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first line of the script on."""
+    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _entitle(command: Sequence[str]) -> None:
+    """Shows the worker's command, not the server's, to who looks for it with ps."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = (int(fields[i]) for i in _STAT_ARGUMENTS)
+    room = end - begin
+    if begin == 0 or room < TITLE_ROOM:
+        return
+    title = " ".join(command).encode(errors="surrogateescape")[: room - 2]
+    # A last byte that is not zero tells the kernel that the text in front of it ends at the first zero.
+    ctypes.memmove(begin, title.ljust(room - 1, b"\0") + b".", room)
+
+
+def main() -> None:
+    """`python -u -c BOOT PLACE CONTROL MODULES PADDING`."""
+    control = socket.socket(fileno=int(sys.argv[2]))
+    control.set_inheritable(False)
+    try:
+        prepare(sys.argv[3].split("+"))
+    except Failed as error:
+        send(control, {"error": str(error)})
+        return
+    send(control, {"ready": True})
+    order = serve(control)
+    if order is not None:
+        run(order)

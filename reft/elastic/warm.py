@@ -1,0 +1,199 @@
+"""--rdzv-conf=warm=yes: workers are forked from a process that has imported torch already, instead of starting Python anew.
+
+    agent ── starts, with itself ──► fork server (reft.elastic.forking): imports, waits
+    torch wants a worker ─► Handler._popen ─► the server forks one, the agent adopts it ─► a Popen like any other
+
+Nothing is forked before torch wants a worker, so there is one warm process an agent, never one that might join late. The seam is
+torch's `get_subprocess_handler`, whose handlers start processes in `_popen`: what torch does with a worker afterwards is
+untouched. A worker that can't be forked is started as torch does, and a line says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from reft.elastic import forking
+from reft.elastic.forking import Failed
+from reft.elastic.options import script_of
+from reft.elastic.say import say
+
+# What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
+MODULES = (
+    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach",
+    "reft.client.restore",
+)  # fmt: skip
+START_S = 120.0  # for the imports; a cold worker needs as long
+FORK_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Server:
+    """One fork server.
+
+    Args:
+        modules: what it imports.
+        place: see `forking.place_of`.
+    """
+
+    def __init__(self, modules: Sequence[str], place: str) -> None:
+        self._control, theirs = socket.socketpair()
+        command = [
+            sys.executable, "-u", "-c", forking.BOOT, place, str(theirs.fileno()), "+".join(modules), "." * forking.TITLE_ROOM,
+        ]  # fmt: skip
+        with theirs:
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self.is_ready = False
+
+    def fork(self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """The pid of a new worker, a child of this process, which leads a session of its own.
+
+        Args:
+            descriptors: its stdin, stdout and stderr.
+
+        Raises:
+            Failed: there is none; the server is of no use any more.
+        """
+        order = {"command": list(command), "environment": dict(environment), "folder": os.getcwd()}
+        wait, go = os.pipe()
+        try:
+            if not self.is_ready:
+                self._hear("ready", START_S)
+                self.is_ready = True
+            with _adopting():
+                forking.send(self._control, order, [*descriptors, wait])
+                pid = int(self._hear("pid", FORK_S))
+            os.write(go, b"!")
+            return pid
+        except OSError as error:  # it is gone, or too late: whatever it forks yet sees the end of "go" and ends
+            raise Failed(f"the fork server does not answer ({error or type(error).__name__})") from error
+        finally:
+            os.close(wait)
+            os.close(go)
+
+    def _hear(self, what: str, patience_s: float) -> Any:
+        self._control.settimeout(patience_s)
+        got = forking.receive(self._control)
+        if got is None:
+            raise Failed("the fork server has ended")
+        if "error" in got[0]:
+            raise Failed(str(got[0]["error"]))
+        return got[0][what]
+
+    def close(self) -> None:
+        """Ends it; its workers go on."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Orphans among our descendants become our children; only now, or grandchildren of others would gather here."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A child that was not started here: waits, signals and exit codes are Popen's own."""
+
+    def __init__(self, args: Sequence[str], pid: int) -> None:
+        self._given = pid
+        super().__init__(args)
+
+    def _execute_child(self, *_: Any) -> None:
+        self.pid, self._child_created = self._given, True
+
+
+class Warm:
+    """The agent's fork server, and torch's workers out of it.
+
+    Args:
+        extra: modules to import beside MODULES.
+        place: see `forking.place_of`.
+    """
+
+    def __init__(self, extra: Sequence[str], place: str) -> None:
+        self._modules, self._place = [*MODULES, *extra], place
+        self._server: Server | None = Server(self._modules, place)
+        self._said = ""
+
+    def install(self) -> None:
+        """Makes torch's agent in this process take its workers from here."""
+        if not hasattr(api, "get_subprocess_handler") or not hasattr(SubprocessHandler, "_popen"):
+            self.close()
+            say("this torch starts workers in another way than 2.13: warm=yes has no effect.")
+            return
+        warm = self
+
+        class Handler(SubprocessHandler):
+            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+                descriptors = [0, *(file.fileno() if file else i for i, file in ((1, self._stdout), (2, self._stderr)))]
+                return warm.start(args, env, descriptors) or super()._popen(args, env)
+
+        api.get_subprocess_handler = Handler
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes] | None:
+        """A worker; None, after a line that says why, if it must be started cold."""
+        if self._server is None:
+            return None
+        if not can_fork(command):
+            self._say(f"started cold: {' '.join(command[:4])} … is no Python script that can be forked.")
+            return None
+        try:
+            return _Forked(command, self._server.fork(command, environment, descriptors))
+        except Failed as error:
+            was_ready = self._server.is_ready
+            self._server.close()
+            self._server = Server(self._modules, self._place) if was_ready else None
+            later = "the next ones are forked again" if was_ready else "so will be all that follow"
+            self._say(f"started cold, and {later}: {error}.")
+            return None
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            say(f"a worker is {text}")
+        self._said = text
+
+    def close(self) -> None:
+        """Ends the server; workers go on."""
+        if self._server:
+            self._server.close()
+        self._server = None
+
+
+def begin(extra: str) -> Warm:
+    """Starts this agent's fork server; returns at once.
+
+    Args:
+        extra: modules to import beside MODULES, joined by +.
+    """
+    script = script_of(sys.argv)
+    place = forking.place_of(script.removeprefix("-m "), script.startswith("-m "))
+    warm = Warm([name for name in extra.split("+") if name], place)
+    warm.install()
+    return warm
+
+
+def can_fork(command: Sequence[str]) -> bool:
+    """Whether a command is one that torchrun makes of a Python script, for this very Python."""
+    if len(command) < 3 or list(command[:2]) != [sys.executable, "-u"]:
+        return False
+    return len(command) > 3 if command[2] == "-m" else command[2].endswith(".py")

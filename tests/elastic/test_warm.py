@@ -1,0 +1,205 @@
+"""Workers that are forked: they must be what python itself would have made, and end as such."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.elastic import forking, warm
+from reft.elastic.forking import Failed
+from reft.elastic.warm import Server, Warm, _Forked, can_fork
+from tests.support import probe
+from tests.support.daemons import ROOT, until
+
+PROBE = str(Path(probe.__file__))
+LIGHT = ["json"]  # a server that imports nothing of weight: what is tested does not depend on it
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(LIGHT, forking.place_of(PROBE, False))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(tmp_path, server) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts probe.py, warm or cold, with its output in files: start(is_warm, *what python runs)."""
+
+    def make(is_warm: bool, *words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-u", *words]
+        environment = {**os.environ, "RANK": "3", "TEXT": "a\nb ü", "PYTHONPATH": str(ROOT)}
+        kind = "warm" if is_warm else "cold"
+        with (
+            open(os.devnull) as no,
+            open(tmp_path / f"{kind}.out", "w") as out,
+            open(tmp_path / f"{kind}.err", "w") as err,
+        ):
+            if is_warm:
+                pid = server.fork(command, environment, [no.fileno(), out.fileno(), err.fileno()])
+                return _Forked(command, pid)
+            return subprocess.Popen(command, env=environment, stdin=no, stdout=out, stderr=err, start_new_session=True)
+
+    return make
+
+
+@pytest.mark.parametrize("words", [[PROBE], ["-m", "tests.support.probe"]], ids=["script", "module"])
+def test_a_forked_worker_finds_what_one_that_python_started_finds(tmp_path, start, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = []
+    for is_warm in (True, False):
+        out = tmp_path / "said"
+        assert start(is_warm, *words, str(out), "0", "--lr=1").wait(60) == 0
+        said = json.loads(out.read_text())
+        said["targets"] = [target.replace("warm.", "cold.") for target in said["targets"]]
+        found.append(said)
+    warm_one, cold_one = found
+    for name in ("LC_CTYPE", "LINES", "COLUMNS"):  # python itself may add the first one
+        warm_one["environment"].pop(name, None), cold_one["environment"].pop(name, None)
+    assert warm_one == cold_one
+    assert cold_one["parent"] == os.getpid() and cold_one["leads"] == [True, True]
+    assert (tmp_path / "warm.out").read_text() == "printed\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "code"), [("0", 0), ("7", 7), ("say", 1), ("raise", 1), ("interrupt", -signal.SIGINT)]
+)
+def test_it_ends_with_the_same_code_and_the_same_words(tmp_path, start, what, code):
+    for is_warm in (True, False):
+        assert start(is_warm, PROBE, str(tmp_path / "said"), what).wait(60) == code
+    # Python 3.11 and 3.12 draw ^^^^ under what they could read from the file's code, in a cold process too.
+    texts = [re.sub(r"\n *[\^~]+", "", (tmp_path / f"{kind}.err").read_text()) for kind in ("warm", "cold")]
+    if what == "interrupt":  # the last lines; above them a cold process has fewer frames
+        texts = [text.splitlines()[-1:] for text in texts]
+    assert texts[0] == texts[1]
+
+
+def test_it_is_killed_as_any_child_and_shows_its_own_command(tmp_path, start):
+    worker = start(True, PROBE, str(tmp_path / "said"), "wait")
+    until(lambda: (tmp_path / "warm.out").read_text() == "printed\n", what="the worker")
+    process = psutil.Process(worker.pid)
+    assert process.ppid() == os.getpid()
+    shown = b" ".join(Path(f"/proc/{worker.pid}/cmdline").read_bytes().split(b"\0")).decode()
+    assert shown.strip() == f"{sys.executable} -u {PROBE} {tmp_path / 'said'} wait"
+    assert worker.poll() is None
+    os.killpg(worker.pid, signal.SIGKILL)
+    assert worker.wait(60) == -signal.SIGKILL
+
+
+def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
+    """As after the agent's end, or after it has given up waiting and started another one."""
+    wait, go = os.pipe()
+    said = tmp_path / "said"
+    command = [sys.executable, "-u", PROBE, str(said), "0"]
+    assert server._hear("ready", 60)
+    with warm._adopting():
+        order = {"command": command, "environment": dict(os.environ), "folder": "/"}
+        forking.send(server._control, order, [0, 1, 2, wait])
+        pid = int(server._hear("pid", 60))
+    os.close(wait)
+    worker = _Forked(command, pid)
+    assert worker.poll() is None
+    os.close(go)
+    assert worker.wait(60) == 1 and not said.exists()
+
+
+def test_no_process_of_others_is_adopted(server, tmp_path):
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    server.fork([sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ), [0, 1, 2])
+    pid = int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    try:
+        assert psutil.Process(pid).ppid() != os.getpid()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    workers = Warm([], "")
+    command, environment = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ)
+    try:
+        assert workers.start(command, environment, [0, 1, 2]).wait(60) == 0
+        first = workers._server
+        first.process.kill()
+        first.process.wait()
+        assert workers.start(command, environment, [0, 1, 2]) is None
+        assert "a worker is started cold, and the next ones are forked again" in capsys.readouterr().err
+        assert workers.start(command, environment, [0, 1, 2]).wait(60) == 0
+        assert workers._server is not first
+        assert workers.start(["numactl", *command], environment, [0, 1, 2]) is None
+        assert "numactl" in capsys.readouterr().err
+    finally:
+        workers.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("raise ValueError('no device')", "importing heavy failed: ValueError: no device"),
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "started 1 threads"),
+    ],
+)
+def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_path, monkeypatch, capsys, body, why):
+    (tmp_path / "heavy.py").write_text(body)
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    workers = Warm(["heavy"], str(tmp_path))
+    server, command = workers._server, [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"]
+    assert workers.start(command, {}, [0, 1, 2]) is None
+    assert workers.start(command, {}, [0, 1, 2]) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert why in line and "so will be all that follow" in line
+    assert server.process.poll() is not None and not (tmp_path / "said").exists()
+
+
+def test_a_server_ends_with_its_agent(tmp_path):
+    code = (
+        "import os, signal; from reft.elastic.warm import Server; "
+        "server = Server(['json'], ''); print(server.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
+    assert agent.returncode == -signal.SIGKILL
+    until(lambda: not psutil.pid_exists(int(agent.stdout)), 60, "the server's end")
+
+
+def test_workers_draw_different_random_numbers(tmp_path):
+    """numpy seeds itself when it is imported, which the server has done for all of them."""
+    script = tmp_path / "draw.py"
+    script.write_text("import sys, numpy; assert 'numpy' in sys.modules; print(numpy.random.rand())")
+    server = Server(["numpy"], str(tmp_path))
+    try:
+        for name in "ab":
+            with open(tmp_path / name, "w") as out:
+                command = [sys.executable, "-u", str(script)]
+                assert _Forked(command, server.fork(command, dict(os.environ), [0, out.fileno(), 2])).wait(60) == 0
+    finally:
+        server.close()
+    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+
+
+def test_only_scripts_of_this_python_are_forked():
+    me = sys.executable
+    assert can_fork([me, "-u", "a.py"]) and can_fork([me, "-u", "-m", "a", "b"])
+    for command in ([me, "-u", "-m"], [me, "a.py"], ["other", "-u", "a.py"], [me, "-u", "a.zip"], [me, "-u"]):
+        assert not can_fork(command)
+
+
+def test_a_deadline_is_a_failure_and_not_a_hang(server):
+    assert server._hear("ready", 60)
+    with pytest.raises(OSError):
+        server._hear("pid", 0.01)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "FORK_S", 0.05)
+        server.is_ready = True
+        with pytest.raises(Failed, match="does not answer"):
+            server.fork([sys.executable, "-u", PROBE, "x", "0"], {}, [0, 1, 2])
