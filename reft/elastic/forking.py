@@ -4,7 +4,7 @@
       ▲ ◄── the worker's pid, once it leads a session and belongs to the agent ──┘                  └ ends         waits for "go"
       └──────────────── one byte through "go": run; its end: exit without a trace ─────────────────────────────────┘
 
-1. The server never opens a device and has one thread, or it refuses to serve: a fork copies neither.
+1. The server never opens a device and has one thread when it forks, or it refuses to serve: a fork copies neither.
 2. `between` ends at once, so the kernel gives the worker to the nearest ancestor that adopts orphans, which is the agent: it is
    the worker's parent as if it had started it. Exit codes, signals, and death with the agent are as without us.
 3. A worker runs nothing of its script before its agent has said so, and knows its pid.
@@ -97,6 +97,7 @@ def prepare(modules: Sequence[str]) -> None:
             importlib.import_module(name)
         except BaseException as error:  # whatever a module does when it is imported
             raise Failed(f"importing {name} failed: {type(error).__name__}: {error}") from error
+    _try_fork()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise Failed(f"importing {', '.join(modules)} has started {threads - 1} threads, which a fork would not copy")
@@ -105,6 +106,14 @@ def prepare(modules: Sequence[str]) -> None:
         raise Failed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")
     gc.collect()
     gc.freeze()  # a collection in a worker would write to pages that all of them share
+
+
+def _try_fork() -> None:
+    """Forks in vain: libraries that heed forks, such as numpy's OpenBLAS, end their threads then."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def serve(control: socket.socket) -> Order | None:
@@ -181,7 +190,8 @@ def run(order: Order) -> None:
             code = compile(Path(what).read_bytes(), what, "exec", dont_inherit=True)
             runpy._run_code(code, vars(main), None, "__main__", None, None, what)  # type: ignore[attr-defined]
     except Exception as error:
-        sys.excepthook(type(error), error, _without_us(error.__traceback__))
+        trace = _without_us(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 

@@ -19,6 +19,7 @@ from reft.elastic.forking import Failed
 from reft.elastic.warm import Server, Warm, _Forked, can_fork
 from tests.support import probe
 from tests.support.daemons import ROOT, until
+from tests.support.rendezvous import Agents
 
 PROBE = str(Path(probe.__file__))
 LIGHT = ["json"]  # a server that imports nothing of weight: what is tested does not depend on it
@@ -37,7 +38,7 @@ def start(tmp_path, server) -> Callable[..., subprocess.Popen[bytes]]:
 
     def make(is_warm: bool, *words: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", *words]
-        environment = {**os.environ, "RANK": "3", "TEXT": "a\nb ü", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "RANK": "3", "TEXT": "a\nb ü"}
         kind = "warm" if is_warm else "cold"
         with (
             open(os.devnull) as no,
@@ -113,7 +114,7 @@ def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
 
 
 def test_no_process_of_others_is_adopted(server, tmp_path):
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
     server.fork([sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ), [0, 1, 2])
     pid = int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
     try:
@@ -160,15 +161,10 @@ def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_pat
     assert server.process.poll() is not None and not (tmp_path / "said").exists()
 
 
-def test_a_server_ends_with_its_agent(tmp_path):
-    code = (
-        "import os, signal; from reft.elastic.warm import Server; "
-        "server = Server(['json'], ''); print(server.process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    agent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
-    assert agent.returncode == -signal.SIGKILL
-    until(lambda: not psutil.pid_exists(int(agent.stdout)), 60, "the server's end")
+def test_a_server_ends_with_its_agent(server):
+    assert server._hear("ready", 60)
+    server._control.close()  # as the kernel does
+    assert server.process.wait(60) == 0
 
 
 def test_workers_draw_different_random_numbers(tmp_path):
@@ -203,3 +199,55 @@ def test_a_deadline_is_a_failure_and_not_a_hang(server):
         server.is_ready = True
         with pytest.raises(Failed, match="does not answer"):
             server.fork([sys.executable, "-u", PROBE, "x", "0"], {}, [0, 1, 2])
+
+
+SCRIPT = """
+import os, signal, sys
+warm = "torch._dynamo" in sys.modules and "reft.client.attach" in sys.modules
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+os.write(1, f"rank {dist.get_rank()} restart {restart} warm {warm} {sys.argv[1:]} parent {os.getppid()}\\n".encode())
+dist.barrier()
+if restart == "0" and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+"""
+
+
+def test_torchruns_workers_are_forked_killed_and_forked_again(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=reft", "--local-addr=127.0.0.1",
+        "--rdzv-conf=daemon=off,warm=yes", "--max-restarts=1", f"--log-dir={tmp_path}", "--redirects=1", str(script), "--lr", "1",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "REFT_RUNTIME_DIR": str(tmp_path)}
+    agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    _, said = agent.communicate(timeout=110)
+    assert agent.returncode == 0, said[-3000:]
+    assert "exitcode: -9" in said and "started cold" not in said
+    lines = {line for out in tmp_path.glob("**/stdout.log") for line in out.read_text().splitlines()}
+    assert lines == {
+        f"rank {rank} restart {restart} warm True ['--lr', '1'] parent {agent.pid}"
+        for rank in (0, 1)
+        for restart in (0, 1)
+    }
+
+
+@pytest.mark.slow
+def test_a_killed_agent_takes_its_forked_workers_and_its_server_along(tmp_path):
+    with Agents(tmp_path, "--rdzv-backend=reft", "--rdzv-conf=daemon=off,warm=yes", "--nproc-per-node=2") as agents:
+        agent = agents.start("a", "--local-addr=127.0.0.1")
+        until(lambda: len(agents.workers()) == 2 or agent.poll() is not None, 90, "workers")
+        process = psutil.Process(agent.pid)
+        below = process.children(recursive=True)
+        assert {row[1] for row in agents.workers()} < {each.pid for each in process.children()}
+        slept = (
+            process.num_ctx_switches().voluntary
+        )  # the guard is told of the workers in the agent's next look at them
+        until(lambda: process.num_ctx_switches().voluntary > slept + 50, 30, "the agent's next look")
+        agent.kill()
+        agent.wait()
+        living = [each for each in below if "reft.elastic.store_host" not in " ".join(each.cmdline())]
+        until(lambda: not any(each.is_running() for each in living), 60, "the end of all")
