@@ -75,7 +75,7 @@ class Subjects:
         """What each parameter is, by its id: as the first that has it says."""
         found: dict[int, Named] = {}
         for prefix, value, its in self.items():
-            for named in its.parameters(prefix, value):
+            for named in its.parameters(prefix, value, found):
                 found.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
         return found
 

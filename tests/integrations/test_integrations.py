@@ -12,7 +12,7 @@ from reft.errors import UnsupportedState
 from reft.integrations import checks
 from tests.support.daemons import ROOT
 
-MODULES = ["accelerate", "deepspeed", "lightning", "transformers"]
+MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "transformers"]
 
 
 def test_importing_an_adapter_imports_no_trainer():

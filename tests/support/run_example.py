@@ -54,7 +54,19 @@ def of_deepspeed(names: dict[str, Any]) -> dict[str, Any]:
             "model": names["engine"].module}  # fmt: skip
 
 
+def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for i, member in enumerate(names["optimizer"].chained_optimizers):
+        kept = {f"{i}.{k}": v for k, v in of_optimizer(member.optimizer).items()}
+        mains = [main for group in member.optimizer.param_groups for main in group["params"]]
+        found |= kept | {f"{i}.main{k}": digest(main) for k, main in enumerate(mains)}
+    states = names["tensor_parallel"].get_cuda_rng_tracker().get_states()
+    return {"losses": names["losses"], "optimizer": found, "model": names["model"][0].module.module,
+            "states": {name: digest(state) for name, state in states.items()}}  # fmt: skip
+
+
 KINDS = {
+    "megatron_gpt.py": of_megatron,
     "deepspeed_zero.py": of_deepspeed,
     "deepspeed_pipeline.py": of_deepspeed,
     "accelerate_loop.py": of_loop,
@@ -66,6 +78,7 @@ KINDS = {
 def main() -> None:
     out, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))  # as Python does
     names = runpy.run_path(script, run_name="__main__")
     ended = KINDS[os.path.basename(script)](names)
     model = ended.pop("model")

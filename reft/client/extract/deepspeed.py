@@ -18,6 +18,7 @@ from torch import distributed
 from reft.client.extract.dtensor import Box
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named, Names, Removable
+from reft.client.extract.wrapping import Wrapped
 from reft.client.plain import from_plain, to_plain
 from reft.client.state import Bindings
 from reft.errors import UnsupportedState
@@ -62,11 +63,11 @@ class DeepSpeedExtractor(OptimizerExtractor):
             if is_there:
                 raise UnsupportedState(f"{prefix} runs DeepSpeed with {what}, which this version does not hold.")
 
-    def parameters(self, prefix: str, value: Any) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
         """The masters, or without ZeRO the model's own parameters."""
         optimizer = value.optimizer
         if not _is_zero(optimizer):
-            yield from super().parameters(prefix, optimizer)
+            yield from super().parameters(prefix, optimizer, known)
             return
         stage = f".stage{value.stage_id}" if hasattr(value, "stage_id") else ""
         for g, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -78,7 +79,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
     def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
         """The masters and their moments."""
         if _is_zero(value.optimizer):
-            for named in self.parameters(prefix, value):
+            for named in self.parameters(prefix, value, names):
                 found.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
         super().bind(found, prefix, self.owner(value), names)
 
@@ -103,26 +104,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
 
         A step that is skipped for an overflow has changed the loss scale, and counts.
         """
-        take = value._take_model_step
-
-        def taken(*arguments: Any, **named: Any) -> Any:
-            before()
-            result = take(*arguments, **named)
-            after(value)
-            return result
-
-        value._take_model_step = taken
-        return [_Wrapping(value)]
-
-
-class _Wrapping:
-    """The engine's step as an attribute of the instance, in front of its class's method."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def remove(self) -> None:
-        del self._engine._take_model_step
+        return [Wrapped(value, "_take_model_step", before, after)]
 
 
 def _is_zero(optimizer: Any) -> bool:

@@ -42,7 +42,7 @@ class ModuleExtractor:
     def check(self, prefix: str, value: nn.Module) -> None:
         """Refuses nothing: what can't be held is found tensor by tensor."""
 
-    def parameters(self, prefix: str, value: nn.Module) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: nn.Module, known: Names) -> Iterator[Named]:
         """Sharded parameters where FSDP has them, whatever lies in the module now."""
         for flat in flat_parameters(value):
             for named in flat.pieces:

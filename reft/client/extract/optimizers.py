@@ -58,7 +58,7 @@ class OptimizerExtractor:
                 "pass that one if it holds whole parameters, or register_extractor for this one",
             )
 
-    def parameters(self, prefix: str, value: torch.optim.Optimizer) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: torch.optim.Optimizer, known: Names) -> Iterator[Named]:
         """Those of its groups; the models have named most of them already."""
         for g, group in enumerate(value.param_groups):
             for k, parameter in enumerate(group["params"]):
@@ -134,7 +134,7 @@ class OptimizerExtractor:
         for group in owner.param_groups:
             of_kind: dict[tuple[object, ...], torch.Tensor] = {}
             for named in (names[id(parameter)] for parameter in group["params"]):
-                if _gets_gradient(named) and not owner.state.get(named.tensor):
+                if self._gets_gradient(named) and not owner.state.get(named.tensor):
                     kind = _kind(named)
                     twin = of_kind.get(kind)
                     if twin is None:
@@ -156,6 +156,11 @@ class OptimizerExtractor:
         ]
         order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
         return sorted(found, key=lambda each: order[id(each.parameter.tensor)])
+
+    def _gets_gradient(self, named: Named) -> bool:
+        """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
+        is_bare = named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
+        return named.tensor.requires_grad and not is_bare
 
     def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Foreseen:
         name = f"{prefix}.{key}.{parameter.name}"
@@ -249,12 +254,6 @@ def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
     shape = tuple(value.shape)
     cut = ",".join(f"{first}:{first + size}" for first, size in zip(parameter.box.offset, local, strict=True))
     return Box(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
-
-
-def _gets_gradient(named: Named) -> bool:
-    """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
-    is_bare = named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
-    return named.tensor.requires_grad and not is_bare
 
 
 def _kind(named: Named) -> tuple[object, ...]:

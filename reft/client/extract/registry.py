@@ -69,10 +69,13 @@ class Extractor(Protocol):
             reft.errors.UnsupportedState: with the name of what it is, and the remedy.
         """
 
-    def parameters(self, prefix: str, value: Any) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
         """The parameters that the object names. Each is named by the first object that yields it; models come first.
 
         Also those whose memory moves in forward (FSDP): `local` is what lies still between two optimizer steps.
+
+        Args:
+            known: those that objects before this one have named; a copy of one in another precision is named after it.
         """
 
     def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
@@ -122,6 +125,8 @@ class Extractor(Protocol):
 _REGISTERED: dict[str, Extractor] = {}
 _BUILT_IN = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "reft.client.extract.deepspeed:DeepSpeedExtractor",
+    "megatron.core.optimizer.optimizer.MegatronOptimizer": "reft.client.extract.megatron:MegatronExtractor",
+    "megatron.core.transformer.module.MegatronModule": "reft.client.extract.megatron_modules:MegatronModuleExtractor",
     "torch.nn.modules.module.Module": "reft.client.extract.modules:ModuleExtractor",
     "torch.optim.optimizer.Optimizer": "reft.client.extract.optimizers:OptimizerExtractor",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (

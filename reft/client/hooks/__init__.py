@@ -2,8 +2,9 @@
 
     pipelining    torch.distributed.pipelining, all of its schedules
     waits         waiting for a collective, outside of the schedule's work
+    megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into its config
 
-Loops with an engine of their own (Megatron-core, DeepSpeed) mark their idle times with `session.idle()`.
+Other loops with an engine of their own (DeepSpeed) mark their idle times with `session.idle()`.
 """
 
 from __future__ import annotations

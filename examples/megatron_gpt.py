@@ -1,0 +1,97 @@
+"""Megatron-core with reft: a small GPT in bf16 with fp32 masters, and one line.
+
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/megatron_gpt.py --tp 2
+"""
+
+import argparse
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    import megatron_cpu  # noqa: F401  Megatron-core wants a GPU: this tells it that the CPU is one
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from reft.integrations.megatron import attach
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=30)
+parser.add_argument("--tp", type=int, default=1)
+parser.add_argument("--pp", type=int, default=1)
+options = parser.parse_args()
+LENGTH, WORDS, MICROBATCHES = 16, 64, 4
+
+
+class Data:
+    """Micro batches without end, as an iterator with a place."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self):
+        first = torch.randint(WORDS, (2, 1), generator=self.generator)
+        return (first + 3 * torch.arange(LENGTH + 1)) % WORDS
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+
+
+def forward(data, model):
+    tokens = next(data)
+    places = torch.arange(LENGTH).expand(2, -1)
+    future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    output = model(tokens[:, :-1], places, future, labels=tokens[:, 1:])
+    return output, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
+
+
+torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+parallel_state.initialize_model_parallel(options.tp, options.pp)
+torch.manual_seed(0)
+tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+config = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True,
+    tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp, pipeline_dtype=torch.bfloat16,
+    batch_p2p_comm=False, finalize_model_grads_func=finalize_model_grads, gradient_accumulation_fusion=False,
+    gated_linear_unit=True, masked_softmax_fusion=False, bias_dropout_fusion=False,
+)  # fmt: skip
+first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+gpt = GPTModel(
+    config, get_gpt_layer_local_spec(), WORDS, LENGTH, pre_process=first, post_process=last,
+    share_embeddings_and_output_weights=True,
+)  # fmt: skip
+sharded = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+model = [DistributedDataParallel(config, sharded, Float16Module(config, gpt))]
+optimizer = get_megatron_optimizer(
+    OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.01, bf16=True, params_dtype=torch.bfloat16,
+                    use_distributed_optimizer=True), model)  # fmt: skip
+scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-2, 0.0, 3, options.steps, "cosine", 0.01, 0.01, 1, "constant")
+train = get_forward_backward_func()
+
+losses = []
+data = Data(seed=parallel_state.get_data_parallel_rank())
+session = attach(model, optimizer, scheduler, data)  # brings back what is held
+for step in session.steps(options.steps):
+    optimizer.zero_grad()
+    model[0].zero_grad_buffer()
+    found = train(forward_step_func=forward, data_iterator=data, model=model, num_microbatches=MICROBATCHES,
+                  seq_length=LENGTH, micro_batch_size=2, forward_only=False)  # fmt: skip
+    optimizer.step()
+    scheduler.step(1)
+    losses.append((step, sum(each["loss"].item() for each in found)))
+session.close()
+torch.distributed.destroy_process_group()

@@ -1,0 +1,90 @@
+"""Megatron-core in one line, after `get_megatron_optimizer`:
+
+    session = attach(model_chunks, optimizer, opt_param_scheduler, data)
+    for step in session.steps(total):
+        optimizer.zero_grad()
+        losses = forward_backward(data_iterator=data, model=model_chunks, ...)
+        optimizer.step()
+        opt_param_scheduler.step(samples)
+
+What is held of models and optimizers stands in `reft.client.extract.megatron_modules` and `.megatron`. Beside it: Megatron's
+own random states, which dropout in tensor-parallel regions draws from. Copies go into the pipeline's waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import reft
+from reft.client.attach import say
+from reft.client.extract.megatron_modules import TESTED, unwrapped
+from reft.client.hooks.megatron import Timers
+from reft.client.session import Session
+from reft.errors import UnsupportedState
+from reft.integrations.checks import Tested
+
+MEGATRON = Tested("megatron-core", TESTED)
+
+
+class RandomStates:
+    """The states of Megatron's tracker, as an object for `reft.attach(state=...)`.
+
+    Args:
+        tracker: `megatron.core.tensor_parallel.get_cuda_rng_tracker()`.
+
+    Raises:
+        UnsupportedState: its states are no plain bytes.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        MEGATRON.need(tracker, "get_states", "set_states")
+        if not all(isinstance(state, torch.Tensor) for state in tracker.get_states().values()):
+            raise UnsupportedState(
+                "Megatron's random states are generators of CUDA graphs, which this version does not hold.",
+                "model_parallel_cuda_manual_seed(..., use_cudagraphable_rng=False)",
+            )
+        self._tracker = tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        """Name → state, uint8 on the host."""
+        states: dict[str, Any] = self._tracker.get_states()
+        return states
+
+    def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        """The next draw in each region is the one after the mark."""
+        self._tracker.set_states(dict(held))
+
+
+def attach(
+    model_chunks: Any, optimizer: Any, opt_param_scheduler: Any = None, data: Any = None, *,
+    state: Mapping[str, Any] | None = None, **options: Any,
+) -> Session:  # fmt: skip
+    """Protects a Megatron-core job, and brings its state back if this is a restart. Call it on every rank.
+
+    Args:
+        model_chunks: of this rank, wrapped in Megatron's DistributedDataParallel; a list with virtual stages.
+        optimizer: what `get_megatron_optimizer` returned.
+        opt_param_scheduler: OptimizerParamScheduler, or None.
+        data: what the micro batches come from, with state_dict and load_state_dict: an iterator, or consumed samples; None: the
+            data position is not held, which is said, unless `state` has it as "data".
+        state: name → anything else that belongs to the state.
+        options: for `reft.attach`.
+
+    Raises:
+        reft.errors.ReftError: see `reft.attach`; or the job runs what is not held, which is named.
+    """
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    chunks: Sequence[Any] = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
+    held: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker())}
+    named = {"lr": opt_param_scheduler, "data": data}
+    held |= {name: each for name, each in named.items() if each is not None} | dict(state or {})
+    if "data" not in held and torch.distributed.get_rank() == 0:
+        say("not covered: the data position; pass what the micro batches come from: attach(..., data=...).")
+    session = reft.attach(list(chunks), optimizer, state=held, **options)
+    for config in {id(config): config for config in (unwrapped(chunk).config for chunk in chunks)}.values():
+        config.timers = Timers(session.idle, config.timers)
+    return session
