@@ -10,10 +10,11 @@ QUICK := "not slow and not soak and not chaos and not trainers"
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
-# What starts whole jobs runs by itself; the rest shares the cores.
+# What starts whole jobs waits for a third of its time, so two of those run side by side: a file each, since what they
+# compare with is made once a file.
 test: lint
 	$(BIN)/pytest -n 2 -m $(QUICK) --ignore=tests/e2e
-	$(BIN)/pytest -m $(QUICK) tests/e2e
+	$(BIN)/pytest -n 2 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
 # Each other trainer in an environment of its own, two at a time.
 test-trainers: $(READY)
