@@ -34,6 +34,7 @@ from reft.cli.demo.cluster import DemoError, free_port, slots_folder
 from tests.support.daemons import until
 
 NETWORK = "10.77.0."
+SWITCH = "02:00:00:00:00:01"
 LOOPBACK = "127.0.0."
 FIRST_NODE = 100  # three digits throughout: torchrun sorts nodes by the text of their address
 STORE_PORT = 29400
@@ -79,8 +80,11 @@ class Switch:
     def __init__(self, spawn: Spawn, command: Sequence[str] = ()) -> None:
         self.endpoint = f"{NETWORK}1:{STORE_PORT}"
         store = command or [sys.executable, "-c", STORE, f"{NETWORK}1", str(STORE_PORT)]
+        # An address of its own: else the bridge takes that of a port, changes it when nodes come or go, and the others
+        # go on sending to the old one for a minute or two.
         script = (
-            "ip link set lo up && ip link add br0 type bridge && ip addr add $1/24 dev br0 && ip link set br0 up && "
+            f"ip link set lo up && ip link add br0 address {SWITCH} type bridge && ip addr add $1/24 dev br0 && "
+            "ip link set br0 up && "
             'shift && echo ready && exec "$@" >&2'
         )
         self._process = spawn(
