@@ -32,7 +32,7 @@ from reft.wire.messages import MANIFEST_MAX
 from reft.wire.slot_format import PAGE, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
-from reft_daemon.pool import Pool
+from reft_daemon.pool import Pool, Spare
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
@@ -102,17 +102,17 @@ class Arena:
     Args:
         folder: made if missing.
         budget_bytes: --memory; 0 means bounded by the machine alone.
-        spare_bytes: --spare, see `reft_daemon.pool`.
+        spare: see `reft_daemon.pool`.
 
     Raises:
         ConfigError: the folder can't be used, or another daemon uses it.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int, spare_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, budget_bytes: int, spare: Spare = Spare()) -> None:  # noqa: B008  frozen
         self.folder = claim_folder(folder)
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self.pool = Pool(spare_bytes, lambda: self.held_bytes, self._limits_of_spare)
+        self.pool = Pool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.node_id = self._node_id()
         if not memory.is_tmpfs(folder):
@@ -201,9 +201,9 @@ class Arena:
         self.held_bytes += slot.file_bytes
         return slot
 
-    def check_room(self, need_bytes: int) -> None:
-        """Raises NoRoom if `need_bytes` more would endanger the machine; touches nothing."""
-        bounds = memory.limits(self.budget_bytes, self.held_bytes, spare_bytes=self.pool.bytes)
+    def check_room(self, need_bytes: int, slots: int = 0) -> None:
+        """Raises NoRoom if `need_bytes` more, as so many slots, would endanger the machine; touches nothing."""
+        bounds = memory.limits(self.budget_bytes, self.held_bytes, spare_bytes=self.pool.ready_bytes(slots))
         reason = refusal(need_bytes, bounds)
         if reason:
             raise NoRoom(reason)
@@ -218,9 +218,9 @@ class Arena:
             NoRoom: they don't fit; nothing is left behind.
         """
         size = geometry.file_bytes
-        self.check_room(size * len(names))
+        self.check_room(size * len(names), len(names))
         folder = claim_folder(self.folder / job)
-        in_tmpfs = memory.file_system_free(folder) >= size * len(names)
+        in_tmpfs = memory.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
         made: list[SlotFile] = []
         try:
             with _running_on(cpus):
@@ -236,17 +236,26 @@ class Arena:
 
     def _create(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
         size = geometry.file_bytes
+        self.held_bytes += size  # at once: what the pool gives must not be put back into it
+        try:
+            return self._made(job, rank, path, name, geometry)
+        except OSError:
+            self.held_bytes -= size
+            raise
+
+    def _made(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
+        size = geometry.file_bytes
         if path:
             # The final name appears with the header: a daemon that dies here leaves no file that looks like a slot.
             draft = path.with_name(f"{name}.new")
-            descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            ready = self.pool.take(draft, size)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(draft, flags, 0o600) if ready is None else ready
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self.held_bytes += size  # at once: what the pool gives must not be put back into it
         try:
-            self.pool.allocate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)
         except OSError:
-            self.held_bytes -= size
             os.close(descriptor)
             if path:
                 draft.unlink()

@@ -29,7 +29,7 @@ from reft_daemon import __version__
 from reft_daemon.arena import Arena, claim_folder, lock_file
 from reft_daemon.couriers import Peers
 from reft_daemon.handout import Handout
-from reft_daemon.pool import Pool
+from reft_daemon.pool import Pool, Spare
 from reft_daemon.registry import Registry
 from reft_daemon.service import DaemonService, Identity, PeerService
 
@@ -49,7 +49,7 @@ class Settings:
     listen: str
     folder: Path
     memory_bytes: int
-    spare_bytes: int
+    spare: Spare
     ttl_s: float
     idle_exit_s: float
     purge: bool
@@ -92,12 +92,28 @@ def check_domain(label: str) -> str:
     return label
 
 
+def parse_spare(text: str) -> Spare:
+    """What --spare says; an empty text is nothing.
+
+    Raises:
+        ConfigError: it is not COUNTxSIZE.
+    """
+    count, _, size_text = text.partition("x")
+    if not text:
+        return Spare()
+    if not count.isdigit() or not size_text:
+        raise ConfigError(
+            f"--spare {text!r} is not COUNTxSIZE.", "as many slots as a node has, as large: --spare 24x2.7GiB"
+        )
+    return Spare(int(count), parse_size(size_text))
+
+
 async def serve(settings: Settings) -> None:
     """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
     claim_folder(settings.socket.parent)
     socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
     failpoints = Failpoints(Config.load().failpoints)
-    arena = Arena(settings.folder, settings.memory_bytes, settings.spare_bytes)
+    arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
     server, addresses = _server(settings)
     peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
@@ -187,7 +203,7 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
 
 async def _keep_spare(pool: Pool) -> None:
     while True:
-        if pool.want_bytes:
+        if pool.want.count:
             try:
                 await asyncio.to_thread(pool.refill)
             except OSError:
@@ -210,9 +226,7 @@ async def _keep_spare(pool: Pool) -> None:
 @click.option(
     "--memory", default="0", help="The most that slots may take, e.g. 64GiB; 0 means what the machine has free."
 )
-@click.option(
-    "--spare", default="0", help="Memory to have ready on a node that stands by, e.g. 64GiB; slots are made of it."
-)
+@click.option("--spare", default="", help="COUNTxSIZE of slots to have ready on a node that stands by, e.g. 24x2.7GiB.")
 @click.option(
     "--ttl", default=1800.0, help="Seconds for which the slots of a job are kept after its last trainer ended."
 )
@@ -248,7 +262,7 @@ def main(
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
-            parse_size(memory), parse_size(spare), ttl, idle_exit, purge, tls, insecure, kill_hung,
+            parse_size(memory), parse_spare(spare), ttl, idle_exit, purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

@@ -1,12 +1,11 @@
-"""`reft-daemon --spare SIZE`: memory that a standby node has ready for the slots to come.
+"""`reft-daemon --spare COUNTxSIZE`: files that a standby node has ready to become slots, with every page present and cleared.
 
-    idle    filled: a memfd, every page of it written ──────────────────────────► the machine has backed each page
-    slots   are made: 64 MiB off the pool's end, 64 MiB on to the slot, and so on ─► the slot gets the pages that just came free
-    freed   filled again, up to SIZE less what the arena holds
+    idle    COUNT files of SIZE, without a name, every page written ──► the machine has backed and cleared each page
+    slots   are made: each takes a file, which is cut or extended to the slot's size and gets its name ──► no page is new
+    freed   filled again, as far as the arena leaves room below COUNT x SIZE
 
-A file can't take over pages of another, so they pass through the kernel's free lists, at most CHUNK at a time. What that
-saves is what makes new memory slow: page cache that must be thrown out first, and pages that a hypervisor must provide. A
-memfd has no name: it vanishes with the daemon, and takes no room of the tmpfs in which slots lie.
+A file of a tmpfs can't take over pages of another, so what is ready must have about the size of a slot. Files without a
+name vanish with the daemon. Where the tmpfs is too small and slots are memfds, this helps nothing, and can't be filled.
 """
 
 from __future__ import annotations
@@ -15,84 +14,119 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from reft.core.budget import Limit, refusal, size
 
 log = logging.getLogger("reft.daemon")
-CHUNK = 64 << 20
+CHUNK = 64 << 20  # is asked for, and written, at a time
 PIECE = bytes(1 << 20)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """What is wanted: so many files of so many bytes."""
+
+    count: int = 0
+    file_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.file_bytes
 
 
 class Pool:
     """See the module.
 
     Args:
-        want_bytes: SIZE; 0 means that there is none.
-        held: bytes of the arena, which count against it.
+        want: --spare.
+        folder: of the arena.
+        held: bytes of the arena, which count against what is wanted.
         limits: all bounds on further memory now.
     """
 
-    def __init__(self, want_bytes: int, held: Callable[[], int], limits: Callable[[], list[Limit]]) -> None:
-        self.want_bytes, self.bytes = want_bytes, 0
-        self._held, self._limits = held, limits
-        self._descriptor = os.memfd_create("reft-spare", os.MFD_CLOEXEC) if want_bytes else -1
+    def __init__(self, want: Spare, folder: Path, held: Callable[[], int], limits: Callable[[], list[Limit]]) -> None:
+        self.want = want
+        self._folder, self._held, self._limits = folder, held, limits
+        self._ready: list[int] = []
+        self._growing = 0  # bytes of the file that is being made
         self._lock = threading.Lock()
         self._said = ""
 
+    @property
+    def bytes(self) -> int:
+        """What has been taken from the machine."""
+        return len(self._ready) * self.want.file_bytes + self._growing
+
+    def ready_bytes(self, slots: int) -> int:
+        """How much of what is ready so many slots would take."""
+        return min(slots, len(self._ready)) * self.want.file_bytes
+
     def refill(self) -> None:
-        """Fills it up to what is wanted; blocks for as long as that takes. What there is no room for is logged once."""
-        before = self.bytes
-        reason = self._refusal(self._room())
-        while not reason and self._room() > 0:
-            with self._lock:
-                need = min(self._room(), CHUNK)
-                reason = self._refusal(need) or self._grow(need)
+        """Makes the files that are missing; blocks for as long as that takes. What there is no room for is logged once."""
+        before = len(self._ready)
+        reason = self._refusal(max(self._missing(), 0) * self.want.file_bytes)
+        while not reason and self._missing() > 0:
+            reason = self._make()
         if reason and reason != self._said:
-            log.warning("spare memory stays at %s of %s: %s", size(self.bytes), size(self.want_bytes), reason)
-        if self.bytes > before:
-            log.info("%s of spare memory are ready for slots", size(self.bytes))
+            log.warning("spare memory stays at %s of %s: %s", size(self.bytes), size(self.want.bytes), reason)
+        if len(self._ready) > before:
+            log.info("%d files of %s are ready for slots", len(self._ready), size(self.want.file_bytes))
         self._said = reason
 
-    def _room(self) -> int:
-        return self.want_bytes - self._held() - self.bytes
+    def _missing(self) -> int:
+        room = self.want.bytes - self._held() - self.bytes
+        return room // self.want.file_bytes if self.want.file_bytes else 0
 
     def _refusal(self, need: int) -> str:
-        return (refusal(need, self._limits(), "spare memory needs") if need > 0 else None) or ""
+        return (refusal(need, self._limits(), "spare memory needs") if need else None) or ""
 
-    def _grow(self, need: int) -> str:
+    def _make(self) -> str:
+        """One file more; why not, if not."""
+        wanted, descriptor = self.want.file_bytes, -1
         try:
-            for at in range(self.bytes, self.bytes + need, len(PIECE)):
-                os.pwrite(self._descriptor, PIECE[: self.bytes + need - at], at)
+            descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            while self._growing < wanted and self.want.count:
+                if self._growing % CHUNK == 0 and (reason := self._refusal(min(CHUNK, wanted - self._growing))):
+                    return reason
+                self._growing += os.pwrite(descriptor, PIECE[: wanted - self._growing], self._growing)
+            with self._lock:
+                self._growing = 0
+                if self.want.count:  # else it was closed meanwhile
+                    self._ready.append(descriptor)
+                    descriptor = -1
+            return ""
         except OSError as error:
-            os.ftruncate(self._descriptor, self.bytes)
             return str(error)
-        self.bytes += max(need, 0)
-        return ""
+        finally:
+            self._growing = 0
+            if descriptor >= 0:
+                os.close(descriptor)
 
-    def allocate(self, descriptor: int, count: int) -> None:
-        """Gives a file in memory its first `count` bytes: from the pool as far as it goes, else anew.
+    def take(self, path: Path, count: int) -> int | None:
+        """A ready file under this name, cut to `count` bytes if it is longer; None if there is none.
 
         Raises:
-            OSError: there is no room.
+            OSError: it could not be named.
         """
-        at = 0
-        while at < count:
-            part = self._give(min(CHUNK, count - at)) or count - at
-            os.posix_fallocate(descriptor, at, part)
-            at += part
-
-    def _give(self, most: int) -> int:
         with self._lock:
-            count = min(self.bytes, most)
-            if count:
-                self.bytes -= count
-                os.ftruncate(self._descriptor, self.bytes)
-            return count
+            if not self._ready:
+                return None
+            descriptor = self._ready.pop()
+        try:
+            path.unlink(missing_ok=True)
+            # A folder, of which an absolute path has no need, makes Python follow the link to the file that has no name.
+            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+            os.ftruncate(descriptor, min(count, self.want.file_bytes))
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def close(self) -> None:
         """Gives all of it back."""
-        self.want_bytes = 0  # ends a refill in another thread
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor, self.bytes = -1, 0
+            self.want = Spare()  # ends a refill in another thread
+            while self._ready:
+                os.close(self._ready.pop())

@@ -273,7 +273,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
             capsule_bytes_sent=registry.peers.sent["Keep"],
             beat_bytes_sent=registry.signalling.peers.sent["Beat"], beats_sent=registry.signalling.beats_sent,
-            spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want_bytes,
+            spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
         )  # fmt: skip
 
     async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:

@@ -171,9 +171,9 @@ def run(order: Order) -> None:
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()  # else all workers would draw the same numbers; the other generators see to that themselves
+    random: Any = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()  # else all workers would draw the same numbers; the other generators see to that themselves
     importlib.invalidate_caches()
     main = sys.modules["__main__"]
     vars(main).pop("main", None)

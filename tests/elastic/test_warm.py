@@ -25,9 +25,19 @@ PROBE = str(Path(probe.__file__))
 LIGHT = ["json"]  # a server that imports nothing of weight: what is tested does not depend on it
 
 
+@pytest.fixture(autouse=True)
+def ours(monkeypatch):
+    """Processes that are started import reft from here, installed or not."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "daemon")]))
+
+
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(LIGHT, forking.place_of(PROBE, False))
+def server(ours, tmp_path_factory) -> Iterator[Server]:
+    """One whose own folder and environment are not those of its workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        patch.setenv("ONLY_OF_THE_SERVER", "1")
+        made = Server(LIGHT, forking.place_of(PROBE, False))
     yield made
     made.close()
 
@@ -167,11 +177,12 @@ def test_a_server_ends_with_its_agent(server):
     assert server.process.wait(60) == 0
 
 
-def test_workers_draw_different_random_numbers(tmp_path):
-    """numpy seeds itself when it is imported, which the server has done for all of them."""
+def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
+    """numpy seeds itself when it is imported, which the server has done for all of them; and OpenBLAS starts threads."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tmp_path / "draw.py"
-    script.write_text("import sys, numpy; assert 'numpy' in sys.modules; print(numpy.random.rand())")
-    server = Server(["numpy"], str(tmp_path))
+    script.write_text("import sys, numpy; assert 'numpy.random' in sys.modules; print(numpy.random.rand())")
+    server = Server(["numpy.random"], str(tmp_path))
     try:
         for name in "ab":
             with open(tmp_path / name, "w") as out:

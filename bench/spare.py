@@ -1,0 +1,77 @@
+"""What `reft-daemon --spare` saves when a node is promoted: making slots, and the first write to each of their pages.
+
+    python bench/spare.py [--gib 1] [--rounds 3]
+
+Each round makes the slots of a fresh arena twice, once anew and once out of a pool, in an order that alternates. How slow new
+memory is depends on the machine; on one whose memory was in use before, as after the first round here, it is at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
+
+from reft.wire.slot_format import PAGE, Geometry
+from reft_daemon.arena import Arena
+from reft_daemon.pool import Spare
+
+SLOTS = 3
+
+
+def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
+    """Seconds for: filling the pool, making the slots, writing to each page of them through a mapping of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="reft-bench-", dir="/dev/shm"))
+    geometry = Geometry(PAGE, int(gib * (1 << 30)) // SLOTS // PAGE * PAGE, 4 << 20)
+    try:
+        arena = Arena(folder, 0, Spare(SLOTS, geometry.file_bytes) if is_spare else Spare())
+        begin = time.perf_counter()
+        arena.pool.refill()
+        filled = time.perf_counter()
+        slots = arena.create("bench", 0, [f"rank-0.slot-{i}" for i in range(SLOTS)], geometry, [])
+        made = time.perf_counter()
+        for slot in slots:
+            pages = np.frombuffer(mmap.mmap(slot.descriptor, slot.file_bytes), np.uint8)
+            pages[geometry.data_offset :: PAGE] = 0
+        written = time.perf_counter()
+        for slot in slots:
+            arena.free(slot)
+        arena.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return filled - begin, made - filled, written - made
+
+
+def main() -> None:
+    """Prints a line for each round, and the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    for number in range(options.rounds):
+        for is_spare in (bool(number % 2), not number % 2):
+            found[is_spare].append(measure(options.gib, is_spare))
+            print(line("spare" if is_spare else "anew", found[is_spare][-1]), flush=True)
+    for is_spare, rows in found.items():
+        print("median", line("spare" if is_spare else "anew", tuple(map(statistics.median, zip(*rows, strict=True)))))
+
+
+def line(name: str, seconds: tuple[float, ...]) -> str:
+    """One measurement."""
+    fill, make, write = seconds
+    return f"{name:>5}: fill the pool {fill:.2f} s, make slots {make:.2f} s, first write of all pages {write:.2f} s"
+
+
+if __name__ == "__main__":
+    main()
