@@ -1,4 +1,6 @@
-"""DeepSpeed with reft: ZeRO-2 in bf16 with fp32 masters, and one line.
+"""DeepSpeed with reft: ZeRO in bf16 with fp32 masters, and one line.
+
+--stage 0 to 3; --accumulate fp32 with stage 1 runs DeepSpeed's BF16_Optimizer.
 
 DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/deepspeed_zero.py
 """
@@ -32,6 +34,7 @@ class Data:
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--stage", type=int, default=2)
+parser.add_argument("--accumulate", default="bf16")
 options = parser.parse_args()
 
 deepspeed.init_distributed("gloo" if not torch.cuda.is_available() else None)
@@ -40,7 +43,8 @@ model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(6
 world = torch.distributed.get_world_size()
 config = {
     "train_batch_size": 16 * world, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},
-    "zero_optimization": {"stage": options.stage}, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": options.stage, "stage3_param_persistence_threshold": 100},
+    "data_types": {"grad_accum_dtype": options.accumulate}, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
 }  # fmt: skip
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)

@@ -140,6 +140,11 @@ class Bindings:
         """Notes that `place[key]` is `value` itself, which is no leaf."""
         self._places.append((place, key, value))
 
+    def stays(self, tensor: torch.Tensor) -> None:
+        """Notes where the memory of a tensor lies that is no leaf, but of which leaves are views."""
+        self._pointers.append(tensor.data_ptr)
+        self._addresses.append(tensor.data_ptr())
+
     def count(self, container: Any) -> None:
         """Notes how many entries a container has."""
         self._sizes.append((container, len(container)))

@@ -15,6 +15,7 @@ from typing import Any
 
 import reft
 from reft.client.attach import say
+from reft.client.hooks.deepspeed import is_engine
 from reft.client.session import Session
 
 
@@ -22,7 +23,7 @@ def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: An
     """Protects a DeepSpeed engine, and brings its state back if this is a restart. Call it on every rank.
 
     Args:
-        engine: DeepSpeedEngine or PipelineEngine.
+        engine: DeepSpeedEngine, or PipelineEngine, whose idle times are then used for copies.
         state: name → anything else that belongs to the state, above all what the batches come from.
         options: for `reft.attach`.
 
@@ -34,4 +35,5 @@ def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: An
         say("not covered: the data position; pass what the batches come from: attach(engine, state={'data': ...}).")
     if engine.lr_scheduler is not None:
         held.setdefault("lr", engine.lr_scheduler)
-    return reft.attach(engine.module, engine, state=held, **options)
+    schedule = engine if is_engine(engine) else None
+    return reft.attach(engine.module, engine, schedule, state=held, **options)

@@ -5,6 +5,10 @@ The stages are scripted (tests/support/stages.py), so the loops are torch's and 
 
 from __future__ import annotations
 
+from functools import partial
+from types import MethodType
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,6 +143,55 @@ def test_an_error_in_the_users_stage_is_the_users():
         played.schedule.step(return_outputs=False)
     assert played.rhythm.name == OTHER
     played.close()
+
+
+class Engine:
+    """Executes instructions as DeepSpeed's PipelineEngine does: by a table of its class, each function bound anew."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def _instruct(self, name: str) -> None:
+        self.said.append(f"{name} in {self.rhythm.name}")
+
+    names = (
+        "RecvActivation",
+        "ForwardPass",
+        "SendActivation",
+        "RecvGrad",
+        "BackwardPass",
+        "ReduceGrads",
+        "OptimizerStep",
+    )
+    _INSTRUCTION_MAP: ClassVar = {
+        type(name, (), {}): partial(lambda name, self: self._instruct(name), name) for name in names
+    }
+
+    def _exec_schedule(self, schedule: list[str]) -> None:
+        table = {kind.__name__: call for kind, call in self._INSTRUCTION_MAP.items()}
+        for name in schedule:
+            MethodType(table[name], self)()
+
+
+def test_deepspeeds_pipeline_is_idle_but_for_its_work():
+    engine = Engine()
+    copier = CpuCopier([], Clock())
+    engine.rhythm = Rhythm(copier, hooks.closed(engine))
+    stop = hooks.follow(engine, engine.rhythm)
+    hooks.check(engine)
+    for _ in range(2):  # the second step counts anew
+        engine.said = []
+        engine.rhythm.mark(1)
+        engine._exec_schedule([*Engine.names[:5], "ForwardPass", *Engine.names[5:]])
+        assert engine.said == [
+            "RecvActivation in gap 0", "ForwardPass in F0", "SendActivation in gap 1", "RecvGrad in gap 1",
+            "BackwardPass in B0", "ForwardPass in F1", "ReduceGrads in ReduceGrads", "OptimizerStep in OptimizerStep",
+        ]  # fmt: skip
+        assert engine.rhythm.name == OTHER
+        engine.rhythm.fence()
+    stop()
+    assert "_exec_schedule" not in vars(engine) and engine._INSTRUCTION_MAP is Engine._INSTRUCTION_MAP
+    copier.close()
 
 
 def test_what_is_no_schedule_is_refused():

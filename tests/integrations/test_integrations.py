@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import reft
 from reft.errors import UnsupportedState
-from reft.integrations import checks
+from reft.integrations import checks, torchtitan
 from tests.support.daemons import ROOT
 
-MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "transformers"]
+MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers"]
 
 
 def test_importing_an_adapter_imports_no_trainer():
@@ -45,3 +46,76 @@ def test_accelerates_wrapper_is_looked_through_and_no_other():
     other = type("AcceleratedOptimizer", (), {"optimizer": "inner"})()
     assert checks.inner_optimizer(wrapper()) == "inner"
     assert checks.inner_optimizer(other) is other
+
+
+class Loader:
+    """As torchdata's: whoever asks for the state makes the iterator; below a class that pickles."""
+
+    def __init__(self) -> None:
+        self.iterators, self.state = 0, {"at": 3}
+
+    def state_dict(self):
+        self.iterators += 1
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_torchtitans_loader_is_asked_below_what_pickles_and_its_iterator_is_made_before_generators_are_put_back():
+    stateful = type(
+        "StatefulDataLoader", (Loader,), {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
+    )
+    stateful.state_dict, stateful.load_state_dict = Loader.state_dict, Loader.load_state_dict
+    pickling = type("ParallelAwareDataloader", (stateful,), {"state_dict": lambda self: {"rank_0": b"pickled"}})
+    loader = pickling()
+    position = torchtitan.Position(loader)
+    assert position.state_dict() == {"at": 3}
+    position.load_state_dict({"at": 5})
+    assert loader.state == {"at": 5} and loader.iterators == 2
+    plain = Loader()
+    torchtitan.Position(plain).load_state_dict({"at": 7})
+    assert plain.state == {"at": 7} and plain.iterators == 0
+
+
+class Storage:
+    """Stands for torchtitan's own checkpoint manager, and for its Config."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def build(self, **given):
+        self.given = given
+        return self
+
+    def __getattr__(self, name):
+        return lambda *_: self.said.append(name) or True
+
+
+@pytest.mark.parametrize(("restored_from", "said"), [("memory", []), (None, ["load"])])
+def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, restored_from, said):
+    marks: list[str] = []
+    session = SimpleNamespace(
+        restored_from=restored_from, steps=lambda total: marks.append("marking") or [], step_end=lambda: marks.append("mark"),
+        close=lambda: marks.append("close"),
+    )  # fmt: skip
+    attached = []
+    monkeypatch.setattr(reft, "attach", lambda *given, **options: attached.append((given, options)) or session)
+    storage = Storage()
+    config = SimpleNamespace(enable=True, storage=storage, job="j", tolerate=None, protect="auto", every=2, slots=None)
+    trainer, rates, loader = Loader(), Loader(), Loader()
+    manager = torchtitan._Manager(
+        config, dataloader=loader, model_parts=["part"], optimizers=SimpleNamespace(optimizers=["inner"]),
+        lr_schedulers=rates, states={"train_state": trainer}, sd_adapter=None, base_folder="f",
+    )  # fmt: skip
+    assert manager._load() is True
+    assert storage.said == said and marks == ["marking"]
+    (given, options) = attached[0]
+    assert given == (["part"], ["inner"]) and options["every"] == 2 and options["job"] == "j"
+    assert options["state"]["train_state"] is trainer and options["state"]["lr"] is rates and "data" in options["state"]
+    assert storage.given["base_folder"] == "f" and storage.given["dataloader"] is loader
+    manager._save(1)
+    manager._maybe_wait_for_staging()
+    manager._close()
+    assert marks == ["marking", "mark", "close"]
+    assert storage.said == [*said, "save", "maybe_wait_for_staging", "close"]

@@ -10,9 +10,15 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+
+def local(value: Any) -> Any:
+    """What this rank holds of a DTensor; a plain tensor itself."""
+    return getattr(value, "_local_tensor", value)
 
 
 def digest(value: Any) -> str:
@@ -48,10 +54,44 @@ def of_loop(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_deepspeed(names: dict[str, Any]) -> dict[str, Any]:
-    zero = names["engine"].optimizer
-    masters = {f"master{g}": digest(each) for g, each in enumerate(zero.single_partition_of_fp32_groups)}
-    return {"losses": names["losses"], "optimizer": {**of_optimizer(zero.optimizer), **masters},
-            "model": names["engine"].module}  # fmt: skip
+    engine = names["engine"]
+    zero, ended = engine.optimizer, {"losses": names["losses"], "model": engine.module}
+    if hasattr(zero, "fp16_partitioned_groups_flat"):
+        return {**ended, "optimizer": dict(of_partitions(zero)), "model": None}
+    flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")
+    found = next((getattr(zero, name) for name in flat if hasattr(zero, name)), [])
+    masters = [each for group in found for each in (group if isinstance(group, list) else [group])]
+    digests = {f"master{i}": digest(each) for i, each in enumerate(masters)}
+    core = zero if isinstance(zero, torch.optim.Optimizer) else zero.optimizer
+    return {**ended, "optimizer": {**of_optimizer(core), **digests}}
+
+
+def of_partitions(zero: Any) -> Iterator[tuple[str, str]]:
+    """What this rank holds under ZeRO-3: its runs of parameters, masters and moments; padding is noise."""
+    for s, (master, parameters) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
+        flats = {"master": master, **zero.optimizer.state[master]}
+        yield from ((f"{s}.{key}", digest(value)) for key, value in flats.items() if value.shape != master.shape)
+        at = 0
+        for parameter in parameters:
+            shard = parameter.ds_tensor
+            size = min(shard.numel(), max(parameter.ds_numel - parameter.ds_zero_partition_rank * shard.numel(), 0))
+            name = f"{s}.{zero.param_names[parameter]}"
+            yield f"{name}.weight", digest(shard[:size])
+            for key, value in flats.items():
+                if value.shape == master.shape:
+                    yield f"{name}.{key}", digest(value[at : at + size])
+            at += shard.numel()
+
+
+def of_titan(names: dict[str, Any]) -> dict[str, Any]:
+    from tests.support import titan_on_cpu
+
+    trainer = names["trainer"]
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    tensors = {f"{i}.{key}": digest(local(value)) for i, state in enumerate(states) for key, value in state.items()}
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    counts = {"rates": repr(rates), "trainer": repr(trainer.state_dict())}
+    return {"losses": titan_on_cpu.LOSSES, "optimizer": {**tensors, **counts}, "model": trainer.model_parts[0]}
 
 
 def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +107,7 @@ def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
 
 KINDS = {
     "megatron_gpt.py": of_megatron,
+    "torchtitan_llama.py": of_titan,
     "deepspeed_zero.py": of_deepspeed,
     "deepspeed_pipeline.py": of_deepspeed,
     "accelerate_loop.py": of_loop,
@@ -79,10 +120,12 @@ def main() -> None:
     out, script, *arguments = sys.argv[1:]
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(script))  # as Python does
+    if os.path.basename(script) == "torchtitan_llama.py":
+        from tests.support import titan_on_cpu  # noqa: F401
     names = runpy.run_path(script, run_name="__main__")
     ended = KINDS[os.path.basename(script)](names)
     model = ended.pop("model")
-    ended["tensors"] = {name: digest(value) for name, value in model.state_dict().items()}
+    ended["tensors"] = {name: digest(local(value)) for name, value in (model.state_dict() if model else {}).items()}
     ended["random"] = torch.rand(1).item().hex()
     with open(f"{out}.{os.environ.get('RANK', '0')}.json", "w") as file:
         json.dump(ended, file)

@@ -19,19 +19,24 @@ from tests.support.daemons import ROOT, DaemonProcess
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
-# Script, with arguments → its trainer's environment. DeepSpeed and Megatron-core are run on two ranks only, which is what
-# ZeRO, tensor parallelism and pipelines are about.
+# Script, with arguments → its trainer's environment. Those of DeepSpeed, Megatron-core and torchtitan are run on two ranks
+# only, which is what ZeRO, sharding, tensor parallelism and pipelines are about.
 EXAMPLES = {
     "examples/hf_trainer.py": "hf",
     "examples/accelerate_loop.py": "hf",
     "examples/lightning_fit.py": "lightning",
     "examples/deepspeed_zero.py": "deepspeed",
+    "examples/deepspeed_zero.py --stage 3": "deepspeed",
+    "examples/deepspeed_zero.py --stage 1 --accumulate fp32": "deepspeed",
+    "examples/deepspeed_zero.py --stage 0": "deepspeed",
     "tests/support/deepspeed_pipeline.py": "deepspeed",
     "examples/megatron_gpt.py": "megatron",
     "examples/megatron_gpt.py --tp 2": "megatron",
     "examples/megatron_gpt.py --pp 2": "megatron",
+    "examples/torchtitan_llama.py": "torchtitan",
+    "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
-ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron")]
+ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
 
@@ -40,15 +45,15 @@ class Example:
     """An example, to be run in its trainer's environment.
 
     Args:
-        script: one of EXAMPLES.
+        example: one of EXAMPLES.
         folder: where results go.
     """
 
-    def __init__(self, script: str, daemon: DaemonProcess, folder: Path) -> None:
-        self.python = ROOT / ".venv-trainers" / EXAMPLES[script] / "bin/python"
+    def __init__(self, example: str, daemon: DaemonProcess, folder: Path) -> None:
+        self.python = ROOT / ".venv-trainers" / EXAMPLES[example] / "bin/python"
         assert self.python.exists(), "run make test-trainers, which sets it up"
-        path, *self.arguments = script.split()
-        self.script, self.daemon, self.folder = str(ROOT / path), daemon, folder
+        script, *arguments = example.split()
+        self.command, self.daemon, self.folder = [str(ROOT / script), *arguments], daemon, folder
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
@@ -59,8 +64,7 @@ class Example:
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
             "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **changes,
         }  # fmt: skip
-        command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, self.script,
-                   *self.arguments]  # fmt: skip
+        command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, *self.command]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
             start_new_session=True,

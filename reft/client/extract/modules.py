@@ -2,6 +2,7 @@
 
 module._parameters, _buffers ─► leaves        FSDP2: FSDPParam.sharded_param stands for what lies in _parameters,
                                               because forward puts the gathered parameter there and may leave it
+                                              FSDP1, DeepSpeed's ZeRO-3: shards that lie still, elsewhere
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import local_piece
-from reft.client.extract.fsdp1 import flat_parameters
+from reft.client.extract.fsdp1 import Flat, flat_parameters
 from reft.client.extract.registry import Named, Names, Removable
+from reft.client.extract.zero3 import partitioned_parameters
 from reft.client.room import Room
 from reft.client.state import Bindings, clean
 from reft.core.layout import Leaf
@@ -44,7 +46,7 @@ class ModuleExtractor:
 
     def parameters(self, prefix: str, value: nn.Module, known: Names) -> Iterator[Named]:
         """Sharded parameters where FSDP has them, whatever lies in the module now."""
-        for flat in flat_parameters(value):
+        for flat in _sharded_elsewhere(value):
             for named in flat.pieces:
                 yield named._replace(name=f"{prefix}.{clean(named.name)}")
         for slot in self.slots(prefix, value, "_parameters"):
@@ -55,7 +57,7 @@ class ModuleExtractor:
         for part in value.modules():
             for container in (part._parameters, part._buffers, part._modules):
                 found.count(container)
-        for flat in flat_parameters(value):
+        for flat in _sharded_elsewhere(value):
             found.expect(flat.place, flat.key, flat.place.get(flat.key))
             for named in flat.pieces:
                 name = f"{prefix}.{clean(named.name)}"
@@ -65,13 +67,15 @@ class ModuleExtractor:
                 found.add(slot.name, slot.place, slot.key, slot.tensor, staged)
 
     def slots(self, prefix: str, module: nn.Module, attribute: str) -> Iterator[Slot]:
-        """What the module and those in it have, but for FSDP1's parameters.
+        """What the module and those in it have, but for FSDP1's parameters and those of ZeRO-3.
 
         Args:
             attribute: "_parameters" or "_buffers".
         """
         sharded = _sharded_by_fsdp2(module) if attribute == "_parameters" else {}
-        flat = {slot for each in flat_parameters(module) for slot in each.slots} if attribute == "_parameters" else ()
+        flat = (
+            {slot for each in _sharded_elsewhere(module) for slot in each.slots} if attribute == "_parameters" else ()
+        )
         for path, part in module.named_modules():
             container = getattr(part, attribute)
             for name, tensor in container.items():
@@ -96,6 +100,12 @@ class ModuleExtractor:
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
         """A module is no optimizer."""
         return []
+
+
+def _sharded_elsewhere(module: nn.Module) -> Iterator[Flat]:
+    """What stands for parameters whose memory moves in forward."""
+    yield from flat_parameters(module)
+    yield from partitioned_parameters(module)
 
 
 def _sharded_by_fsdp2(module: nn.Module) -> dict[tuple[int, str], Slot]:

@@ -86,7 +86,7 @@ class OptimizerExtractor:
             for parameter in group["params"]:
                 named = names[id(parameter)]
                 if not named.name.startswith(("model.", "state.")):
-                    found.add(named.name, {named.name: parameter}, named.name, parameter)
+                    _note(found, "", {named.name: parameter}, named.name, named)
         for group in owner.param_groups:
             found.count(group["params"])
             for parameter in group["params"]:
@@ -100,8 +100,7 @@ class OptimizerExtractor:
         found.count(state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                box = state_box(parameter, value)
-                found.add(f"{prefix}.{key}.{parameter.name}", state, key, value, box=box)
+                _note(found, f"{prefix}.{key}.", state, key, parameter)
 
     def predict(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> Iterable[Leaf]:
         """What a step on `meta` makes."""
@@ -112,20 +111,28 @@ class OptimizerExtractor:
         state = self.owner(value).state
         foreseen = {each.leaf.name: each for each in self._foresee(prefix, value, names)}
         by_name = {named.name: named for named in names.values()}
+        by_run = {run.name: named for named in names.values() for run in named.runs}
         for leaf in leaves:
             expected = foreseen.get(leaf.name)
+            key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
             if expected is not None and expected.leaf.describe() == leaf.describe():
                 parameter, key, model = expected.parameter, expected.key, expected.value
-            else:
-                key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
-                if name not in by_name:
-                    continue
+            elif name in by_run:
+                parameter = by_run[name]
+                model = parameter.local
+            elif name in by_name:
                 parameter = by_name[name]
                 is_piece = parameter.box is not None and leaf.shape == tuple(parameter.local.shape)
                 if leaf.shape != leaf.global_shape and not is_piece:
                     continue
                 model = parameter.tensor if is_piece else parameter.local
-            state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room)
+            else:
+                continue
+            if not parameter.runs or model.shape != parameter.local.shape:
+                state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room)
+            elif key not in state[parameter.tensor]:  # one for all its runs; padding has to be something
+                dtype = getattr(torch, leaf.dtype)
+                state[parameter.tensor][key] = torch.zeros_like(parameter.local.detach(), dtype=dtype)
 
     def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> list[Foreseen]:
         twins: dict[torch.Tensor, list[Named]] = {}  # one for all parameters of a kind: they get state of a kind
@@ -148,11 +155,12 @@ class OptimizerExtractor:
             return []
         made = _stepped(owner, groups)
         found = [
-            self._foreseen(prefix, key, named, each)
+            foreseen
             for twin, alike in twins.items()
             for named in alike
             for key, each in made.get(twin, {}).items()
             if isinstance(each, torch.Tensor)
+            for foreseen in self._foreseen(prefix, key, named, each)
         ]
         order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
         return sorted(found, key=lambda each: order[id(each.parameter.tensor)])
@@ -162,11 +170,12 @@ class OptimizerExtractor:
         is_bare = named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
         return named.tensor.requires_grad and not is_bare
 
-    def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Foreseen:
-        name = f"{prefix}.{key}.{parameter.name}"
-        local, own = local_piece(name, made)
-        box = own or state_box(parameter, made)
-        return Foreseen(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
+    def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Iterator[Foreseen]:
+        for owner, piece, place in pieces(parameter, made):
+            name = f"{prefix}.{key}.{owner}"
+            local, own = local_piece(name, piece)
+            box = own or place
+            yield Foreseen(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
         """Its groups, and numbers in its state."""
@@ -236,6 +245,32 @@ def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimize
         return loss
 
     return ((args[0], then_before, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_before})
+
+
+def pieces(parameter: Named, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
+    """What a parameter, or a tensor of its state, is as leaves: itself, or one for each run of a flat parameter.
+
+    Yields:
+        what it is (a piece) of, its memory, where it lies in the whole.
+    """
+    if not parameter.runs or value.shape != parameter.local.shape:
+        yield parameter.name, value, state_box(parameter, value)
+        return
+    for run in parameter.runs:
+        yield run.name, value.detach()[run.at : run.at + run.size], run.box
+
+
+def _note(found: Bindings, before: str, place: Mapping[Any, Any], key: object, parameter: Named) -> None:
+    """Notes `place[key]`, a parameter or a tensor of its state; `before` goes before its name."""
+    value = place[key]
+    for name, piece, box in pieces(parameter, value):
+        if piece is value:
+            found.add(before + name, place, key, value, box=box)
+        else:
+            found.add(before + name, {name: piece}, name, piece, box=box)
+    if parameter.runs:
+        found.expect(place, key, value)
+        found.stays(value)
 
 
 def state_box(parameter: Named, value: torch.Tensor) -> Box | None:

@@ -20,6 +20,21 @@ if TYPE_CHECKING:
     from reft.core.layout import Leaf
 
 
+class Run(NamedTuple):
+    """A run of elements of a flat parameter, which lays those of several tensors end to end.
+
+    Attributes:
+        name: of the tensor that the run belongs to, the same on every rank that holds any of it.
+        box: where the run lies in that tensor, flattened.
+        at, size: its elements in the flat parameter; what lies in no run is padding, and is not held.
+    """
+
+    name: str
+    box: Box
+    at: int
+    size: int
+
+
 class Named(NamedTuple):
     """A parameter.
 
@@ -28,12 +43,14 @@ class Named(NamedTuple):
         tensor: the object that modules and optimizers hold.
         local: plain memory that holds this rank's piece; the tensor itself, if that is plain and whole.
         box: where the piece lies in the whole; None: it is the whole.
+        runs: of a flat parameter, what it consists of: leaves are its runs, and those of optimizer state of its shape.
     """
 
     name: str
     tensor: torch.Tensor
     local: torch.Tensor
     box: Box | None
+    runs: tuple[Run, ...] = ()
 
 
 Names = Mapping[int, Named]  # id of the parameter object → what it is

@@ -1,10 +1,11 @@
 """Hooks that tell the rhythm what training does, without a change of the user's loop; one file each.
 
     pipelining    torch.distributed.pipelining, all of its schedules
+    deepspeed     DeepSpeed's PipelineEngine
     waits         waiting for a collective, outside of the schedule's work
     megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into its config
 
-Other loops with an engine of their own (DeepSpeed) mark their idle times with `session.idle()`.
+Other loops with an engine of their own mark their idle times with `session.idle()`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reft.client.hooks import pipelining, waits
+from reft.client.hooks import deepspeed, pipelining, waits
 from reft.client.rhythm import Closed, Rhythm
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
@@ -26,10 +27,11 @@ def check(schedule: Any) -> None:
     Raises:
         ConfigError: it is of no known kind.
     """
-    if schedule is not None and not isinstance(schedule, (Custom, *PIPELINES)) and not pipelining.is_schedule(schedule):
+    is_known = schedule is None or isinstance(schedule, (Custom, *PIPELINES)) or _follower(schedule) is not None
+    if not is_known:
         raise ConfigError(
-            f"schedule is a {type(schedule).__name__}; a schedule of torch.distributed.pipelining or of reft.schedules "
-            "is expected.",
+            f"schedule is a {type(schedule).__name__}; a schedule of torch.distributed.pipelining or of reft.schedules, "
+            "or DeepSpeed's PipelineEngine, is expected.",
             "schedule=None, and mark idle times with session.idle()",
         )
 
@@ -47,12 +49,20 @@ def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
 
     Descriptions have nothing to hook: the loop that they describe marks its idle times itself.
     """
-    if not pipelining.is_schedule(schedule):
+    follower = _follower(schedule)
+    if follower is None:
         return lambda: None
-    undo = [pipelining.follow(schedule, rhythm), waits.follow(rhythm)]
+    undo = [follower(schedule, rhythm), waits.follow(rhythm)]
 
     def stop() -> None:
         for each in undo:
             each()
 
     return stop
+
+
+def _follower(schedule: Any) -> Callable[[Any, Rhythm], Callable[[], None]] | None:
+    """What hooks it; None of a description, and of what is unknown."""
+    if pipelining.is_schedule(schedule):
+        return pipelining.follow
+    return deepspeed.follow if deepspeed.is_engine(schedule) else None

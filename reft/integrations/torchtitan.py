@@ -1,0 +1,155 @@
+"""torchtitan in one line of its configuration: reft takes the place of the checkpoint manager.
+
+    config.checkpoint = ReftCheckpointManager.Config()
+
+    Trainer.train ─► load ─► attach: what is held, the trainer's counters, LR schedulers, the loader's position
+    each step     ─► optimizers.step (its pre-hook ends the window), lr_schedulers.step ─► save ─► mark
+
+`Config(storage=CheckpointManager.Config(enable=True, …))` keeps torchtitan's own checkpoints beside it: they are written as
+before, and read where nothing is held in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import reft
+from reft.client.attach import say
+from reft.client.session import Session
+from reft.integrations.checks import Tested
+
+TESTED = Tested("torchtitan", "0.3.0")
+LOADER = "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader"
+OPTIONS = ("job", "tolerate", "protect", "every", "slots")
+
+
+class Position:
+    """The loader's place in the data, in plain values: torchtitan's own `state_dict` pickles it, and reft unpickles nothing.
+
+    Args:
+        loader: torchtitan's; if it is torchdata's StatefulDataLoader, that class's state is taken.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        kinds = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in type(loader).__mro__}
+        self._kind: Any = kinds.get(LOADER, type(loader))
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        state: dict[str, Any] = self._kind.state_dict(self._loader)
+        return state
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The iterator is made at once: it draws a random number, and the generators are put back after all else."""
+        self._kind.load_state_dict(self._loader, dict(saved))
+        if self._kind.__name__ == "StatefulDataLoader":
+            self._kind.state_dict(self._loader)
+
+
+class _Manager:
+    """torchtitan's checkpoint manager with reft behind it; made by its `Config`.
+
+    Attributes:
+        session: the reft.Session, once `load` was called.
+    """
+
+    save_future = None  # nothing is awaited: a snapshot is no file
+
+    def __init__(
+        self, config: Any, *, dataloader: Any, model_parts: list[Any], optimizers: Any, lr_schedulers: Any,
+        states: dict[str, Any], **others: Any,
+    ) -> None:  # fmt: skip
+        self.enable = config.enable
+        self.session: Session | None = None
+        self._storage = None
+        if not self.enable:
+            return
+        TESTED.need(optimizers, "optimizers")
+        TESTED.need(lr_schedulers, "state_dict", "load_state_dict")
+        self._options = {name: getattr(config, name) for name in OPTIONS}
+        self._model_parts, self._optimizers = list(model_parts), list(optimizers.optimizers)
+        self._state = {**states, "lr": lr_schedulers}
+        if hasattr(dataloader, "state_dict"):
+            self._state["data"] = Position(dataloader)
+        else:
+            say("not covered: the data position; the loader has no state_dict.")
+        if config.storage is not None:
+            named = {"dataloader": dataloader, "model_parts": model_parts, "optimizers": optimizers}
+            self._storage = config.storage.build(lr_schedulers=lr_schedulers, states=states, **named, **others)
+
+    def _load(self, step: int = -1) -> bool:
+        """Attaches; reads a checkpoint from storage if memory holds nothing.
+
+        Raises:
+            reft.errors.ReftError: see `reft.attach`.
+        """
+        self.session = reft.attach(self._model_parts, self._optimizers, state=self._state, **self._options)
+        for _ in self.session.steps(0):
+            """From here on only marks count: reading a checkpoint makes the optimizers step."""
+        if self.session.restored_from is not None:
+            return True
+        return bool(self._storage.load(step)) if self._storage else False
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Marks the step."""
+        if self._storage:
+            self._storage.save(curr_step, last_step)
+        assert self.session is not None, "torchtitan loads before it saves"
+        self.session.step_end()
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """What reft has left to copy is waited for by the optimizers' pre-hooks, right after this."""
+        if self._storage:
+            self._storage.maybe_wait_for_staging()
+
+    def maybe_wait_for_saving(self) -> None:
+        """For checkpoints on storage."""
+        if self._storage:
+            self._storage.maybe_wait_for_saving()
+
+    def _wait_for_saving(self) -> None:
+        """Never called: see `save_future`."""
+
+    def _close(self) -> None:
+        if self._storage:
+            self._storage.close()
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+
+
+@functools.cache
+def _manager_class() -> type:
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
+        """What of `reft.attach` may be set, and where checkpoints on storage go.
+
+        Attributes:
+            storage: the Config of one of torchtitan's own managers; None: no checkpoints on storage.
+        """
+
+        enable: bool = True
+        interval: int = 1
+        job: str | None = None
+        tolerate: int | None = None
+        protect: str = "auto"
+        every: int | None = None
+        slots: int | None = None
+        storage: Any = None
+
+    members = {"Config": Config, "__doc__": _Manager.__doc__, "__module__": __name__}
+    return type("ReftCheckpointManager", (_Manager, BaseCheckpointManager), members)
+
+
+def __getattr__(name: str) -> Any:
+    """`ReftCheckpointManager`, made when asked for, because its base class loads torchtitan."""
+    if name == "ReftCheckpointManager":
+        return _manager_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
