@@ -54,7 +54,7 @@ def main() -> None:
 @json_option
 @click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
 @click.option("--check", is_flag=True, help="Exit with 3 if any job's health is WARN, with 4 if it is ERR.")
-@click.option("--what-if", "question", metavar="lose=NODE[,NODE]", help="Would the state survive the loss of these?")
+@click.option("--what-if", "question", metavar="lose=NODE[,NODE]", help="Would it survive this? Nodes, or domains.")
 @click.option("--job", metavar="NAME", default="", help="This job only.")
 @daemon_option
 def status(as_json: bool, watch: bool, check: bool, question: str | None, job: str, daemon: str | None) -> None:
@@ -212,12 +212,14 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     job = reply.jobs[0].job
     findings = steady(address, reply.jobs[0])
     judged = findings.protection()
-    unknown = sorted(set(lose) - set(findings.names.values()))
+    nodes = {unit: findings.nodes_of(unit) for unit in lose}
+    unknown = [unit for unit, found in nodes.items() if not found]
     if unknown:
-        raise ConfigError(f"no node {unknown[0]} in job {job}.", f"one of {', '.join(sorted(findings.names.values()))}")
+        known = sorted({*findings.names.values(), *(node.domain for node in findings.nodes.values())} - {""})
+        raise ConfigError(f"no node or failure domain {unknown[0]} in job {job}.", f"one of {', '.join(known)}")
     outlook = judged[1] if judged else None
     version = judged[0].version if judged else None
-    loss = outlook.what_if(lose) if outlook else None
+    loss = outlook.what_if({node for found in nodes.values() for node in found}) if outlook else None
     if as_json:
         document = views.what_if_document(job, lose, version, loss)
         click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **document}, indent=2))

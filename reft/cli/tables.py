@@ -13,6 +13,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
 RANKS_SHOWN = 16  # lines; a job of more ranks shows those that need attention, --json shows all
+OWN_SHOWN = 4  # leaves that differ between ranks
 NONE = "-"
 SCHEMES = {"aec": "coded", "arc": "copied", "none": "stored once"}
 
@@ -59,6 +60,10 @@ def protection_lines(job: JobView) -> list[str]:
     lines = wrapped("protect ", f"{job.word}  {now}")
     for each in found.exposed:
         lines += wrapped("exposed ", each.what)
+    for name, ranks in job.own[:OWN_SHOWN]:
+        lines += wrapped("unlike  ", f"{name} differs between ranks {spans(ranks)}: each keeps its own.")
+    if len(job.own) > OWN_SHOWN:
+        lines.append(f"unlike  {len(job.own) - OWN_SHOWN} more leaves; --json has them all.")
     rows = [
         (
             SCHEMES[group.scheme],

@@ -15,10 +15,12 @@ from reft.core.protection import Protection
 from reft.core.version import Version
 from reft.wire import messages
 from reft.wire.findings import Findings
+from reft.wire.manifest import holders_of_unequal
 from reft.wire.v1 import daemon_pb2 as pb
 
 SCHEMA_VERSION = 1
 UNLIKE_MAX = 4  # leaves whose replicas differ that are named
+PAIRS_LISTED = 256  # of nodes whose loss would be fatal; with one parity shard every pair is
 _SEVERITY = (Health.OK, Health.WARN, Health.ERR)
 
 
@@ -78,6 +80,7 @@ class JobView:
     protection: Protection | None
     degraded_s: float
     unlike: Sequence[str]
+    own: Sequence[tuple[str, Sequence[int]]]
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
@@ -105,7 +108,7 @@ def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
-        protection, status.degraded_s, unlike,
+        protection, status.degraded_s, unlike, holders_of_unequal(found.manifest) if found and found.manifest else (),
     )  # fmt: skip
 
 
@@ -225,6 +228,7 @@ def _job_document(job: JobView) -> dict[str, Any]:
         "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
         "protection": _protection_document(job),
         "unlike_leaves": list(job.unlike),
+        "own_leaves": [{"leaf": name, "ranks": list(ranks)} for name, ranks in job.own],
     }
 
 
@@ -239,6 +243,9 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
         "tolerated_domains": found.tolerated,
         "meant_domains": found.meant,
         "fatal_nodes": list(found.fatal),
+        "fatal_pairs": None if found.fatal_pairs is None else [list(pair) for pair in found.fatal_pairs[:PAIRS_LISTED]],
+        "fatal_pair_count": None if found.fatal_pairs is None else len(found.fatal_pairs),
+        "fatal_domains": list(found.fatal_domains),
         "groups": [
             {
                 "scheme": group.scheme,

@@ -139,8 +139,22 @@ def _nodes(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
         which = f", if it is {_names(found.fatal)}" if safe else ""
         rows = [("a node", False, everything + which)]
     if found.nodes > 2 and not found.fatal:
-        rows.append(("two nodes", found.survives_pairs, step if found.survives_pairs else everything))
+        rows.append(("two nodes", *_pairs(found, step, everything)))
+    if 1 < found.domains < found.nodes:
+        which = f", if it is {_names(found.fatal_domains)}" if len(found.fatal_domains) < found.domains else ""
+        lost = everything + which if found.fatal_domains else step
+        rows.append(("a failure domain", not found.fatal_domains, lost))
     return rows
+
+
+def _pairs(found: Protection, step: str, everything: str) -> tuple[bool, str]:
+    """Whether any two nodes may vanish, and what is lost."""
+    if found.survives_pairs:
+        return True, step
+    fatal = found.fatal_pairs
+    if fatal and len(fatal) < found.nodes * (found.nodes - 1) // 2:
+        return False, f"{everything}, e.g. {' and '.join(fatal[0])}"
+    return False, everything
 
 
 def _names(names: Sequence[str]) -> str:

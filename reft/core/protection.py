@@ -59,6 +59,9 @@ class Protection:
         survives_pairs: whether any two nodes may vanish.
         nodes: how many nodes hold something.
         exposed: what is not protected as was asked for.
+        fatal_pairs: two nodes whose loss would lose the version though neither's alone would; None: too many to try them all.
+        domains: how many failure domains these nodes are.
+        fatal_domains: the domains whose loss alone would lose the version.
     """
 
     version: Version | None
@@ -69,6 +72,9 @@ class Protection:
     survives_pairs: bool
     nodes: int
     exposed: tuple[Exposure, ...]
+    fatal_pairs: tuple[tuple[str, str], ...] | None = ()
+    domains: int = 0
+    fatal_domains: tuple[str, ...] = ()
 
     @property
     def word(self) -> Word:
@@ -118,9 +124,12 @@ def protection(
 
 def _judged(version: Version, placement: Placement, outlook: Outlook) -> Protection:
     fatal = tuple(verdict.unit for verdict in outlook.nodes() if not verdict.survives)
+    pairs, domains = outlook.pairs(), outlook.each_domain()
     return Protection(
-        version, groups(placement), meant(placement), outlook.tolerated(), fatal, outlook.pairs().survives,
+        version, groups(placement), meant(placement), outlook.tolerated(), fatal, pairs.survives,
         len(outlook.all_nodes), exposed(placement),
+        tuple(pair for pair in pairs.fatal if not set(pair) & set(fatal)) if pairs.is_listed else None,
+        len(domains), tuple(verdict.unit for verdict in domains if not verdict.survives),
     )  # fmt: skip
 
 

@@ -105,6 +105,10 @@ class Findings:
             for ident, node in self.nodes.items()
         }
 
+    def nodes_of(self, unit: str) -> list[str]:
+        """The node of this name, and the nodes of the failure domain that is labelled so; empty if there are none."""
+        return [name for ident, name in self.names.items() if unit in (name, self.nodes[ident].domain)]
+
     def protection(self) -> tuple[Protection, Outlook | None] | None:
         """What survives what now; nodes are called by `names`."""
         names = self.names

@@ -25,6 +25,17 @@ def layouts_of(manifest: pb.Manifest) -> tuple[Layouts, list[int]]:
     return layouts, index
 
 
+def holders_of_unequal(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
+    """Leaves whose replicas were found to differ, so that each rank keeps its own, and the ranks that have them."""
+    layouts, index = layouts_of(manifest)
+    wanted = set(manifest.unequal)
+    found: dict[str, list[int]] = {name: [] for name in sorted(wanted)}
+    for rank, at in enumerate(index if wanted else ()):
+        for name in wanted & layouts.names_of(at):
+            found[name].append(rank)
+    return list(found.items())
+
+
 def domains_of(manifest: pb.Manifest) -> list[int]:
     """The failure domain of every rank, numbered from 0 in the order of the nodes.
 

@@ -102,7 +102,15 @@ class Layouts(Sequence[Layout]):
     @cached_property
     def names(self) -> set[str]:
         """Names of all leaves."""
-        return {pattern.name for table in self._tables for pattern in table.patterns}
+        return {name for names in self._table_names for name in names}
+
+    def names_of(self, index: int) -> frozenset[str]:
+        """Names of one layout's leaves, without writing it down."""
+        return self._table_names[self._cuts[index][0]]
+
+    @cached_property
+    def _table_names(self) -> list[frozenset[str]]:
+        return [frozenset(pattern.name for pattern in table.patterns) for table in self._tables]
 
     def __len__(self) -> int:
         return len(self.digests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 from click.testing import CliRunner
@@ -23,13 +24,18 @@ EPOCH = pb.Epoch(counter=2, ident=bytes(16))
 SIZE = 3 << 20
 
 
-def findings(nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,)) -> Findings:
-    """One rank a node, all with the same leaf; what those that are not lost say."""
+def findings(
+    nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,), racks: int = 0,
+    unequal: Sequence[str] = (),
+) -> Findings:  # fmt: skip
+    """One rank a node, all with the same leaf; what those that are not lost say. With racks, nodes take turns in them."""
     leaf = Leaf("w", "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,))
     manifest = pb.Manifest(
-        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096,
+        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, unequal=unequal,
         **described(*[[leaf]] * nodes), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
     )  # fmt: skip
+    for i, node in enumerate(manifest.nodes if racks else ()):
+        node.domain = f"rack-{i % racks}"
     replies = {}
     for i in set(range(nodes)) - lost:
         found = pb.InventoryReply(
@@ -104,12 +110,45 @@ def test_the_document_says_the_same():
     json.dumps(document)
     assert document["protection"] == {
         "word": "DEGRADED", "degraded_s": 1.5, "step": 40, "tolerated_domains": 0, "meant_domains": 1,
-        "fatal_nodes": ["node-a", "node-b", "node-d"], "exposed": [],
+        "fatal_nodes": ["node-a", "node-b", "node-d"], "exposed": [], "fatal_pairs": [], "fatal_pair_count": 0,
+        "fatal_domains": ["node node-a", "node node-b", "node node-d"],
         "groups": [
             {"scheme": "aec", "domains": 4, "data_shards": 3, "parity_shards": 1, "bytes": SIZE, "cells": 1}
         ],
     }  # fmt: skip
-    assert document["unlike_leaves"] == []
+    assert document["unlike_leaves"] == document["own_leaves"] == []
+
+
+def test_failure_domains_and_pairs_are_named():
+    """Of two racks with two nodes each: copies lie in both, and the next node, in the other rack, keeps a node's capsule."""
+    found = findings(4, racks=2)
+    lines = lines_of(found)
+    assert "a failure domain          yes       steps after 40" in lines
+    assert "two nodes                 NO        all steps of this run, e.g. node-a and node-b" in lines
+    (document,) = views.document(reply(job(rank(0))), [views.job_view(job(rank(0)), found)], "unix:/run/x")["jobs"]
+    pairs = [["node-a", "node-b"], ["node-a", "node-d"], ["node-b", "node-c"], ["node-c", "node-d"]]
+    assert document["protection"]["fatal_pairs"] == pairs and document["protection"]["fatal_domains"] == []
+    lost = lines_of(findings(4, {1}, racks=2), silent_nodes=["node-b"])
+    assert any(line.startswith("a failure domain          NO        all steps of this run") for line in lost)
+
+
+@pytest.mark.parametrize(
+    ("lose", "code"), [("rack-1", 0), ("node-a,node-c", 0), ("node-a,node-b", 4), ("rack-0,node-d", 4), ("rack-2", 2)]
+)
+def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
+    monkeypatch.setattr("reft.cli.main.ask", lambda *_: reply(job(*(rank(i) for i in range(4)))))
+    monkeypatch.setattr("reft.cli.main.steady", lambda *_: findings(4, racks=2))
+    done = CliRunner().invoke(main, ["status", "--what-if", f"lose={lose}", "--daemon", "unix:/run/x"])
+    assert done.exit_code == code, done.output
+    if code == 2:
+        assert "rack-0" in done.output and "node-d" in done.output
+
+
+def test_leaves_that_each_rank_keeps_are_said_with_their_ranks():
+    found = findings(4, unequal=["w"])
+    assert "unlike  w differs between ranks 0-3: each keeps its own." in lines_of(found)
+    (document,) = views.document(reply(job(rank(0))), [views.job_view(job(rank(0)), found)], "unix:/run/x")["jobs"]
+    assert document["own_leaves"] == [{"leaf": "w", "ranks": [0, 1, 2, 3]}]
 
 
 def test_nodes_of_one_name_are_told_apart():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from reft.core.cells import divide
@@ -52,6 +54,21 @@ def test_after_a_loss_less_survives():
     assert (found.word, found.tolerated) == (Word.DEGRADED, 0) and len(found.fatal) == 3
     six = judged(placed(6, 2), *holdings(6, 2, 7, set(range(6))), lost={"n2"})
     assert (six.word, six.tolerated, six.fatal, six.survives_pairs) == (Word.DEGRADED, 1, (), False)
+
+
+def test_pairs_and_domains_are_named():
+    placement = placed(4, 1)
+    racked = {f"n{i}": f"rack{i // 2}" for i in range(4)}
+    found = judged(placement, *holdings(4, 1, 7, set(range(4))))
+    assert found.fatal_pairs == tuple(itertools.combinations(("n0", "n1", "n2", "n3"), 2))
+    assert (found.domains, found.fatal_domains) == (4, ())
+    held, copies = holdings(4, 1, 7, set(range(4)))
+    racks = protection(held, copies, {EPOCH: placement}, DECISION, racked)
+    assert racks is not None and (racks[0].domains, racks[0].fatal_domains) == (2, ("rack0", "rack1"))
+    lost = judged(placed(6, 2), *holdings(6, 2, 7, set(range(6))), lost={"n2"})
+    assert lost.fatal_pairs is not None and all("n2" not in pair for pair in lost.fatal_pairs)
+    gone = judged(placement, *holdings(4, 1, 7, set(range(4))), lost={"n2"})
+    assert gone.fatal_pairs == (), "each of them is fatal alone"
 
 
 def test_one_more_than_may_be_lost():
