@@ -32,6 +32,8 @@ import torch
 
 from reft.client import announcement, host_state, likeness, pipeline, roster
 from reft.client.copier import Copier, CpuCopier, copy_cpus
+from reft.client.device import Device
+from reft.client.device_decoding import decoder_for
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.fencing import agents_command, die_with_parent, dropped_backend, launch_mark
 from reft.client.host_state import HostState
@@ -364,7 +366,7 @@ class Attachment:
         return Restoration(
             self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
             {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
-            self._remote(), self.subjects, self.host,
+            self._remote(), self.subjects, self.host, decoder_for(self._device, self.settings.parity_scratch_bytes),
         )  # fmt: skip
 
     def _reshaping_of(self, base: Version) -> Reshaping:
@@ -480,7 +482,8 @@ class Attachment:
         if self._on_cuda:
             from reft.client.cuda_copier import CudaCopier
 
-            return CudaCopier(None, self.settings.parity_scratch_bytes, self.settings.overrun_scratch_bytes)
+            device, settings = Device(self._device), self.settings
+            return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
         return CpuCopier(copy_cpus())
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from reft.client.cell_space import CellSpace
 from reft.client.pieces import ALIGNMENT, Group
@@ -28,9 +29,17 @@ Rows = Mapping[tuple[int, int], Bytes]  # (parity shard, packet) → its columns
 
 @dataclass
 class Decoder:
-    """Remembers its programs; used by several threads."""
+    """Remembers its programs; used by several threads.
 
+    Attributes:
+        device: where it decodes; None: on the host.
+    """
+
+    device: torch.device | None = None
     _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Called before anything is loaded, by the thread that made the live tensors."""
 
     def decode(self, group: Group, lane: Lane, rows: Rows, space: CellSpace) -> None:
         """Computes the group's lost shards.
@@ -41,7 +50,7 @@ class Decoder:
             rows: the parity's bytes.
             space: of the lane's cell.
         """
-        program = self._program(group, lane)
+        program = self.program(group, lane)
         registers = len(program.inputs) + len(program.outputs) + program.scratch
         width = min(max(CACHE_BYTES // registers, COLUMNS_MIN), COLUMNS_MAX) // ALIGNMENT * ALIGNMENT
         width = min(width, group.end - group.begin)
@@ -50,7 +59,12 @@ class Decoder:
             last = min(first + width, group.end)
             _Columns(group, lane, rows, space, first, last).run(program, room[:, : last - first])
 
-    def _program(self, group: Group, lane: Lane) -> Program:
+    def program(self, group: Group, lane: Lane) -> Program:
+        """What computes the group's lost shards.
+
+        Raises:
+            ValueError: they can't be computed from the shards that it reads.
+        """
         code = lane.code
         parities = tuple(shard - code.k for shard in group.read.shards if shard >= code.k)
         # Not the code itself: its tables are thousands of entries to hash.
@@ -94,9 +108,12 @@ class _Columns:
         return room
 
     def _range(self, shard: int, packet: int) -> tuple[int, int, bool]:
-        """Where the columns of a data packet lie in the cell, and whether none of them is padding."""
-        lane = self.lane
-        start = lane.data_range(self.group.read.stripe, shard)[0] + packet * lane.packet_bytes
-        limit = lane.begin + lane.nbytes
-        begin, end = min(start + self.first, limit), min(start + self.last, limit)
-        return begin, end, end - begin == self.last - self.first
+        return range_in_cell(self.lane, self.group.read.stripe, shard, packet, self.first, self.last)
+
+
+def range_in_cell(lane: Lane, stripe: int, shard: int, packet: int, first: int, last: int) -> tuple[int, int, bool]:
+    """Where columns first..last of a data packet lie in the cell, and whether none of them is padding."""
+    start = lane.data_range(stripe, shard)[0] + packet * lane.packet_bytes
+    limit = lane.begin + lane.nbytes
+    begin, end = min(start + first, limit), min(start + last, limit)
+    return begin, end, end - begin == last - first

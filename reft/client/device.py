@@ -1,4 +1,4 @@
-"""What the CUDA engine needs of CUDA, so that its contract test can run where there is none."""
+"""What copying and decoding need of CUDA, so that their contract tests can run where there is none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import torch
 
 
 class Device:
-    """A compute stream, which is whatever stream is current, and a side stream for copies. Events carry times."""
+    """A compute stream, which is whatever stream is current, and a side stream for copies. Events carry times.
 
-    def __init__(self) -> None:
-        self.side = torch.cuda.Stream(priority=0)  # 0 is the lowest priority: compute goes first
+    Args:
+        device: whose streams; None: the current device's. It need not be current in the threads that use this.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self.side = torch.cuda.Stream(device, priority=0)  # 0 is the lowest priority: compute goes first
         self._anchor: tuple[Any, float] | None = None  # an event that was passed, and when
 
     def record_compute(self) -> Any:
         """An event behind all that is enqueued for computing."""
-        return _recorded(torch.cuda.current_stream())
+        return _recorded(torch.cuda.current_stream(self._device))
 
     def record_side(self) -> Any:
         """An event behind all that is enqueued for copying."""
@@ -29,7 +34,7 @@ class Device:
         self.side.wait_event(event)
 
     def compute_waits(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(self._device).wait_event(event)
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self.side)

@@ -83,22 +83,23 @@ class Flow:
         read: old rank → slot, for those that this rank reads.
         spaces: cell → its live memory, for those that this rank holds.
         pool: helper threads.
-        is_pinned: whether messages for a device arrive in pinned memory.
+        decoder: of lost shards.
+        is_pinned: whether messages and parity for a device arrive in pinned memory.
     """
 
     def __init__(
         self, transport: Transport | None, rank: int, sequencer: Sequencer, read: Mapping[int, Source],
-        spaces: Mapping[int, CellSpace], pool: ThreadPoolExecutor, is_pinned: bool,
+        spaces: Mapping[int, CellSpace], pool: ThreadPoolExecutor, decoder: Decoder, is_pinned: bool,
     ) -> None:  # fmt: skip
         self._transport, self._rank, self._sequencer, self._read = transport, rank, sequencer, read
         self._spaces, self._pool = spaces, pool
         self._lanes, self._sizes = sequencer.placement.lanes, sequencer.sizes
-        self._decoder = Decoder()
+        self._decoder = decoder
         self._under_way: deque[_UnderWay] = deque()
         self._bytes = 0
         self._decodes: deque[Future[None]] = deque()
         self._stagings = Buffers(max(self._sizes.window // self._sizes.piece, 1), self._sizes.piece, is_pinned)
-        self._parities = Buffers(self._sizes.groups, self._sizes.group, False)
+        self._parities = Buffers(self._sizes.groups, self._sizes.group, is_pinned)
         self._senders: set[int] = set()
         self._receivers: set[int] = set()
 

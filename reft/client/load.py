@@ -9,12 +9,14 @@ Invariants
   1. All ranks take their part in the same list of pieces in the same order (`reft.client.pieces`), with a window of messages
      under way: no order of events makes ranks wait in a circle, and a bad chunk stops nobody.
   2. Nothing is sent before its chunk's digest was compared; a rank reads and digests each chunk once.
-  3. Beside slots and tensors a rank holds at most Sizes.memory_max bytes, whatever the state's size.
+  3. Beside slots and tensors a rank holds at most Sizes.memory_max bytes, whatever the state's size; of a device, the decoder's
+     scratch.
   4. A rank that got bytes of a lost slot's new owner compared them with the digests that were taken when they were saved, or
      says that it could not.
 
 Messages arrive in a tensor's own memory where a piece is one run of one dense tensor on the host. Else, and for tensors on a
-device, they arrive in a bounded buffer (pinned if there is a device) and are copied on.
+device, they arrive in a bounded buffer (pinned if there is a device) and are copied on. Shards of a device are decoded there
+(`reft.client.device_decoding`), others on the host; their digests are taken on the host in either case.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import torch
 
 from reft.client.cell_space import CellSpace
 from reft.client.checked import AtChunk, Checked, Source
+from reft.client.decoding import Decoder
 from reft.client.flow import Flow
 from reft.client.pieces import Sequencer, Sizes
 from reft.client.transport import Transport
@@ -59,6 +62,7 @@ def load(
     transport: Transport | None, placement: Placement, rank: int, have: frozenset[int], reader_of: Mapping[int, int],
     slots: Mapping[int, SlotMap], tensors: Mapping[str, torch.Tensor], absent: Collection[str],
     lost_digests: Mapping[int, npt.NDArray[np.uint64]], at_chunk: AtChunk, sizes: Sizes = DEFAULT_SIZES,
+    decoder: Decoder | None = None,
 ) -> Loaded:  # fmt: skip
     """Fills the live tensors of this rank's cells, and gives the other ranks what they need; all ranks call it together.
 
@@ -74,23 +78,25 @@ def load(
         lost_digests: old rank → digest of each chunk of its lost slot; only this rank's own is looked at.
         at_chunk: called before each chunk that is read, from several threads.
         sizes: the same on all ranks.
+        decoder: for the device of the tensors; None: on the host.
 
     Raises:
         RestoreError: a rank is gone, or the bytes of a lost slot are not what they were.
         LayoutChanged: a leaf has no tensor.
         ValueError: a stripe can't be decoded from these slots.
     """
-    sequencer = Sequencer(placement, have, reader_of, sizes)
+    sequencer, decoder = Sequencer(placement, have, reader_of, sizes), decoder or Decoder()
     read = {old: Source(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
     own = placement.division.cells_of[placement.division.layout_of[rank]]
     cells = [placement.division.cells[cell] for cell in own]
     spaces = {
-        number: CellSpace(cell.leaves, cell.offsets, tensors, absent)
+        number: CellSpace(cell.leaves, cell.offsets, tensors, absent, decoder.device)
         for number, cell in zip(own, cells, strict=True)
     }  # fmt: skip
+    decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        flow = Flow(transport, rank, sequencer, read, spaces, pool, is_pinned)
+        flow = Flow(transport, rank, sequencer, read, spaces, pool, decoder, is_pinned)
         flow.run()
         all_well = flow.verdicts()
         for space in spaces.values():

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from reft.client import load
+from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
 from reft.client.reading import Remote
@@ -44,6 +45,7 @@ class Restoration:
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
         predicted: the leaves that this rank had when the base's epoch began.
+        decoder: of lost shards.
     """
 
     plan: Plan
@@ -56,6 +58,7 @@ class Restoration:
     remote: Remote
     subjects: Subjects
     host: HostState
+    decoder: Decoder
     _slots: dict[int, SlotMap] = field(default_factory=dict)
     _own: SlotMap | None = None
     _tree: dict[str, Any] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class Restoration:
         done = load.load(
             transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
             self._tensors, frozenset(self._tree["absent"]), lost, at_chunk,
+            decoder=self.decoder,
         )  # fmt: skip
         damaged = set(done.damaged)
         if (

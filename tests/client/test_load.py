@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 import tracemalloc
-from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,107 +16,17 @@ from reft.core.layout import Layout
 from reft.core.placement import Placement
 from reft.errors import LayoutChanged, RestoreError
 from reft.wire.slot_format import SlotMap
-from tests.support.shards import Postbox, Tensors, alike, make_slot, on_all, placed, slot_data
-
-CHUNK = 4096
-SMALL = Sizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
-
-
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
-
-
-def mixed(scale: int = 1) -> Tensors:
-    """Odd sizes, many small leaves, several kinds of numbers, and leaves that are not one run of memory."""
-    kinds = [torch.bfloat16, torch.int8, torch.bool, torch.float32, torch.float64]
-    found = {f"small.{i}": random((3 * i + 1,), kinds[i % 5], i) for i in range(30)}
-    found["large"] = random((331 * scale, 37), torch.float32, 100)
-    found["odd"] = random((9973 * scale,), torch.int8, 101)
-    found["transposed"] = random((64, 41 * scale), torch.bfloat16, 102).t()
-    found["strided"] = random((48 * scale, 64), torch.float32, 103)[:, ::2]
-    found["empty"] = torch.empty((0, 7))
-    return found
-
-
-def blank(tensors: Tensors) -> Tensors:
-    """The same tensors, with other bytes."""
-    made = {}
-    for name, tensor in tensors.items():
-        made[name] = torch.zeros_like(tensor)
-        if name == "strided":
-            made[name] = torch.zeros((tensor.shape[0], 2 * tensor.shape[1]))[:, ::2]
-    return made
-
-
-class Job:
-    """A job whose ranks all have the same tensors, or the ones given for each; what its slots hold."""
-
-    def __init__(self, world: int, scheme: str, tolerate: int, tensors: Tensors | None = None, ranks: Any = None,
-                 domains: Any = None) -> None:  # fmt: skip
-        self.world = world
-        self.ranks: list[Tensors] = ranks or [tensors or mixed()] * world
-        self.placement: Placement = placed(self.ranks, domains or list(range(world)), scheme, tolerate, CHUNK)
-        self.slots: list[SlotMap] = [make_slot(self.placement, rank, self.ranks[rank]) for rank in range(world)]
-        self.live = [blank(tensors) for tensors in self.ranks]
-
-    def digests(self, rank: int) -> np.ndarray:
-        slot = self.slots[rank]
-        return slot.digests[: slot.chunks].copy()
-
-    def load(self, lost: Collection[int] = (), readers: Any = None, sizes: Sizes = SMALL, box: Postbox | None = None,
-             at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[Loaded | Exception]:  # fmt: skip
-        """All ranks load, each in a thread, without the lost slots."""
-        box = box or Postbox()
-        have = frozenset(range(self.world)) - frozenset(lost)
-        reader_of = {old: old for old in have} | (readers or {})
-
-        def one(rank: int) -> Loaded:
-            mine = {old: self.slots[old] for old in have if reader_of[old] == rank}
-            table = {old: self.digests(old) for old in lost} if digests is None else digests
-            return load(
-                box.of(rank), self.placement, rank, have, reader_of, mine, self.live[rank], (), table,
-                lambda chunk: at_chunk(rank, chunk), sizes,
-            )  # fmt: skip
-
-        return on_all(self.world, one)
-
-    def cell_names(self, rank: int) -> list[str]:
-        division = self.placement.division
-        cells = (division.cells[index] for index in division.cells_of[division.layout_of[rank]])
-        return [leaf.name for cell in cells for leaf in cell.leaves]
-
-    def is_whole(self) -> bool:
-        return all(alike(self.live[r], self.ranks[r], self.cell_names(r)) for r in range(self.world))
-
+from tests.support.loads import CHUNK, SMALL, Job, blank, every_loss, few, mixed, random
+from tests.support.shards import Postbox, alike, on_all, slot_data
 
 CODES = [
     (D, f, scheme) for D in range(2, 6) for f in range(1, min(D, 4)) for scheme in ("aec", "arc") if not (f == 3 and D < 4)
 ]  # fmt: skip
 
 
-def every_loss(job: Job, f: int) -> None:
-    """Loads once for every pattern of at most f lost ranks."""
-    for count in range(f + 1):
-        for lost in itertools.combinations(range(job.world), count):
-            job.live = [blank(tensors) for tensors in job.ranks]
-            assert job.load(lost) == [Loaded((), ())] * job.world, f"lost {lost}"
-            assert job.is_whole(), f"lost {lost}"
-
-
 @pytest.mark.parametrize(("D", "f", "scheme"), CODES)
 def test_every_loss_that_is_tolerated_comes_back(D, f, scheme):
     every_loss(Job(D, scheme, f), f)
-
-
-def few() -> Tensors:
-    """Little state, so that all patterns of a wide group can be tried: odd sizes, and one leaf that isn't dense."""
-    found = {f"small.{i}": random((3 * i + 1,), torch.bfloat16, i) for i in range(4)}
-    return found | {"odd": random((2503,), torch.int8, 101), "strided": random((8, 64), torch.float32, 103)[:, ::2]}
 
 
 WIDE = [(D, f, "aec") for D in range(6, 9) for f in range(1, 4)] + [(8, 3, "arc")]

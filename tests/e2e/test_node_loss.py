@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from reft.cli.demo.keeper import marked
 from reft.cli.demo.records import Result, compare
+from reft.cli.main import main
 from tests.support.daemons import ROOT, until
 from tests.support.nodes import Nodes, stop_at
 
@@ -160,6 +163,11 @@ def test_one_node_too_many_is_said_plainly():
         said = nodes.until(message, "the message about what is missing")
         until(lambda: survivor.agent.poll() is not None, 120, "the end of the survivor's agent")
         assert survivor.agent.returncode != 0
+        asked = CliRunner().invoke(main, ["recover", "job", "--json"], env={"REFT_DAEMON": f"unix:{survivor.socket}"})
+        assert asked.exit_code == 4, asked.output
+        document = json.loads(asked.stdout)
+    assert document["outcome"] == "unrecoverable"
+    assert all(any(machine.name in line for line in document["missing"]) for machine in lost), document
     assert "no version is whole now" in said
     assert all(re.search(rf"\b{machine.name}\b", said) for machine in lost), said
     assert re.search(r"\bcells?\b", said), said

@@ -62,7 +62,8 @@ class Late(Inline):
         self._run(event)
 
     def host_waits(self, event):
-        self._run(event)
+        if event != "compute":
+            self._run(event)
 
     def _run(self, until: int) -> None:
         with self._lock:
