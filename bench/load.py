@@ -1,7 +1,7 @@
 """What loading from peers costs: REFT-load without loss and with lost nodes, beside plain gloo messages of the same bytes
 between the same processes, torch.distributed.checkpoint.load from disk, and a plain copy of a rank's state.
 
-    python bench/load.py [--quick] [--rounds N] [--ranks 2,4] [--mib N] [--json FILE]
+    python bench/load.py [--quick] [--rounds N] [--ranks 2,4] [--cases TEXT] [--mib N] [--json FILE]
 
 Each node is one rank, each rank one process on this machine; their slots lie in a tmpfs and are mapped. In each round the
 ways take turns in random order, on all ranks at once; a way's time is that of its slowest rank.
@@ -84,6 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="64 MiB a rank, 2 rounds")
     parser.add_argument("--rounds", type=int, help="rounds of each case (7)")
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--cases", default="", help="only those whose name has this in it")
     parser.add_argument("--mib", type=int, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args()
@@ -245,7 +246,7 @@ def main() -> int:
     options = parse()
     rows, results, all_passed = [], {}, True
     for case in CASES:
-        if str(case.ranks) in options.ranks.split(","):
+        if str(case.ranks) in options.ranks.split(",") and options.cases in case.name:
             mib = options.mib or (64 if options.quick else 2048 // case.ranks)
             found = measure(case, mib, options.rounds)
             cells, passed = row(case, found)

@@ -6,11 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from reft.core.cells import divide
 from reft.core.coding import encode_program, run
 from reft.core.layout import Leaf, pack
-from reft.core.placement import Placement, place
+from reft.core.placement import Lane, Placement, place
 from reft.core.rebuild import RANGE_UNIT, Maker, bands, cost, lane_at, stripes
 
 
@@ -87,6 +89,65 @@ def test_any_f_lost_domains_are_made_again(D, f, scheme, each, limit):
         lost = tuple(rank for rank, domain in enumerate(placement.domains) if domain in domains)
         found = made(placement, slots, lost, limit)
         assert all(np.array_equal(found[rank], slots[rank]) for rank in lost)
+
+
+DTYPES = {"bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "float32": 4}
+LEAVES = st.lists(
+    st.tuples(st.sampled_from([0, 1, 3, 64, 65, 777, 4099]), st.sampled_from([*DTYPES])), min_size=1, max_size=40
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(2, 64), st.integers(1, 3), LEAVES, st.sampled_from(["aec", "arc"]), st.randoms(use_true_random=False)
+)
+def test_whatever_leaves_in_groups_up_to_64(D, f, rows, scheme, chance):
+    """Some stripes of some loss; each leaf's bytes, and zeros between and after them."""
+    leaves = [
+        Leaf(f"leaf{i}", dtype, (count,), (1,), count * DTYPES[dtype], False, (count,), (0,))
+        for i, (count, dtype) in enumerate([*rows, (5, "int8")])
+    ]
+    layout = pack(leaves)
+    placement = place(divide({layout.digest: layout}, [layout.digest] * D), list(range(D)), scheme, min(f, D - 1), 64)  # type: ignore[arg-type]
+    (cell,) = placement.division.cells
+    state = np.zeros(cell.nbytes, np.uint8)
+    for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
+        state[offset : offset + leaf.nbytes] = np.frombuffer(chance.randbytes(leaf.nbytes), np.uint8)
+    assert sum(leaf.nbytes for leaf in cell.leaves) == sum(leaf.nbytes for leaf in leaves)
+    lost = chance.sample(range(D), chance.randint(1, min(f, D - 1)))
+    every = list(stripes(placement, set(range(D)) - set(lost), lost))
+    maker = Maker(placement)
+    for stripe in chance.sample(every, min(2, len(every))):
+        lane = placement.lanes[stripe.lane]
+        whole = {
+            piece.shard: shard_of(lane, stripe.stripe, piece.shard, state) for piece in (*stripe.read, *stripe.made)
+        }
+        found = {piece.shard: np.full_like(whole[piece.shard], 0xA5) for piece in stripe.made}
+        for band in bands(placement, stripe):
+            here = slice(band.begin, band.end)
+            read = {(p.shard, r): row[here] for p in stripe.read for r, row in enumerate(whole[p.shard])}
+            maker.make(
+                band, read, {(p.shard, r): row[here] for p in stripe.made for r, row in enumerate(found[p.shard])}
+            )
+        assert all(np.array_equal(found[shard], whole[shard]) for shard in found), (D, f, lost, stripe)
+
+
+def shard_of(lane: Lane, stripe: int, shard: int, state: np.ndarray) -> np.ndarray:
+    """A shard as [packet, byte]."""
+    padded = np.zeros(lane.begin + lane.padded_bytes, np.uint8)
+    padded[: lane.begin + lane.nbytes] = state[: lane.begin + lane.nbytes]
+    data = [padded[slice(*lane.data_range(stripe, each))].reshape(lane.code.w, -1) for each in range(lane.code.k)]
+    if shard < lane.code.k:
+        return data[shard]
+    program = encode_program(lane.code, shard - lane.code.k)
+    found = np.zeros((lane.code.w, lane.packet_bytes), np.uint8)
+    run(
+        program,
+        [data[s][r] for s, r in program.inputs],
+        list(found),
+        list(np.zeros((program.scratch, lane.packet_bytes), np.uint8)),
+    )
+    return found
 
 
 def test_what_it_costs():
