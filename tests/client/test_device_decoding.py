@@ -93,7 +93,7 @@ def test_every_loss_that_is_tolerated_comes_back(kind, D, f):
 def test_odd_sizes_and_columns_that_end_within_leaves(kind):
     """The scratch has room for a few columns of each band only."""
     job = OnDevice(kind, 5, "aec", 2, mixed(2), scratch=4096)
-    assert job.load((1, 4)) == [Loaded((), ())] * 5
+    assert job.load((0, 4)) == [Loaded((), ())] * 5  # and the last data shard, which ends in padding, stays
     assert job.is_whole()
 
 
