@@ -95,14 +95,14 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return begin, min(step, length - begin)
 
 
-def fsdp2(shards: int, replicas: int) -> Job:
+def fsdp2(shards: int, replicas: int, layers: int = LAYERS) -> Job:
     """Every first dimension is cut among so many neighbours."""
 
     def cut(shape: tuple[int, ...], dim: int, rank: int) -> list[tuple[int, int]]:
         return [chunk(size, shards, rank % shards) if d == 0 else (0, size) for d, size in enumerate(shape)]
 
     name = f"FSDP2 x {shards}" if replicas == 1 else f"HSDP {replicas} x {shards}"
-    return Job(name, shards * replicas, cut, lambda rank: range(LAYERS))
+    return Job(name, shards * replicas, cut, lambda rank: range(layers))
 
 
 def hybrid(world: int) -> Job:

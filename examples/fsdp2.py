@@ -41,8 +41,8 @@ steps = parser.parse_args().steps
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(50, 50), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
-model = nn.Sequential(nn.Linear(16, 50), *layers, nn.Linear(50, 1))
+layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+model = nn.Sequential(nn.Linear(16, 256), *layers, nn.Linear(256, 1))
 mesh = init_device_mesh("cpu", (world,))
 for layer in model:
     fully_shard(layer, mesh=mesh)

@@ -40,8 +40,8 @@ steps = parser.parse_args().steps
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(50, 50), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
-model = nn.Sequential(nn.Linear(16, 50), *layers, nn.Linear(50, 1))
+layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+model = nn.Sequential(nn.Linear(16, 256), *layers, nn.Linear(256, 1))
 model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # keeps the order of its sums
 torch.manual_seed(1 + rank)  # dropout differs between ranks
 optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)

@@ -81,7 +81,7 @@ class Reflow:
         Raises:
             RestoreError: a peer is gone.
         """
-        for entry in self.regather.entries():
+        for entry in self.regather.entries(self.rank):
             if isinstance(entry, Band):
                 self._band(entry)
             elif self.rank == entry.sender:

@@ -304,9 +304,9 @@ class Reshaping:
 
 
 def leaves_by_rank(manifest: pb.Manifest) -> list[tuple[Leaf, ...]]:
-    """The leaves that were foreseen for each rank; one object for ranks that have the same."""
+    """The leaves that were foreseen for each rank, as the placement sees them; one object for ranks that have the same."""
     layouts, index = layouts_of(manifest)
-    leaves = [layouts[i].leaves for i in range(len(layouts))]
+    leaves = [tuple(form.leaves()) for form in layouts.symbolic]
     return [leaves[i] for i in index]
 
 

@@ -9,7 +9,7 @@ all is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import Box, local_piece
-from reft.core.layout import Layout, Leaf, pack
+from reft.core.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -181,17 +181,8 @@ def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Box | None = Non
         box: where it lies in the whole; None: it is the whole.
     """
     shape = tuple(tensor.shape)
-    stride = tensor.stride() if is_dense(tensor) else _row_major(shape)
+    stride = plain_strides(shape, tensor.stride()) if is_dense(tensor) else strides_of(shape)
     nbytes = tensor.numel() * tensor.element_size()
     dtype = str(tensor.dtype).removeprefix("torch.")
     whole, offset = (shape, (0,) * len(shape)) if box is None else (box.shape, box.offset)
-    return Leaf(name, dtype, shape, tuple(stride), nbytes, staged, whole, offset)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return Leaf(name, dtype, shape, stride, nbytes, staged, whole, offset)

@@ -10,12 +10,15 @@ Invariants
   1. Runs are numbered in the order of their old bytes and never overlap there, nor in the new piece.
   2. Pieces lie densely in memory, in any order of their dimensions; so nothing here depends on row-major order.
   3. The work to look at one range of a piece is that of the runs within it, however many the piece has.
+  4. The work to find which of n pieces touch a box is that of the pieces found, and log n: a job has as many pieces as ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -100,6 +103,51 @@ class Copy(NamedTuple):
             last += rest // inner * step
             rest %= inner
         return (begun - 1) * self.run + min(self.run, limit - last)
+
+
+class Shelf:
+    """Pieces of one tensor, to be searched by place: along one dimension after the other, by their distinct runs of it.
+
+    A mesh cuts a dimension into runs that are equal or disjoint, so a search looks at nothing in vain. Runs that overlap
+    otherwise are found too, after a look at all between the first and the last that touch.
+
+    Args:
+        pieces: number → piece; those without elements touch nothing.
+        dim: along which this shelf is sorted; shelves of the next dimension stand below it.
+    """
+
+    def __init__(self, pieces: Mapping[int, Leaf], dim: int = 0) -> None:
+        self._dim = dim
+        self._numbers: list[int] = []  # no dimension is left to tell these apart
+        below: dict[tuple[int, int], dict[int, Leaf]] = {}
+        for number, leaf in pieces.items():
+            if not math.prod(leaf.shape):
+                continue
+            if dim == len(leaf.shape):
+                self._numbers.append(number)
+            else:
+                begin = leaf.global_offset[dim]
+                below.setdefault((begin, begin + leaf.shape[dim]), {})[number] = leaf
+        runs = sorted(below)
+        self._begins = [begin for begin, _ in runs]
+        self._ends = [end for _, end in runs]
+        self._latest = list(accumulate(self._ends, max))  # ascending, which the ends themselves need not be
+        self._below = [Shelf(below[run], dim + 1) for run in runs]
+
+    def touching(self, leaf: Leaf) -> list[int]:
+        """The numbers of the pieces that have elements in common with a leaf, ascending."""
+        return sorted(self._touching(leaf)) if math.prod(leaf.shape) else []
+
+    def _touching(self, leaf: Leaf) -> list[int]:
+        if not self._begins:
+            return self._numbers
+        begin = leaf.global_offset[self._dim]
+        end = begin + leaf.shape[self._dim]
+        found: list[int] = []
+        for i in range(bisect_right(self._latest, begin), bisect_left(self._begins, end)):
+            if self._ends[i] > begin:
+                found += self._below[i]._touching(leaf)
+        return found
 
 
 def itemsize(leaf: Leaf) -> int:

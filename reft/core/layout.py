@@ -28,7 +28,7 @@ class Leaf:
         name: cleaned of wrappers, e.g. "model.0.weight" or "optimizer.0.exp_avg.0.weight".
         dtype: torch's name without the prefix, e.g. "bfloat16".
         shape: shape of the local piece.
-        stride: strides of the local piece, in elements.
+        stride: strides of the local piece, in elements; see `plain_strides`.
         nbytes: size in bytes.
         staged: whether forward may mutate it, so that it is copied at the mark.
         global_shape: shape of the whole tensor.
@@ -89,6 +89,33 @@ class Layout:
     def payload_bytes(self) -> int:
         """Bytes of the leaves without padding."""
         return sum(leaf.nbytes for leaf in self.leaves)
+
+
+def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ...]:
+    """Strides of dense memory, in elements.
+
+    Args:
+        order: the dimensions from the outermost in memory to the innermost; empty: as they stand.
+    """
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def plain_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The one way in which all strides are written that mean the same order of dense elements.
+
+    A dimension of size 1 may have any stride, and of two ranks' views of one kind each has its own. Row-major wherever that
+    says the same: torch's contiguous tensors are written as they are.
+    """
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    order = sorted(dims, key=lambda dim: -stride[dim])
+    if order == dims or not all(shape):
+        return strides_of(shape)
+    return strides_of(shape, [*(dim for dim, size in enumerate(shape) if size == 1), *order])
 
 
 def align(offset: int, to: int = ALIGNMENT) -> int:

@@ -1,4 +1,4 @@
-"""What travels while the state is brought into another shape: every rank makes the same list, and takes its part in order.
+"""What travels while the state is brought into another shape: one list, of which every rank makes what it has a part in.
 
     slot of old rank q     | shard | shard | … | parity | kept |     windows of at most Sizes.piece bytes, of all slots in turn
       window               ├──────────────┤                          its reader sends to each set of ranks one parcel:
@@ -8,7 +8,8 @@
                            time, compares them with q's digests, and sends parcels of them
 
 Invariants
-  1. The list is a function of needs, placement, slots at hand and readers: the same on all ranks, in the same order.
+  1. The list is a function of needs, placement, slots at hand and readers: the same for all ranks. Its order is that of windows,
+     then of old ranks; so a rank leaves out what concerns others without knowing how much that is.
   2. A rank that takes its part in an entry has done so, or is doing so, for all entries before it. The first entry that is not
      done can therefore always be done: nobody waits in a circle.
   3. Each needed byte comes to each rank that needs it once: from memory that it reads itself if it lies there, else from one
@@ -18,12 +19,13 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import merge
 from itertools import chain, islice, zip_longest
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from reft.core.gather import StripeRead, readers, stripe_reads
 from reft.core.layout import ALIGNMENT
@@ -155,6 +157,36 @@ def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], w
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """Needs, by where they are taken from, in the order of their places there.
+
+    Attributes:
+        cells: cell → offset in it → the needs of the piece there.
+        offsets: cell → these offsets.
+        kept: old rank → offset in its slot → the needs of the kept piece there.
+        riding: old rank → name → the needs of that rider.
+    """
+
+    cells: Mapping[int, Mapping[int, Sequence[Need]]]
+    offsets: Mapping[int, Sequence[int]]
+    kept: Mapping[int, Mapping[int, Sequence[Need]]]
+    riding: Mapping[int, Mapping[str, Sequence[Need]]]
+
+    @classmethod
+    def of(cls, needs: Iterable[Need]) -> _Wanted:
+        found: dict[Where, dict[int, dict[Any, list[Need]]]] = {where: {} for where in Where}
+        for need in needs:
+            where, owner, offset = need.seat
+            key = need.piece.name if where is Where.CAPSULE else offset
+            found[where].setdefault(owner, {}).setdefault(key, []).append(need)
+        cells, kept, riding = (
+            {owner: dict(sorted(found[where][owner].items())) for owner in sorted(found[where])}
+            for where in (Where.CELL, Where.SLOT, Where.CAPSULE)
+        )
+        return cls(cells, {cell: list(places) for cell, places in cells.items()}, kept, riding)
+
+
+@dataclass(frozen=True)
 class Regather:
     """Makes the list.
 
@@ -176,25 +208,40 @@ class Regather:
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
     _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
 
-    def entries(self) -> Iterator[Parcel | Band]:
-        """The list.
+    def entries(self, rank: int) -> Iterator[Parcel | Band]:
+        """What a new rank has a part in, in the order of the list; perhaps a few entries more.
 
         Raises:
             ValueError: a stripe can't be decoded from the slots at hand.
         """
-        slots = [self._slot(rank) for rank in self.reader_of]
-        riders = [self._windows(Where.CAPSULE, rank, self.riders(rank), self.keeper_of[rank]) for rank in self._riding]
-        lost = [self._lost(rank) for rank in range(len(self.placement.domains)) if rank not in self.reader_of]
-        for turn in (slots, riders, lost):
-            for row in zip_longest(*turn):
-                yield from (entry for entry in row if entry is not None)
+        taken = _Wanted.of(need for need in self.needs if rank in need.receivers)
+        slots = [self._slot(old, self._whole if new == rank else taken) for old, new in self.reader_of.items()]
+        riders = []
+        for old in self._whole.riding:
+            keeper = self.keeper_of[old]
+            extents = self.riders(old, self._whole if keeper == rank else taken)
+            riders.append(self._windows(Where.CAPSULE, old, extents, keeper))
+        for turn in (slots, riders):
+            yield from (parcel for _, parcel in merge(*turn, key=itemgetter(0)))
+        lost = [old for old in range(len(self.placement.domains)) if old not in self.reader_of]
+        for row in zip_longest(
+            *(self._lost(old, self._whole if self.keeper_of[old] == rank else taken) for old in lost)
+        ):
+            yield from (band for band in row if band is not None)
 
-    def riders(self, owner: int) -> list[Extent]:
-        """The riders of an old rank that somebody needs, end to end in the order of their names."""
+    def riders(self, owner: int, wanted: _Wanted | None = None) -> list[Extent]:
+        """The riders of an old rank that somebody needs, end to end in the order of their names, and who needs them.
+
+        Args:
+            wanted: only the needs that are in it; None: all.
+        """
         found, at = [], 0
-        for needs in self._riding[owner].values():
-            found.append(Extent(at, at + needs[0].piece.nbytes, 0, needs, _all))
-            at += needs[0].piece.nbytes
+        some = (wanted or self._whole).riding.get(owner, {})
+        for name, needs in self._whole.riding[owner].items():
+            nbytes = needs[0].piece.nbytes
+            if name in some:
+                found.append(Extent(at, at + nbytes, 0, some[name], _all))
+            at += nbytes
         return found
 
     def is_rebuilt(self, owner: int) -> bool:
@@ -204,60 +251,34 @@ class Regather:
         return owner not in self.reader_of and any(lane.code.k > 1 for lane in lanes)
 
     @cached_property
-    def _riding(self) -> dict[int, dict[str, list[Need]]]:
-        found: dict[int, dict[str, list[Need]]] = {}
-        for need in self.needs:
-            if need.seat.where is Where.CAPSULE:
-                found.setdefault(need.seat.owner, {}).setdefault(need.piece.name, []).append(need)
-        return {owner: dict(sorted(names.items())) for owner, names in sorted(found.items())}
-
-    @cached_property
-    def _by_cell(self) -> dict[int, dict[int, list[Need]]]:
-        """cell → offset in it → the needs of the piece there."""
-        found: defaultdict[int, defaultdict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
-        for need in self.needs:
-            if need.seat.where is Where.CELL:
-                found[need.seat.owner][need.seat.offset].append(need)
-        return {cell: dict(sorted(offsets.items())) for cell, offsets in found.items()}
-
-    @cached_property
-    def _offsets(self) -> dict[int, list[int]]:
-        return {cell: list(offsets) for cell, offsets in self._by_cell.items()}
-
-    @cached_property
-    def _by_slot(self) -> dict[int, dict[int, list[Need]]]:
-        """old rank → offset in its slot → the needs of the kept piece there."""
-        found: defaultdict[int, defaultdict[int, list[Need]]] = defaultdict(lambda: defaultdict(list))
-        for need in self.needs:
-            if need.seat.where is Where.SLOT:
-                found[need.seat.owner][need.seat.offset].append(need)
-        return {rank: dict(sorted(offsets.items())) for rank, offsets in found.items()}
+    def _whole(self) -> _Wanted:
+        return _Wanted.of(self.needs)
 
     # Slots at hand
 
-    def _slot(self, owner: int) -> Iterator[Parcel]:
+    def _slot(self, owner: int, wanted: _Wanted) -> Iterator[tuple[int, Parcel]]:
         part = self.placement.part(owner)
-        blocks = [self._block(block, self._takes(block, owner)) for block in part.blocks[: part.data_blocks]]
+        blocks = [self._block(block, self._takes(block, owner), wanted) for block in part.blocks[: part.data_blocks]]
         kept = (
-            Extent(at, at + needs[0].piece.nbytes, 0, needs, _all) for at, needs in self._by_slot.get(owner, {}).items()
+            Extent(at, at + needs[0].piece.nbytes, 0, needs, _all) for at, needs in wanted.kept.get(owner, {}).items()
         )
         # Copies that are numbered as parity hold data too: their reader needs no message for it.
         copies = [
-            self._block(block, self._takes(block, owner))
+            self._block(block, self._takes(block, owner), wanted)
             for block in part.blocks[part.data_blocks :]
             if self.placement.lanes[block.lane].code.k == 1
         ]
         extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), kept)
         yield from self._windows(Where.SLOT, owner, extents, self.reader_of[owner])
 
-    def _block(self, block: Block, takes: Callable[[int], bool]) -> Iterator[Extent]:
+    def _block(self, block: Block, takes: Callable[[int], bool], wanted: _Wanted) -> Iterator[Extent]:
         """What somebody needs of a block of data, in the order of its bytes."""
         lane = self.placement.lanes[block.lane]
-        if lane.cell not in self._by_cell:
+        if lane.cell not in wanted.cells:
             return
         shard = block.shard if lane.code.k > 1 else 0
         begin, end, _ = ranges(lane, block.stripe, shard)
-        offsets, needs = self._offsets[lane.cell], self._by_cell[lane.cell]
+        offsets, needs = wanted.offsets[lane.cell], wanted.cells[lane.cell]
         for offset in islice(offsets, max(bisect_right(offsets, begin) - 1, 0), None):
             if offset >= end:
                 break
@@ -282,20 +303,22 @@ class Regather:
 
     # Parcels
 
-    def _windows(self, where: Where, owner: int, extents: Iterable[Extent], sender: int) -> Iterator[Parcel]:
-        """Extents in their order, as parcels of what lies within each window."""
+    def _windows(
+        self, where: Where, owner: int, extents: Iterable[Extent], sender: int
+    ) -> Iterator[tuple[int, Parcel]]:
+        """Extents in their order, as parcels of what lies within each window, with its number."""
         window, parts = -1, dict[tuple[int, ...], list[Part]]()
         for extent in extents:
             at = extent.begin
             while at < extent.end:
                 number = at // self.sizes.piece
                 if number != window:
-                    yield from self._parcels(where, owner, parts, sender)
+                    yield from ((window, parcel) for parcel in self._parcels(where, owner, parts, sender))
                     window, parts = number, {}
                 end = min(extent.end, (number + 1) * self.sizes.piece)
                 self._cut(extent, at, end, parts)
                 at = end
-        yield from self._parcels(where, owner, parts, sender)
+        yield from ((window, parcel) for parcel in self._parcels(where, owner, parts, sender))
 
     def _cut(self, extent: Extent, at: int, end: int, parts: dict[tuple[int, ...], list[Part]]) -> None:
         """Adds what is needed of bytes at..end of the source, by who needs it."""
@@ -318,7 +341,7 @@ class Regather:
 
     # Lost slots
 
-    def _lost(self, owner: int) -> Iterator[Band]:
+    def _lost(self, owner: int, wanted: _Wanted) -> Iterator[Band]:
         """The data shards of a lost slot; nothing if there are copies of them all."""
         if not self.is_rebuilt(owner):
             return
@@ -333,13 +356,13 @@ class Regather:
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
                 band = Band(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
-                yield replace(band, parcels=tuple(self._decoded(band)))
+                yield replace(band, parcels=tuple(self._decoded(band, wanted)))
 
-    def _decoded(self, band: Band) -> Iterator[Parcel]:
+    def _decoded(self, band: Band, wanted: _Wanted) -> Iterator[Parcel]:
         """What somebody needs of a band."""
         if band.lane.code.k == 1:  # a copy, which its reader sends: here it is only compared with its digests
             return
-        extents = list(self._block(band.block, _all))
+        extents = list(self._block(band.block, _all, wanted))
         cut = []
         for begin, end in band.ranges:
             at, upto = band.block.offset + begin, band.block.offset + end
@@ -347,7 +370,7 @@ class Regather:
                 if extent.begin < upto and at < extent.end:
                     first = extent.first + max(at - extent.begin, 0)
                     cut.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
-        yield from self._windows(Where.CELL, band.owner, cut, band.rebuilder)
+        yield from (parcel for _, parcel in self._windows(Where.CELL, band.owner, cut, band.rebuilder))
 
     def _read(self, block: Block) -> StripeRead:
         if block.lane not in self._reads:

@@ -21,10 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from reft.core.boxes import Copy, overlap
+from reft.core.boxes import Copy, Shelf, overlap
 from reft.core.layout import Leaf
 from reft.core.placement import Placement
 
@@ -347,22 +344,13 @@ class _Fit(NamedTuple):
     def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _Fit:
         if not pieces:
             return cls(False, [[] for _ in takers])
-        begins = np.array([leaf.global_offset for leaf in pieces], np.int64)
-        ends = begins + np.array([leaf.shape for leaf in pieces], np.int64)
-        # Disjoint pieces can't have more elements than the whole; and to look at each pair is dear, so look at each once.
+        # Disjoint pieces can't have more elements than the whole; many that lie in one place are not searched for one another.
         count, whole = sum(math.prod(leaf.shape) for leaf in pieces), math.prod(pieces[0].global_shape)
-        if count > whole or any(len(_touching(begins[i + 1 :], ends[i + 1 :], leaf)) for i, leaf in enumerate(pieces)):
+        shelf = Shelf(dict(enumerate(pieces)))
+        if count > whole or any(len(shelf.touching(leaf)) > 1 for leaf in pieces):
             return cls(True, [])
         copies: list[list[tuple[int, Copy]]] = []
         for leaf in takers:
-            found = [(i, overlap(pieces[i], leaf)) for i in _touching(begins, ends, leaf)] if leaf.nbytes else []
+            found = [(i, overlap(pieces[i], leaf)) for i in shelf.touching(leaf)] if leaf.nbytes else []
             copies.append([(i, copy) for i, copy in found if copy is not None])
         return cls(False, copies)
-
-
-def _touching(begins: NDArray[np.int64], ends: NDArray[np.int64], leaf: Leaf) -> list[int]:
-    """Which of the boxes, int64 [n, dimensions], have elements in common with a leaf."""
-    begin = np.array(leaf.global_offset, np.int64)
-    end = begin + np.array(leaf.shape, np.int64)
-    found: list[int] = np.flatnonzero(np.all(np.maximum(begins, begin) < np.minimum(ends, end), axis=1)).tolist()
-    return found

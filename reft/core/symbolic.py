@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from reft.core.layout import Layout, Leaf, pack
+from reft.core.layout import Layout, Leaf, pack, strides_of
 
 WHOLE = -1  # instead of an axis: the dimension is not cut
 
@@ -62,16 +62,32 @@ class Pattern:
 
     def leaf(self, cuts: Sequence[Cut]) -> Leaf:
         """The leaf of a rank that has these cuts."""
-        if self.literal is not None:
-            return self.literal
-        shape, offset = self.global_shape, (0,) * len(self.global_shape)
-        if any(axis != WHOLE for axis in self.axes):
-            pairs = list(zip(self.axes, self.global_shape, strict=True))
-            shape = tuple(size if axis == WHOLE else cuts[axis].size for axis, size in pairs)
-            offset = tuple(0 if axis == WHOLE else cuts[axis].begin for axis, _ in pairs)
-        stride = _strides(shape, self.order)
-        nbytes = math.prod(shape) * self.item_bytes
-        return Leaf(self.name, self.dtype, shape, stride, nbytes, self.staged, self.global_shape, offset)
+        return self.literal or self.placed(_place(self, cuts))
+
+    def placed(self, place: Place) -> Leaf:
+        """The leaf at a place of its kind."""
+        nbytes = place.count * self.item_bytes
+        return Leaf(
+            self.name, self.dtype, place.shape, place.stride, nbytes, self.staged, self.global_shape, place.offset
+        )
+
+
+class Place(NamedTuple):
+    """Shape, offset, strides and number of elements of a rank's piece: the same for all leaves that are cut alike."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    stride: tuple[int, ...]
+    count: int
+
+
+def _place(pattern: Pattern, cuts: Sequence[Cut]) -> Place:
+    shape, offset = pattern.global_shape, (0,) * len(pattern.global_shape)
+    if any(axis != WHOLE for axis in pattern.axes):
+        pairs = list(zip(pattern.axes, pattern.global_shape, strict=True))
+        shape = tuple(size if axis == WHOLE else cuts[axis].size for axis, size in pairs)
+        offset = tuple(0 if axis == WHOLE else cuts[axis].begin for axis, _ in pairs)
+    return Place(shape, offset, strides_of(shape, pattern.order), math.prod(shape))
 
 
 @dataclass(frozen=True)
@@ -96,7 +112,14 @@ class Symbolic:
 
     def leaves(self) -> list[Leaf]:
         """All leaves, in the order in which they were found."""
-        return [pattern.leaf(self.cuts) for pattern in self.table.patterns]
+        places: dict[object, Place] = {}  # a model has thousands of leaves, and few ways in which they are cut
+        found = []
+        for pattern in self.table.patterns:
+            key = pattern.global_shape, pattern.axes, pattern.order
+            if pattern.literal is None and key not in places:
+                places[key] = _place(pattern, self.cuts)
+            found.append(pattern.literal or pattern.placed(places[key]))
+        return found
 
 
 def of(leaves: Iterable[Leaf]) -> Symbolic:
@@ -138,19 +161,9 @@ def _pattern(leaf: Leaf, axes: dict[tuple[int, Cut], int]) -> Pattern:
 
 def _order(leaf: Leaf) -> tuple[int, ...]:
     """The order of the dimensions in memory, as far as the strides tell."""
-    if _strides(leaf.shape, ()) == leaf.stride:
+    if strides_of(leaf.shape, ()) == leaf.stride:
         return ()
     return tuple(sorted(range(len(leaf.stride)), key=lambda dim: -leaf.stride[dim]))
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of dense memory, in elements."""
-    strides = [0] * len(shape)
-    step = 1
-    for dim in reversed(order or range(len(shape))):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
 
 
 def _item_bytes(dtype: str) -> int:

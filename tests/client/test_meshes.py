@@ -178,8 +178,6 @@ def read_back(
 def test_what_was_saved_comes_back_and_trains_on(job):
     mesh, wholes, kind, domains, lost_domains, scheme, f = job
     places = list(itertools.product(*map(range, mesh)))
-    if kind == "Adagrad":  # its state is there before any gradient: of a piece that never gets one it stays behind
-        assume(all(math.prod(box_of(w.shape, mesh, place, w.placements)[0]) for w in wholes for place in places))
     ranks = [Rank(wholes, mesh, place, kind, 1) for place in places]
     predicted = [rank.predicted() for rank in ranks]
     for step in (2, 3):

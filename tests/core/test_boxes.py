@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from reft.core.boxes import Copy, overlap
+from reft.core.boxes import Copy, Shelf, overlap
 from reft.core.layout import Leaf
 
 
@@ -87,3 +87,18 @@ def test_a_range_of_a_piece_costs_what_lies_in_it():
     assert runs.old.tolist() == [(1 << 30) + 4 + 8 * i for i in range(8)]
     assert np.array_equal(runs.new * 2 + 4, runs.old)
     assert copy.bytes_within(0, 1 << 33) == copy.nbytes == 1 << 32
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_shelf_finds_what_touches_and_nothing_else(seed):
+    """Pieces that overlap in any way, empty ones and scalars too."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        whole = [rng.randint(1, 6) for _ in range(rng.choice((0, 1, 2, 2, 3)))]
+        pieces = [random_piece(rng, whole, 4) for _ in range(rng.randint(0, 12))]
+        wanted = random_piece(rng, whole, 4)
+        touching = [i for i, piece in enumerate(pieces) if overlap(piece, wanted)]
+        assert Shelf(dict(enumerate(pieces))).touching(wanted) == touching
+    empty = leaf((6,), (6,), (0,), (0,), 4)
+    assert Shelf({0: empty}).touching(leaf((6,), (0,), (6,), (0,), 4)) == []
+    assert Shelf({0: leaf((6,), (0,), (6,), (0,), 4)}).touching(empty) == []

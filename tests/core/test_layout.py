@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.core import layout
-from reft.core.layout import ALIGNMENT, SMALL_BYTES, Leaf, align, differences, pack
+from reft.core.layout import ALIGNMENT, SMALL_BYTES, Leaf, align, differences, pack, plain_strides, strides_of
 
 
 def leaf(name: str = "w", **changes: object) -> Leaf:
@@ -139,3 +139,15 @@ def test_long_lists_of_differences_are_cut_and_counted():
     lines = differences(held, [])
     assert len(lines) == 9 and lines[-1] == "and 3 more" and lines[0].startswith("leaf00")
     assert len(differences(held[:8], [])) == 8
+
+
+@given(st.lists(st.integers(0, 3), max_size=4), st.randoms(use_true_random=False))
+def test_strides_that_mean_the_same_are_written_alike(shape, rng):
+    order = rng.sample(range(len(shape)), len(shape))
+    dense = strides_of(shape, order)
+    wild = tuple(rng.randrange(99) if size == 1 else stride for size, stride in zip(shape, dense, strict=True))
+    plain = plain_strides(shape, wild)
+    assert plain == plain_strides(shape, dense) == plain_strides(shape, plain)
+    if all(shape):
+        assert all(a == b for a, b, size in zip(plain, dense, shape, strict=True) if size > 1)
+    assert plain_strides(shape, strides_of(shape)) == strides_of(shape), "contiguous tensors are written as they are"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -96,6 +99,49 @@ def test_the_same_shape_is_told_from_another():
     )
     other = [[rows("w", 3 * rank, 3, 12)] for rank in range(4)]
     assert is_same(four, other), "another model: refused elsewhere, by name"
+
+
+def lines_run(work: Any) -> int:
+    """How many lines of Python some work takes: what a clock would measure, without the machine's mood."""
+    count = 0
+
+    def each(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def grid(rows: int, columns: int) -> list[Leaf]:
+    """The blocks of a matrix of which each rank has one."""
+    whole = (840, 840)
+    high, wide = whole[0] // rows, whole[1] // columns
+    return [
+        Leaf("w", "float32", (high, wide), (wide, 1), 4 * high * wide, False, whole, (i * high, j * wide))
+        for i in range(rows) for j in range(columns)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", [((60, 1), (84, 1)), ((6, 10), (7, 12)), ((1, 60), (1, 84))])
+def test_the_work_grows_as_the_ranks_do(shapes):
+    """Twice the ranks, twice the work: not each piece with each leaf."""
+
+    def work(factor: int) -> int:
+        (rows, columns), (more, others) = shapes
+        pieces = [at(leaf, rank) for rank, leaf in enumerate(grid(factor * rows, columns))]
+        wanted = [[leaf] for leaf in grid(factor * more, others)]
+        found = match(pieces, wanted)
+        assert not found.problems and len(found.needs) >= len(pieces)
+        return lines_run(lambda: match(pieces, wanted))
+
+    assert work(2) < 2.4 * work(1)
 
 
 # What old ranks say of their own

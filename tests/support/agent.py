@@ -17,7 +17,13 @@ PRELOADED = [
     "torch._dynamo", "torch.distributed.run", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach",
     "reft.client.restore", "reft.demo.data", "reft.demo.model",
 ]  # fmt: skip
-ALSO = {"tests.support.recorded": ["torch.distributed.pipelining", "torch.distributed.tensor.parallel"]}
+ALSO = {
+    "tests.support.recorded": [
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+    ]
+}
 
 
 def work(module: str, *arguments: str) -> None:

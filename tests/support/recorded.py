@@ -1,9 +1,11 @@
 """An example as it stands, with what it does written down as the demo's script does it: `python -m tests.support.recorded`.
 
-    --out DIR --steps N --example NAME          runs examples/NAME.py --steps N
+    --out DIR --steps N --example NAME          runs examples/NAME.py --steps N, under torchrun
+    Ranks(spec, …)                              the same in forked processes, whose end is the test's to make
 
-`reft.attach` hands out a session that records: each attach, after each step a digest of all parameters (in the place of the
-loss, which not every rank of a pipeline has), and at the end digests of all parameters and of the optimizer's state.
+`reft.attach` hands out a session that records: each attach; after each step a digest of the step's losses and of all
+parameters, in the place of the loss, which not every rank of a pipeline has; and at the end digests of all parameters, of the
+optimizer's state, and of torch's generator.
 """
 
 from __future__ import annotations
@@ -15,24 +17,33 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import reft
-from reft.demo.train import Record, raw
+from reft.client.state import flat_bytes
+from reft.demo.train import Record
 from tests.support.daemons import ROOT
+from tests.support.trainers import Trainers
 
 
 class Recorded:
-    """A session that records what passes through it; all else goes to the session itself."""
+    """A session that records what passes through it; all else goes to the session itself.
 
-    def __init__(self, session: reft.Session, out: Path, model: Any, optimizer: Any, started_s: float) -> None:
+    Args:
+        seal_at: numbers of completed steps at which the loop waits until they are whole.
+    """
+
+    def __init__(
+        self, session: reft.Session, out: Path, model: Any, optimizer: Any, started_s: float, seal_at: list[int]
+    ) -> None:
         self._session, self._out, self._model, self._optimizer = session, out, model, optimizer
-        self._rank = dist.get_rank()
+        self._seal_at = seal_at
+        self._rank = os.environ["RANK"]
         self._record = Record(out / f"rank-{self._rank}.jsonl")
         self._record.add("started", pid=os.getpid(), time_s=started_s)
         self._record.add("attached", restored_from=session.restored_from, step=session.step)
@@ -43,47 +54,86 @@ class Recorded:
     def steps(self, total: int) -> Iterator[int]:
         """As the session's; what the loop's body left is recorded before the step is marked."""
         for step in self._session.steps(total):
+            if step in self._seal_at:
+                assert self._session.seal(timeout=60).whole, f"step {step} is not whole"
             yield step
-            found = hashlib.sha256(b"".join(raw(local(parameter)) for parameter in self._model.parameters()))
+            names = sys._getframe(1).f_globals  # the example's own
+            losses = [*names.get("losses", []), *([names["loss"]] if "loss" in names else [])]
+            found = hashlib.sha256()
+            for tensor in (*losses, *self._model.parameters()):
+                found.update(raw(tensor))
             self._record.add("step", step=step + 1, loss=float(int.from_bytes(found.digest()[:6], "big")).hex())
 
     def close(self) -> None:
         """Seals, closes, and writes the digests."""
         self._session.seal()
         self._session.close()
-        found = {}
-        for name, parameter in self._model.named_parameters():
-            found[f"parameter {name}"] = hashlib.sha256(raw(local(parameter))).hexdigest()
-            for key, value in self._optimizer.state[parameter].items():
-                found[f"optimizer {name}.{key}"] = hashlib.sha256(raw(local(value))).hexdigest()
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        tensors = {f"parameter {name}": parameter for name, parameter in self._model.named_parameters()}
+        for parameter, state in getattr(self._optimizer, "optim", self._optimizer).state.items():
+            tensors |= {f"optimizer {names[id(parameter)]}.{key}": value for key, value in state.items()}
+        tensors["random generator"] = torch.get_rng_state()
+        found = {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in tensors.items()}
         draft = self._out / f"rank-{self._rank}.digests.new"
         draft.write_text(json.dumps(found))
         draft.rename(self._out / f"rank-{self._rank}.digests.json")
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank."""
-    return getattr(tensor.detach(), "_local_tensor", tensor)
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes that this rank has of a tensor."""
+    local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
+    return flat_bytes(local.contiguous()).numpy().tobytes()
 
 
-def main() -> None:
-    """One rank."""
-    started_s = time.monotonic()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", required=True)
-    parser.add_argument("--example", required=True)
-    options = parser.parse_args()
+def record(example: str, steps: int, out: Path, started_s: float, seal_at: list[int]) -> None:
+    """Runs an example from start to end, as one rank."""
     attach = reft.attach
 
     def recording(model: Any, optimizer: Any, *arguments: Any, **named: Any) -> Recorded:
         session = attach(model, optimizer, *arguments, **named)
-        return Recorded(session, options.out, model, optimizer, started_s)
+        return Recorded(session, out, model, optimizer, started_s, seal_at)
 
     reft.attach = recording  # type: ignore[assignment]
-    script = ROOT / "examples" / f"{options.example}.py"
-    sys.argv = [str(script), "--steps", options.steps]
+    torch.set_num_threads(1)
+    script = ROOT / "examples" / f"{example}.py"
+    sys.argv = [str(script), "--steps", str(steps)]
     runpy.run_path(str(script), run_name="__main__")
+
+
+def run(spec: dict[str, Any]) -> None:
+    """One forked rank; spec["options"]: example, records (a folder), per_node, seal_at."""
+    started_s, options = time.monotonic(), spec["options"]
+    log = open(Path(spec["out"]).with_suffix(".err"), "w")
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    os.environ.update(
+        spec["environment"], REFT_FAILPOINTS=spec["failpoints"], REFT_DAEMON=spec["daemon"], REFT_JOB=spec["job"],
+        REFT_CHUNK_BYTES=str(16 << 10), RANK=str(spec["rank"]), WORLD_SIZE=str(spec["world"]), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec["port"]), LOCAL_WORLD_SIZE=str(options["per_node"]), GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    try:
+        record(options["example"], spec["steps"], Path(options["records"]), started_s, options["seal_at"])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Ranks(Trainers):
+    """All ranks of one run of an example."""
+
+    target = staticmethod(run)
+
+
+def main() -> None:
+    """One rank under torchrun."""
+    started_s = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--example", required=True)
+    options = parser.parse_args()
+    record(options.example, options.steps, options.out, started_s, [])
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import inspect
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from reft.client.extract.registry import Named, Names, Removable
 from reft.client.plain import from_plain, to_plain
 from reft.client.room import Room
 from reft.client.state import Bindings, leaf_of
-from reft.core.layout import Leaf
+from reft.core.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
 KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
@@ -90,7 +91,10 @@ class OptimizerExtractor:
         for group in owner.param_groups:
             found.count(group["params"])
             for parameter in group["params"]:
-                self._bind_state(found, prefix, names[id(parameter)], owner.state.get(parameter))
+                # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
+                named = names[id(parameter)]
+                if self._gets_gradient(named) or not _is_bare(named):
+                    self._bind_state(found, prefix, named, owner.state.get(parameter))
 
     def _bind_state(
         self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any] | None
@@ -167,8 +171,7 @@ class OptimizerExtractor:
 
     def _gets_gradient(self, named: Named) -> bool:
         """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
-        is_bare = named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
-        return named.tensor.requires_grad and not is_bare
+        return named.tensor.requires_grad and not _is_bare(named)
 
     def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Iterator[Foreseen]:
         for owner, piece, place in pieces(parameter, made):
@@ -291,6 +294,11 @@ def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
     return Box(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
 
 
+def _is_bare(named: Named) -> bool:
+    """Whether it is a plain piece without elements."""
+    return named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
+
+
 def _kind(named: Named) -> tuple[object, ...]:
     """What decides of which kind a parameter's state will be; its place in the whole does not."""
     tensor, local = named.tensor, named.local
@@ -332,6 +340,9 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         model: a tensor that is placed as the new one: a DTensor for one that is sharded.
     """
     dtype = getattr(torch, leaf.dtype)
+    own = getattr(model, "_local_tensor", model)
+    if tuple(own.shape) == leaf.shape and plain_strides(own.shape, own.stride()) == leaf.stride:
+        leaf = replace(leaf, stride=own.stride())  # fused kernels compare strides, those of dimensions of size 1 too
     on_host = not leaf.shape and parameter.dim() > 0
     if on_host or parameter.device.type == "cpu":
         local = room.empty(leaf, dtype)

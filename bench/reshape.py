@@ -1,0 +1,87 @@
+"""How long one rank works on the plan of another shape, by the number of ranks: fully sharded ranks become half as many.
+
+    python bench/reshape.py [--quick] [--result FILE]
+
+Every parameter and moment is cut along its first dimension among all ranks, as FSDP2 does it, and every shard has one holder:
+the dearest case, for no two ranks have the same. What is timed is what each rank does by itself before the first byte moves:
+it writes down all leaves of both shapes, matches them, and makes the list of what travels. Seconds are of the CPU, in one
+thread; a restart in the same shape pays none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import Goal, table
+from exchange import RANKS, Clock, fsdp2
+
+from reft.core import symbolic
+from reft.core.cells import divide
+from reft.core.layout import Leaf
+from reft.core.placement import place
+from reft.core.regather import Regather, Sizes, readers_of
+from reft.core.reshape import Own, match, pieces_of, wanted_leaves
+
+LAYERS = 4  # of the model: (4 x 9 + 3) parameters, four leaves each
+CHUNK = 256 << 10
+
+
+def measure(world: int) -> dict[str, Any]:
+    """Seconds of the first of `world` ranks, by what they were spent on."""
+    old, new, clock = fsdp2(world, 1, LAYERS), fsdp2(world // 2, 1, LAYERS), Clock()
+    before = [symbolic.of(old.leaves(rank)) for rank in range(world)]
+    after = [symbolic.of(new.leaves(rank)) for rank in range(world // 2)]
+    digests = [rank.to_bytes(4, "big") for rank in range(world)]
+    domains = [rank // RANKS for rank in range(world)]
+    placement = place(divide(dict(zip(digests, before, strict=True)), digests), domains, "auto", None, CHUNK)
+
+    held = clock("leaves", lambda: [form.leaves() for form in before])
+    wanted = clock("leaves", lambda: [form.leaves() for form in after])
+
+    def leaves_of(rank: int) -> dict[str, Leaf]:
+        return {leaf.name: leaf for leaf in held[rank]}
+
+    owns = {rank: Own() for rank in range(world)}
+    pieces, problems = clock("pieces", lambda: pieces_of(placement, leaves_of, owns))
+    wanted = clock("match", lambda: wanted_leaves(wanted, pieces))
+    found = clock("match", lambda: match(pieces, wanted))
+    if problems or found.problems:
+        raise RuntimeError(f"{world} ranks: {(problems + found.problems)[:3]}")
+    nodes = {f"node-{node}": list(range(node * RANKS, (node + 1) * RANKS)) for node in range(world // 2 // RANKS)}
+    readers = readers_of({rank: f"node-{rank // RANKS}" for rank in range(world)}, nodes, world // 2)
+    names = [f"node-{rank // RANKS}" for rank in range(world // 2)]
+    regather = Regather(found.needs, placement, readers, readers, names, Sizes())
+    entries = clock("list", lambda: sum(1 for _ in regather.entries(0)))
+    return {
+        "ranks": world, "leaves": len(held[0]), "needs": len(found.needs), "entries": entries,
+        "seconds": sum(clock.spent.values()), "parts": clock.spent,
+        "MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="up to 256 ranks")
+    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    rows = [measure(world) for world in ((64, 128, 256) if options.quick else (256, 512, 1024, 2048))]
+    parts = list(rows[0]["parts"])
+    head = ["ranks", "leaves", "needs", "entries", "MB", "seconds"]
+    cells = [[*(f"{row[key]:.0f}" for key in head[:-1]), f"{row['seconds']:.2f}",
+              *(f"{row['parts'][part]:.2f}" for part in parts)] for row in rows]  # fmt: skip
+    print(table([*head, *parts], cells))
+    growth = rows[-1]["seconds"] / rows[0]["seconds"] / (rows[-1]["ranks"] / rows[0]["ranks"])
+    goals = [Goal("growth", growth, 1.5, "x", "seconds over ranks, largest by smallest; 1 is linear")]
+    print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
+    if options.result:
+        options.result.write_text(json.dumps({"rows": rows, "goals": [vars(goal) for goal in goals]}))
+    sys.exit(0 if all(goal.passed for goal in goals) else 1)
+
+
+if __name__ == "__main__":
+    main()

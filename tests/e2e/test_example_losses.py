@@ -1,0 +1,238 @@
+"""Every example loses a rank, all ranks, and a node, each in mid-copy, and ends as a run without reft does, bit for bit.
+
+make test    one run an example, with one seeded moment of each loss; ranks are forked, nodes are daemons on loopback
+make chaos   three runs an example, with other moments; and the same under torchrun, on nodes with networks of their own
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from reft.cli.demo.records import Result, compare, read_result
+from reft.cli.main import main
+from tests.e2e.test_moves import Site, vanish
+from tests.support.daemons import DaemonProcess, until
+from tests.support.nodes import Machine, Nodes, stop_at
+from tests.support.recorded import Ranks
+from tests.support.trainers import Spec
+
+STEPS = 26
+SPANS = ((5, 9), (11, 16), (18, 23))  # in which step the first, second, third loss comes
+DEADLINE_S = 200.0
+pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
+
+
+class Example(NamedTuple):
+    """Its name, nodes, ranks on each; whether a node may be lost."""
+
+    name: str
+    nodes: int
+    per_node: int
+    is_replicated: bool
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def losses(self) -> list[str]:
+        return ["rank", "all", "node"] if self.is_replicated else ["rank", "all"]
+
+
+EXAMPLES = [
+    Example("ddp", 2, 1, True),
+    Example("fsdp2", 2, 1, False),
+    Example("zero1", 2, 1, False),
+    Example("hsdp", 2, 2, True),
+    Example("tensor_pipeline_3d", 4, 2, True),
+]
+each_example = pytest.mark.parametrize("example", EXAMPLES, ids=[example.name for example in EXAMPLES])
+
+
+class Moment(NamedTuple):
+    """When a loss comes: while this rank stands in mid-copy of a step."""
+
+    kind: str
+    rank: int
+    step: int
+    after: int
+
+
+def moments(example: Example, seed: int) -> list[Moment]:
+    """What a seed says: the losses in any order."""
+    chance = random.Random(f"{example.name} {seed}")
+    kinds = chance.sample(example.losses, len(example.losses))
+    return [
+        Moment(kind, chance.randrange(example.world), chance.randrange(*span), chance.randrange(3))
+        for kind, span in zip(kinds, SPANS, strict=False)
+    ]
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+# Forked ranks
+
+
+class Run:
+    """A job of an example, over its starts.
+
+    Args:
+        nodes: empty for a run without reft.
+    """
+
+    def __init__(self, example: Example, folder: Path, nodes: list[DaemonProcess]) -> None:
+        self.example, self.folder, self.nodes = example, folder, nodes
+        folder.mkdir()
+
+    def start(self, failpoints: str = "", seal_at: int = 0) -> Ranks:
+        options = {"example": self.example.name, "records": str(self.folder), "per_node": self.example.per_node}
+        options["seal_at"] = [seal_at] if seal_at else []
+        environment = {} if self.nodes else {"REFT_MODE": "off"}
+        spec = Spec("", steps=STEPS, failpoints=failpoints, environment=environment, options=options)
+        daemons = [node.address for node in self.nodes for _ in range(self.example.per_node)]
+        return Ranks(spec, self.example.world, daemons)
+
+    def finish(self, ranks: Ranks) -> Result:
+        codes = ranks.wait(DEADLINE_S)
+        assert codes == [0] * self.example.world, (codes, ranks.errors()[-6000:])
+        return read_result(self.folder, self.example.world)
+
+    def lose(self, moment: Moment, seal_at: int, site: Site) -> int:
+        """Starts, and loses what the moment says; which step was whole then."""
+        point = f"snapshot.chunk:stop:rank={moment.rank}:from={moment.step}:after={moment.after}"
+        ranks = self.start(point, seal_at)
+        victim = ranks.processes[moment.rank]
+        stands = psutil.Process(victim.pid)
+        until(lambda: stands.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}")
+        assert victim.is_alive(), ranks.errors()[-6000:]
+        whole = max(node.status("job").whole for node in self.nodes)
+        node = moment.rank // self.example.per_node
+        on_node = range(node * self.example.per_node, (node + 1) * self.example.per_node)
+        killed = {"rank": [moment.rank], "all": range(self.example.world), "node": on_node}[moment.kind]
+        for rank in killed:
+            os.kill(ranks.processes[rank].pid, signal.SIGKILL)
+        if moment.kind == "node":
+            vanish(self.nodes[node])
+            self.nodes[node] = site.add(1)[0]
+        for process in ranks.processes:  # the launcher ends the others
+            process.terminate()
+            process.join(60)
+        return whole
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Callable[[Example], Result]:
+    """Each example without reft, once."""
+    found: dict[str, Result] = {}
+
+    def of(example: Example) -> Result:
+        if example.name not in found:
+            run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
+            found[example.name] = run.finish(run.start())
+        return found[example.name]
+
+    return of
+
+
+def check(example: Example, seed: int, plain: Result, site: Site, folder: Path) -> Run:
+    """Losses of a seed, one after the other, each in a start of its own; the last start trains to the end."""
+    run = Run(example, folder / f"seed{seed}", site.add(example.nodes))
+    wholes = [run.lose(moment, 0 if i else 3, site) for i, moment in enumerate(moments(example, seed))]
+    result = run.finish(run.start())
+    assert 3 <= wholes[0]
+    for i, whole in enumerate(wholes, 1):
+        bases = {attempts[i].base for attempts in result.attempts.values()}
+        assert len(bases) == 1 and min(bases) >= whole, (i, bases, wholes)
+    assert compare(result, plain, STEPS).differences == []
+    assert all(any(name.startswith("optimizer ") for name in digests) for digests in result.digests.values())
+    return run
+
+
+@each_example
+def test_it_goes_on_bit_for_bit(example, plain, site, tmp_path):
+    run = check(example, 0, plain(example), site, tmp_path)
+    exposed = exposures(run.nodes[0])
+    if example.is_replicated:
+        assert exposed == []
+    else:
+        ((reason, ranks, nbytes),) = exposed
+        assert reason == "kept" and ranks == [0, 1] and nbytes > 1 << 20
+
+
+def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:
+    """What `reft-cli status` says that a lost node would take with it: reason, ranks, bytes."""
+    done = CliRunner().invoke(main, ["status", "--json"], env={"REFT_DAEMON": node.address}, catch_exceptions=False)
+    (job,) = json.loads(done.output)["jobs"]
+    return [(each["reason"], each["ranks"], each["bytes"]) for each in job["protection"]["exposed"]]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@each_example
+def test_it_goes_on_from_other_moments(example, seed, plain, site, tmp_path):
+    check(example, seed, plain(example), site, tmp_path)
+
+
+# Under torchrun
+
+
+def one_rank(nodes: Nodes, machine: Machine, rank: int) -> float:
+    return nodes.kill_ranks(rank)
+
+
+def all_ranks(nodes: Nodes, machine: Machine, rank: int) -> float:
+    return nodes.kill_ranks(*range(nodes.world))
+
+
+def a_node(nodes: Nodes, machine: Machine, rank: int) -> float:
+    lost_s = nodes.lose(machine)
+    nodes.replace()
+    return lost_s
+
+
+LOSSES = {"rank": one_rank, "all": all_ranks, "node": a_node}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@each_example
+def test_it_goes_on_under_torchrun(example, seed, plain):
+    losses = moments(example, seed)
+    points = [
+        stop_at("snapshot.chunk", rank=each.rank, step=each.step, epoch=epoch, after=each.after)
+        for epoch, each in enumerate(losses, 1)
+    ]
+    with Nodes(example.nodes, example.per_node) as nodes:
+        nodes.note(f"seed {seed}: {points}")
+        nodes.launch(
+            "job", STEPS, script=["tests.support.recorded"], arguments=["--example", example.name],
+            failpoints=",".join(points),
+        )  # fmt: skip
+        for moment in losses:
+            machine = nodes.await_stop()
+            whole = nodes.whole("job")[1]
+            lost_s = LOSSES[moment.kind](nodes, machine, moment.rank)
+            nodes.await_recovery(lost_s)
+            result = nodes._training.result()
+            tries = [
+                [each for each in attempts if each.started_s > lost_s and each.steps]
+                for attempts in result.attempts.values()
+            ]
+            bases = {attempts[0].base for attempts in tries}
+            assert len(bases) == 1 and min(bases) >= whole, (bases, whole)
+        assert compare(nodes.await_end(), plain(example), STEPS).differences == []
