@@ -19,7 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reft.client.extract.dtensor import box_of, is_strided, local_piece
+from reft.client.extract.optimizers import OptimizerExtractor
+from reft.client.extract.registry import Named
 from reft.client.restore import live_tensors
+from reft.client.room import Room
 from reft.client.state import Bindings, leaf_of
 from reft.client.subjects import Subjects
 from reft.core.cells import divide
@@ -202,3 +205,23 @@ def test_shards_of_hsdp_protect_each_other_on_nodes_of_their_own():
     assert [cell.holders for cell in placement.division.cells] == [(0, 1, 2, 3), (0, 2), (1, 3)]
     assert exposed(placement) == ()
     assert exposed(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
+
+
+def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has_it():
+    """Ranks see views of one kind with other strides there; torch's fused kernels want a parameter's own."""
+    memory = torch.arange(8.0)
+    flat, turned = memory.view(1, 8), memory.as_strided((1, 8), (1, 1))
+    assert flat.stride() != turned.stride()
+    assert leaf_of("w", flat, False) == leaf_of("w", turned, False)
+    columns = torch.empty(8, 2).t().contiguous().t()[:, :1].as_strided((8, 1), (1, 8))
+    for local in (turned, columns):
+        parameter, real = nn.Parameter(local), nn.Parameter(local)
+        optimizer, other = (torch.optim.AdamW([each], fused=True) for each in (parameter, real))
+        extractor, names = OptimizerExtractor(), {id(parameter): Named("model.0.w", parameter, parameter, None)}
+        extractor.make(
+            "optimizer.0", optimizer, list(extractor.predict("optimizer.0", optimizer, names)), names, Room(0)
+        )
+        real.grad = torch.zeros_like(real)
+        other.step()
+        made, own = optimizer.state[parameter]["exp_avg"], other.state[real]["exp_avg"]
+        assert made.stride() == own.stride(), local.stride()

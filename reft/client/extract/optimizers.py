@@ -340,9 +340,9 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         model: a tensor that is placed as the new one: a DTensor for one that is sharded.
     """
     dtype = getattr(torch, leaf.dtype)
-    own = getattr(model, "_local_tensor", model)
-    if tuple(own.shape) == leaf.shape and plain_strides(own.shape, own.stride()) == leaf.stride:
-        leaf = replace(leaf, stride=own.stride())  # fused kernels compare strides, those of dimensions of size 1 too
+    if tuple(parameter.shape) == leaf.shape and plain_strides(leaf.shape, parameter.stride()) == leaf.stride:
+        # As the optimizer would make it: fused kernels compare strides, those of dimensions of size 1 too.
+        leaf = replace(leaf, stride=parameter.stride())
     on_host = not leaf.shape and parameter.dim() > 0
     if on_host or parameter.device.type == "cpu":
         local = room.empty(leaf, dtype)
