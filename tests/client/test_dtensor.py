@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from reft.client.extract.dtensor import box_of, is_strided, local_piece
+from reft.client.extract.dtensor import Box, box_of, is_strided, local_piece
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
 from reft.client.restore import live_tensors
@@ -225,3 +225,15 @@ def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has
         other.step()
         made, own = optimizer.state[parameter]["exp_avg"], other.state[real]["exp_avg"]
         assert made.stride() == own.stride(), local.stride()
+
+
+def test_what_adagrad_makes_of_a_piece_without_elements_is_not_held():
+    """FSDP1 gives it no gradient: its counter stands still while that of other ranks, of the same name, goes on."""
+    found = []
+    for shape, offset in (((0,), (8,)), ((3,), (5,))):
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer, bindings = torch.optim.Adagrad([parameter]), Bindings()
+        names = {id(parameter): Named("model.0.w", parameter, parameter, Box((8,), offset))}
+        OptimizerExtractor().bind(bindings, "optimizer.0", optimizer, names)
+        found.append(sorted(bindings.tensors))
+    assert found == [[], ["optimizer.0.step.model.0.w", "optimizer.0.sum.model.0.w"]]
