@@ -66,7 +66,7 @@ class Pattern:
 
     def placed(self, place: Place) -> Leaf:
         """The leaf at a place of its kind."""
-        nbytes = place.count * self.item_bytes
+        nbytes = place.elements * self.item_bytes
         return Leaf(
             self.name, self.dtype, place.shape, place.stride, nbytes, self.staged, self.global_shape, place.offset
         )
@@ -78,7 +78,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     stride: tuple[int, ...]
-    count: int
+    elements: int
 
 
 def _place(pattern: Pattern, cuts: Sequence[Cut]) -> Place:
