@@ -146,6 +146,10 @@ def test_names_and_places_of_a_model_are_those_of_the_whole_one():
     }
 
 
+def test_buffers_are_staged():
+    assert subjects(Chunk()).bind().staged == {"model.0.layers.1.bias", "model.0.layers.0.cache[pp 1 of 2]"}
+
+
 def test_the_chunk_says_nothing_in_the_name():
     other = BASE()
     other.sharded_state_dict = lambda prefix, metadata: {}

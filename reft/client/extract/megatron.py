@@ -122,10 +122,9 @@ class MegatronExtractor:
         return [leaf for own, each in _inner(prefix, value) for leaf in _Inner().predict(own, each.optimizer, names)]
 
     def make(self, prefix: str, value: Any, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
-        """Moments, in the member that they belong to."""
+        """Moments; each member knows its own by their names."""
         for own, each in _inner(prefix, value):
-            mine = [leaf for leaf in leaves if leaf.name.startswith(f"{own}.")]
-            _Inner().make(own, each.optimizer, mine, names, room)
+            _Inner().make(own, each.optimizer, leaves, names, room)
 
     def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
         """Groups, and how long the loss scale has been what it is."""
