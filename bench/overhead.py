@@ -3,9 +3,9 @@
     python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--trace FILE]
 
 A 1F1B pipeline of torch's, one process a stage, over gloo, each pinned to a core of its own where there are enough. The
-ways take turns in blocks of a few steps, in the same random order on all stages:
+ways take turns in blocks of a few steps, in the same random order on all stages, each between two blocks of training alone:
 
-    plain       training alone
+    plain       training alone, without a hook of reft's
     blocking    a copy into mapped memory after the step, while training waits
     checkfreq   the host copies in a thread beside training, and the next optimizer step waits for it (CheckFreq, FAST '21)
     side        reft's engine, without regard to the schedule
@@ -14,7 +14,9 @@ ways take turns in blocks of a few steps, in the same random order on all stages
     dlrover     only named: why it does not run here
 
 Every way copies the whole state of the stage in each step; reft and side also digest it, seal it, and agree on it. A step's
-time is the largest of all stages'. Figures of a loaded machine are ratios at best.
+time is the largest of all stages'. What a way costs is the median of its block over the mean of the medians of the two plain
+blocks beside it, so that what drifts cancels out; of these ratios the table has the median with a 95 % interval (of medians
+of resampled blocks). Figures of a loaded machine are ratios at best.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,10 +45,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import reft
 from bench import common
 from bench.common import Mapped, median, quantile
+from reft.client import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
-STEPS = 6  # of a block; the first two have nothing of the block's own under way, or no course yet, so they do not count
-WARM = 2
+STEPS = 12  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
+WARM = 3
+FIGURES = ("steps", "stall")  # of each step, in seconds
 WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
 
 
@@ -56,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, help="rounds of blocks (8)")
+    parser.add_argument("--rounds", type=int, help="rounds of blocks (9)")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")
@@ -65,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--daemon", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 8)
+    options.rounds = options.rounds or (2 if options.quick else 9)
     return options
 
 
@@ -95,7 +98,7 @@ class Stage:
         url = f"tcp://127.0.0.1:{options.port}"
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
         self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
-        width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 48)
+        width, layers, rows = (256, 4, 16) if options.quick else (512, 6, 48)
         self.model = Part(self.rank, width, layers)
         stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, options.microbatches, loss_fn=nn.functional.mse_loss)
@@ -119,7 +122,7 @@ class Stage:
         self.mapped = Mapped(self.tensors)
         self.mapped.copy()
         self.along = self.session._rhythm._course  # "side" is the same engine, told nothing of gaps
-        self.figures: dict[str, dict[str, list[float]]] = {way: {"steps": [], "stall": []} for way in WAYS}
+        self.blocks: list[dict[str, Any]] = []
         self.trace: dict[str, Any] = {}
         self.tiers: dict[str, dict[str, float]] = {way: {} for way in ("side", "reft")}
 
@@ -154,13 +157,22 @@ class Stage:
             self.stalled_s += time.perf_counter() - began
         if way == "checkfreq":
             self.copied = self.pool.submit(self.mapped.copy)
-        self.session.step_end()
+        if way in ("reft", "side"):
+            self.session.step_end()
+
+    def take_each(self, every: int) -> None:
+        """reft snapshots each so-many-th step from now on; attach fixes that for a session, so there is no call for it."""
+        self.session._metronome.cadence.first = every
 
     def block(self, way: str) -> None:
         """A few steps of one way."""
-        common.snapshot_each(self.session, 1 if way in ("reft", "side") else NEVER)
+        is_ours = way in ("reft", "side")
+        self.take_each(1 if is_ours else NEVER)
+        if is_ours:
+            self.session._unfollow = hooks.follow(self.schedule, self.session._rhythm)
         self.session._rhythm._course = self.along if way == "reft" else lambda: None
         first = self.session.stats()
+        steps, stall = [], []
         for i in range(STEPS):
             self.stalled_s, before = 0.0, self.session.stats()
             began = time.perf_counter()
@@ -170,14 +182,16 @@ class Stage:
             after = self.session.stats()
             reft_ms = after["stall_ms"] * after["snapshots"] - before["stall_ms"] * before["snapshots"]
             if i >= WARM:
-                self.figures[way]["steps"].append(step_s)
-                self.figures[way]["stall"].append(self.stalled_s + reft_ms / 1000)
-        if way in ("reft", "side"):
+                steps.append(step_s)
+                stall.append(self.stalled_s + reft_ms / 1000)
+        self.blocks.append({"way": way, "steps": steps, "stall": stall})
+        if is_ours:
             self.session.seal()
+            self.session._unfollow()
             for name, value in self.session.stats().items():
                 if name.endswith("_bytes"):
                     self.tiers[way][name] = self.tiers[way].get(name, 0) + value - first[name]
-        common.snapshot_each(self.session, NEVER)
+        self.take_each(NEVER)
         self.wait_for_copy()
         if self.upload is not None:
             self.upload.result()
@@ -186,22 +200,24 @@ class Stage:
 
     def run(self, rounds: int, ways: list[str]) -> dict[str, Any]:
         order = random.Random(0)
+        self.session._unfollow()
         for way in ways:
             self.block(way)
-        for values in self.figures.values():
-            values["steps"].clear()
-            values["stall"].clear()
+        self.blocks.clear()
         for counted in self.tiers.values():
             counted.clear()
+        others = [way for way in ways if way != "plain"]
         for _ in range(rounds):
-            order.shuffle(ways)
-            for way in ways:
+            order.shuffle(others)
+            for way in others:
+                self.block("plain")
                 self.block(way)
                 if way == "reft":
                     self.trace = self.session.timeline()
+        self.block("plain")
         stats = self.session.stats()
         return {
-            "figures": self.figures,
+            "blocks": self.blocks,
             "bytes": self.mapped.nbytes,
             "stats": stats,
             "tiers": self.tiers,
@@ -241,21 +257,44 @@ def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dic
     return [json.loads((home / f"{rank}.json").read_text()) for rank in range(options.stages)]
 
 
+def merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks, each figure the largest of all stages'."""
+    return [
+        {"way": same[0]["way"], **{key: [max(e) for e in zip(*(b[key] for b in same), strict=True)] for key in FIGURES}}
+        for same in zip(*(stage["blocks"] for stage in found), strict=True)
+    ]
+
+
+def overheads(blocks: list[dict[str, Any]], way: str) -> list[float]:
+    """For each block of a way, what its median step takes over those of the plain blocks before and behind it."""
+    medians = [median(block["steps"]) for block in blocks]
+    return [
+        medians[i] / ((medians[i - 1] + medians[i + 1]) / 2) - 1
+        for i, block in enumerate(blocks)
+        if block["way"] == way and 0 < i < len(blocks) - 1
+    ]
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Where 95 % of the medians of resampled values lie."""
+    dice = random.Random(0)
+    drawn = sorted(median(dice.choices(values, k=len(values))) for _ in range(2000))
+    return quantile(drawn, 0.025), quantile(drawn, 0.975)
+
+
 def rows(found: list[dict[str, Any]], ways: list[str]) -> list[list[str]]:
     """One row a way: step times over all stages, overhead, stall, bytes."""
-    slowest: Callable[[str, str], list[float]] = lambda way, key: [  # noqa: E731
-        max(each) for each in zip(*(stage["figures"][way][key] for stage in found), strict=True)
-    ]
-    plain = slowest("plain", "steps")
-    written = sum(stage["bytes"] for stage in found)
+    blocks, written = merged(found), sum(stage["bytes"] for stage in found)
     table = []
     for way in ways:
-        steps, stall = slowest(way, "steps"), slowest(way, "stall")
-        p50, p99 = median(steps), quantile(steps, 0.99)
+        own = [block for block in blocks if block["way"] == way]
+        steps, stall = ([value for block in own for value in block[key]] for key in FIGURES)
+        cost = overheads(blocks, way) if way != "plain" else []
+        low, high = interval(cost) if cost else (0.0, 0.0)
         table.append([
-            way, f"{1000 * p50:.1f}", f"{1000 * p99:.1f}", f"{100 * (p50 / median(plain) - 1):+.1f} %",
-            f"{100 * (p99 / quantile(plain, 0.99) - 1):+.1f} %", f"{1000 * median(stall):.2f}",
-            "0" if way == "plain" else f"{written / 1e6:.0f}",
+            way, f"{1000 * median(steps):.1f}", f"{1000 * quantile(steps, 0.99):.1f}",
+            f"{100 * median(cost):+.1f} %" if cost else "", f"{100 * low:+.1f} to {100 * high:+.1f} %" if cost else "",
+            f"{1000 * median(stall):.2f}", "0" if way == "plain" else f"{written / 1e6:.0f}", str(len(steps)),
         ])  # fmt: skip
     return table
 
@@ -269,7 +308,7 @@ def main() -> None:
     ways = options.ways.split(",")
     with common.daemon() as (address, _), common.folder() as home:
         found = run_stages(options, address, home)
-    head = ["way", "step p50 ms", "p99 ms", "overhead p50", "p99", "stall ms", "MB a step"]
+    head = ["way", "step p50 ms", "p99 ms", "overhead", "95 %", "stall ms", "MB a step", "steps"]
     print(common.table(head, rows(found, [way for way in WAYS if way in ways])))
     for rank, stage in enumerate(found):
         counted = stage["tiers"]["reft"]
