@@ -48,7 +48,7 @@ from bench.common import Mapped, median, quantile
 from reft.client import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
-STEPS = 12  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
+STEPS = 10  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
 WARM = 3
 FIGURES = ("steps", "stall")  # of each step, in seconds
 WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, help="rounds of blocks (9)")
+    parser.add_argument("--rounds", type=int, help="rounds of blocks (4)")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")
@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--daemon", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.quick else 9)
+    options.rounds = options.rounds or (2 if options.quick else 4)
     return options
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -164,7 +165,9 @@ def plan(
         guard_s: kept free at the end of each gap, for what was estimated wrongly.
         deadline: the fence, in seconds from the mark.
     """
-    filling = _Filling(tuple(windows), np.asarray([*chunks, *parity], np.float64), deadline)
+    filling = _Filling(
+        tuple(windows), np.fromiter(chain(chunks, parity), np.float64, len(chunks) + len(parity)), deadline
+    )
     gaps = [_Room(i, w.start, w.end - guard_s) for i, w in enumerate(windows) if w.tier is Tier.GAP]
     computed = np.arange(len(chunks), len(chunks) + len(parity))
     at_mark = filling.greedily(computed, gaps, rates.parity)

@@ -1,10 +1,13 @@
-"""A real pipeline of torch's over gloo, four stages in four processes: gaps as foreseen, bytes in gaps, no stall.
+"""A real pipeline of torch's over gloo, one process a stage: gaps as foreseen, bytes in gaps, no stall.
 
-Stages take equal times because they wait until these are over. What a loaded machine adds belongs to what is measured, so
-these tests are slow ones, for a quiet machine; what does not depend on time is in test_hooks.py.
+Four stages take equal times because they wait until these are over; two stages, each pinned to a core of its own, compute
+until then, so that a copy outside of a gap would take the core from them. What a loaded machine adds belongs to what is
+measured, so these tests are slow ones, for a quiet machine; what does not depend on time is in test_hooks.py.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -14,23 +17,34 @@ from tests.support.trainers import Spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STAGES, MICROBATCHES, STEPS, WARM = 4, 8, 16, 8
+MICROBATCHES, STEPS, WARM = 8, 16, 8
 TIMES = {"forward_s": 0.06, "backward_s": 0.12}
+COMMON = {"width": 1024, "microbatches": MICROBATCHES, "warm": WARM, **TIMES}
 
 
-@pytest.fixture(scope="module", params=["1F1B", "GPipe"])
-def run(request):
+def trained(stages, **options):
+    """What each stage of a run found."""
     daemon = DaemonProcess()
-    options = {"width": 1024, "microbatches": MICROBATCHES, "schedule": request.param, "warm": WARM, **TIMES}
-    pipeline = Pipeline(Spec(daemon.address, job=f"pipeline-{request.param}", steps=STEPS, options=options), STAGES)
+    spec = Spec(daemon.address, job="pipeline", steps=STEPS, options={**COMMON, **options})
+    pipeline = Pipeline(spec, stages)
     try:
-        assert pipeline.wait(300) == [0] * STAGES, pipeline.errors()
-        yield pipeline.results()
+        assert pipeline.wait(300) == [0] * stages, pipeline.errors()
+        return pipeline.results()
     finally:
         pipeline.kill()
         daemon.close()
 
 
+@pytest.fixture(scope="module", params=["1F1B", "GPipe", "1F1B pinned"])
+def run(request):
+    if request.param == "1F1B pinned":
+        if len(os.sched_getaffinity(0)) < 2:
+            pytest.skip("two stages with a core each need two cores")
+        return trained(2, schedule="1F1B", pinned=True, computes=True)
+    return trained(4, schedule=request.param)
+
+
+@pytest.mark.parametrize("run", ["1F1B", "GPipe"], indirect=True)
 def test_every_gap_is_within_a_fifth_of_the_closed_form(run):
     for stage, result in enumerate(run):
         assert result["gaps"], f"stage {stage}"

@@ -1,10 +1,14 @@
-"""A pipeline of torch's own over gloo, one stage a process, whose stages take equal times: they wait until these are over."""
+"""A pipeline of torch's own over gloo, one stage a process, whose stages take equal times: they wait until these are over,
+or, with options["computes"], compute until then.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,38 +31,49 @@ def rest(began_s: float, seconds: float) -> None:
         threading.Event().wait(left)
 
 
+def compute(began_s: float, seconds: float) -> None:
+    """The same, with the core busy."""
+    block = torch.ones(128, 128)
+    while time.perf_counter() < began_s + seconds:
+        block @ block
+
+
 class _Paced(torch.autograd.Function):
     """Linear layers whose forward and backward pass take as long as they are told."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, times: tuple[float, float]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, times: tuple[float, float], fill: Callable[[float, float], None]
+    ) -> torch.Tensor:  # fmt: skip
         began_s = time.perf_counter()
         ctx.save_for_backward(x, weight)
-        ctx.seconds = times[1]
+        ctx.seconds, ctx.fill = times[1], fill
         out = x @ weight
-        rest(began_s, times[0])
+        fill(began_s, times[0])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         began_s = time.perf_counter()
         x, weight = ctx.saved_tensors
-        found = grad @ weight.t(), x.t() @ grad, None
-        rest(began_s, ctx.seconds)
+        found = grad @ weight.t(), x.t() @ grad, None, None
+        ctx.fill(began_s, ctx.seconds)
         return found
 
 
 class Part(nn.Module):
     """One stage's part of the model; its names tell its place, so that no other stage's leaves are called the same."""
 
-    def __init__(self, stage: int, width: int, times: tuple[float, float]) -> None:
+    def __init__(
+        self, stage: int, width: int, times: tuple[float, float], fill: Callable[[float, float], None]
+    ) -> None:  # fmt: skip
         super().__init__()
         self.weights = nn.ParameterDict({f"stage{stage}": torch.randn(width, width) / width})
-        self.times = times
+        self.times, self.fill = times, fill
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         (weight,) = self.weights.values()
-        return _Paced.apply(x, weight, self.times)
+        return _Paced.apply(x, weight, self.times, self.fill)
 
 
 def train(own: dict[str, Any]) -> None:
@@ -72,7 +87,10 @@ def train(own: dict[str, Any]) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{own['port']}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     width, microbatches = options["width"], options["microbatches"]
-    part = Part(rank, width, (options["forward_s"], options["backward_s"]))
+    if options.get("pinned"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    times = options["forward_s"], options["backward_s"]
+    part = Part(rank, width, times, compute if options.get("computes") else rest)
     stage = PipelineStage(part, rank, world, torch.device("cpu"))
     schedule = SCHEDULES[options["schedule"]](stage, microbatches, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-4)

@@ -1,0 +1,47 @@
+"""How long it takes to plan where 10,000 chunks of a snapshot go: gaps first, then beside compute.
+
+    python bench/pacing.py [--chunks N] [--gaps N]
+
+The time is this process's own, the median and the largest of 50 plans: the goal is 10 ms of a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import common
+from reft.core.bubbles import Gap
+from reft.core.pacing import Rates, Tier, plan, windows
+
+CHUNK = 8 << 20
+STEP_S, GUARD_S = 2.5, 0.0003
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--chunks", type=int, default=10_000)
+    parser.add_argument("--gaps", type=int, default=60)
+    options = parser.parse_args()
+    gap_s = STEP_S / options.gaps
+    found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
+    chunks, parity = [CHUNK] * options.chunks, [CHUNK] * (options.chunks // 20)
+    speed = 1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S  # so that gaps hold half of it, and compute the rest
+    rates = Rates(speed, speed, speed, speed)
+    took = []
+    for _ in range(50):
+        began = time.process_time()
+        made = plan(chunks, parity, found, rates, GUARD_S, STEP_S)
+        took.append(time.process_time() - began)
+    tiers = made.bytes_by_tier([*chunks, *parity])
+    shares = ", ".join(f"{tier.name.lower()} {100 * tiers[tier] / sum(tiers.values()):.0f} %" for tier in Tier)
+    print(f"{options.chunks} chunks, {len(parity)} columns of parity, {options.gaps} gaps: {shares}")
+    print(f"median {1000 * common.median(took):.1f} ms, longest {1000 * max(took):.1f} ms of a core (goal: 10 ms)")
+
+
+if __name__ == "__main__":
+    main()
