@@ -127,6 +127,8 @@ class ZeroBubbleV(_Pipeline):
 class Custom:
     """A loop whose idle times no other description knows: it marks them itself, with `session.idle()`, or lists them.
 
+    On the CPU waits for collectives (FSDP2's, DDP's buckets, those of the loop itself) count as idle times, unmarked.
+
     Attributes:
         intervals: (start, length) of each idle time, in seconds from the start of a step, in order.
     """

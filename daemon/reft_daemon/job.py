@@ -92,6 +92,16 @@ class HeldJob:
     def is_live(self) -> bool:
         return any(lease.watch is not None for lease in self.leases.values())
 
+    @property
+    def trained_s(self) -> float:
+        """From the decision in force, or from this daemon's start, to the newest seal of a rank of this node."""
+        return max(0.0, max(self.sealed_s.values(), default=0.0) - self.since_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a trainer of this epoch ended without closing its session."""
+        return any(not lease.closed and lease.watch is None for lease in self.leases.values())
+
     # Adoption
 
     def adopt(self) -> None:

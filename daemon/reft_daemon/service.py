@@ -119,6 +119,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         reply.slots.extend(job.headers())
         reply.copies.extend(job.custody.store.copies())
         reply.had_whole = job.record.had_whole
+        reply.trained_s, reply.failed = job.trained_s, job.has_failed
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):

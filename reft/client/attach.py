@@ -50,7 +50,7 @@ from reft.client.snapshots import Counts, Snapshots
 from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
-from reft.core.frequency import Cadence, Frequency
+from reft.core.frequency import Cadence, Frequency, History
 from reft.core.layout import pack
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
@@ -281,6 +281,7 @@ class Attachment:
         self.decision = recovery.Decision(recovery.next_epoch(self.findings.decisions, self.findings.held, ident), base)
         if before is not None:
             self.manifest.token = before.token
+        self.manifest.trained_s, self.manifest.failures = self.findings.history
         unequal = self._unequal(self.manifest.unequal, self.findings.manifests[base.epoch] if base else None)
         del self.manifest.unequal[:]
         self.manifest.unequal.extend(unequal)
@@ -446,7 +447,8 @@ class Attachment:
 
     def _metronome(self, snapshots: Snapshots) -> Metronome:
         cadence = Cadence(self.request.every, self.request.adapts)
-        return Metronome(snapshots, cadence, Frequency(self.settings.overhead_budget, self.settings.mtbf_s))
+        mtbf_s = self.settings.mtbf_s or History(self.manifest.trained_s, self.manifest.failures).mtbf_s
+        return Metronome(snapshots, cadence, Frequency(self.settings.overhead_budget, mtbf_s))
 
     @property
     def _must_protect_again(self) -> bool:

@@ -31,6 +31,7 @@ from reft.core.profile import Comparison, Profile
 GUARD_S = 300e-6
 PENDING_MAX = 4  # windows whose lengths the device has not told yet
 OTHER = "other"
+WAIT = "wait"  # for a collective, outside of the schedule's work
 Closed = Callable[[Times], Sequence[Gap]]
 
 
@@ -151,7 +152,7 @@ class Rhythm:
                 idle[place] += end - begin
         for place, (start, seconds) in enumerate(zip(starts, idle, strict=True)):
             self.profile.observe(place, start - times[0], start - times[0] + seconds)
-        self._meets = "wait" in window.names or "idle" in window.names
+        self._meets = WAIT in window.names or "idle" in window.names
 
     def _course(self) -> Course | None:
         stretches = self._lengths.stretches()

@@ -102,7 +102,7 @@ class Session:
         self._teller: tracing.Teller | None = None
         if snapshots is not None:
             self._rhythm = Rhythm(snapshots.copier, hooks.closed(schedule))
-            self._unfollow = hooks.follow(schedule, self._rhythm)
+            self._unfollow = hooks.follow(schedule, self._rhythm, snapshots.subjects.modules.values())
             self._teller = _teller(snapshots, self._rhythm)
             atexit.register(_drain, weakref.ref(self))
 

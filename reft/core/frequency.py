@@ -27,6 +27,7 @@ SKIPPED = 3  # the first snapshots of a process cut their work and allocate; the
 MEMORY = 64  # snapshots that the mean stall remembers
 CONTROL = 64  # one step in so many is left out
 EVERY_MAX = 10_000
+PRIOR_S = 24 * 3600.0  # one failure in a day is what is thought of a job before its own failures say more
 SAMPLES_MIN = 8  # differences before a bound is given
 Z = 1.96  # 95 %
 
@@ -102,7 +103,7 @@ class Frequency:
 
     Args:
         budget: the share of training time that snapshots may hold up.
-        mtbf_s: mean time between failures of the job, in seconds; 0 if it is not known.
+        mtbf_s: mean time between failures of the job, in seconds, given or measured (`History`); 0 if it is not known.
     """
 
     budget: float
@@ -158,6 +159,31 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     if ratio >= 1:
         return mtbf_s
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+class History(NamedTuple):
+    """What a job has lived through, over all of its attaches.
+
+    Attributes:
+        trained_s: from each attach to its last snapshot: the time between runs is no time without failures.
+        failures: attaches that ended because a trainer or a node did.
+    """
+
+    trained_s: float = 0.0
+    failures: int = 0
+
+    def after(self, trained_s: float, has_failed: bool) -> History:
+        """With one more attach that is over."""
+        return History(self.trained_s + trained_s, self.failures + has_failed)
+
+    @property
+    def mtbf_s(self) -> float:
+        """The mean time between failures, in seconds; 0 before the first one: then nothing is known, and nothing lost.
+
+        The mean of what a Gamma distribution says that began with one failure in PRIOR_S, so that two failures in a bad
+        hour don't pass for the rule.
+        """
+        return (self.trained_s + PRIOR_S) / (self.failures + 1) if self.failures else 0.0
 
 
 class Overhead(NamedTuple):

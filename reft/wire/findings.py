@@ -13,6 +13,7 @@ from functools import cached_property
 
 from reft.core import recovery
 from reft.core.exposure import Outlook
+from reft.core.frequency import History
 from reft.core.placement import Placement
 from reft.core.protection import Protection, protection
 from reft.core.recovery import Copy, Decision, Held, Plan
@@ -85,6 +86,17 @@ class Findings:
     def had_whole(self) -> bool:
         """Whether a version of the job was whole once: it must be found, or its loss be said."""
         return any(reply.had_whole for reply in self.replies.values())
+
+    @property
+    def history(self) -> History:
+        """What the job has lived through, the epoch in force included."""
+        if self.manifest is None or self.decision is None:
+            return History()
+        replies = [r for r in self.replies.values() if r.HasField("decision")]
+        last = [r for r in replies if messages.decision_from(r.decision).epoch == self.decision.epoch]
+        has_failed = bool(self.silent) or any(reply.failed for reply in last)
+        before = History(self.manifest.trained_s, self.manifest.failures)
+        return before.after(max(reply.trained_s for reply in last), has_failed)
 
     @cached_property
     def nodes(self) -> dict[str, pb.Node]:

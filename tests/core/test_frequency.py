@@ -13,10 +13,12 @@ from reft.core.frequency import (
     EVERY_MAX,
     LEAD,
     MEASURED,
+    PRIOR_S,
     SKIPPED,
     Cadence,
     Controls,
     Frequency,
+    History,
     Pace,
     daly,
     is_control,
@@ -67,6 +69,17 @@ def test_dalys_interval_loses_the_least_time(cost):
 
     best = wall_time(daly(cost, mtbf))
     assert all(best <= wall_time(daly(cost, mtbf) * factor) for factor in (0.5, 0.8, 1.25, 2))
+
+
+def test_the_measured_mtbf_comes_from_failures_over_training_time():
+    assert History().after(1e6, False).mtbf_s == 0.0, "nothing has failed yet: the budget alone decides"
+    young = History().after(600.0, True)
+    assert young == History(600.0, 1) and young.mtbf_s == pytest.approx(PRIOR_S / 2, rel=0.01)
+    old = History()
+    for _ in range(300):
+        old = old.after(3 * 3600.0, True)
+    assert old.mtbf_s == pytest.approx(3 * 3600.0, rel=0.03)
+    assert old.after(10 * 3600.0, False).mtbf_s > old.mtbf_s
 
 
 def test_a_wish_rises_at_once_and_falls_only_by_half():

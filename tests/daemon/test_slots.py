@@ -16,6 +16,7 @@ from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.errors import AttachError
 from reft.wire import handout, messages
+from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
 from tests.support.daemons import DaemonProcess, until
@@ -45,6 +46,27 @@ def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
     assert second.bad_chunks() == []
     assert second.data[: 2 * CHUNK].tobytes() == data_of(2)
     until(lambda: job.whole() == 2, what="the sealed step in the round")
+
+
+def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, trainer):
+    def history():
+        return Findings({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).history
+
+    job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    assert history() == (100.0, 2), "nothing was sealed, nothing has failed"
+    job.report(0, {1: Answer.SEALED})
+    trained_s, failures = history()
+    assert 100.0 < trained_s < 160.0 and failures == 2
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news of the trainer's death")
+    assert history() == (trained_s, 3)
+    job.manifest.trained_s, job.manifest.failures = history()
+    job.decide()
+    assert history() == (trained_s, 3), "of a new attach nothing is known yet"
+    job.lease(0)
+    job.call(0, "Release", pb.ReleaseRequest(job=job.name, epoch=job.epoch, rank=0))
+    assert history() == (trained_s, 3), "a session that was closed is no failure"
 
 
 def test_a_sealed_step_that_was_never_reported_is_found_whole(daemon, trainer):

@@ -2,18 +2,21 @@
 
     pipelining    torch.distributed.pipelining, all of its schedules
     deepspeed     DeepSpeed's PipelineEngine
-    waits         waiting for a collective, outside of the schedule's work
+    waits         waiting for a collective, outside of the schedule's work; FSDP2's
+    buckets       waiting for DDP's
     megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into its config
 
-Other loops with an engine of their own mark their idle times with `session.idle()`.
+Other loops with an engine of their own mark their idle times with `session.idle()`, or have their waits followed
+(`schedule=reft.schedules.Custom()`) where whoever waits is idle: where the host's time is the device's. On a device the
+stream waits and Python does not, so there nothing is followed without an engine's own hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from reft.client.hooks import deepspeed, pipelining, waits
+from reft.client.hooks import buckets, deepspeed, pipelining, waits
 from reft.client.rhythm import Closed, Rhythm
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
@@ -44,15 +47,20 @@ def closed(schedule: Any) -> Closed | None:
     return None
 
 
-def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
+def follow(schedule: Any, rhythm: Rhythm, models: Iterable[Any] = ()) -> Callable[[], None]:
     """Follows a schedule; what it returns takes the hooks off again.
 
-    Descriptions have nothing to hook: the loop that they describe marks its idle times itself.
+    Of a description the waits are followed, beside the idle times that the loop marks itself.
+
+    Args:
+        models: where DDP is looked for.
     """
+    undo: list[Callable[[], None]] = []
     follower = _follower(schedule)
-    if follower is None:
-        return lambda: None
-    undo = [follower(schedule, rhythm), waits.follow(rhythm)]
+    if follower is not None:
+        undo = [follower(schedule, rhythm), waits.follow(rhythm)]
+    elif schedule is not None and rhythm.keeps_host_time:
+        undo = [waits.follow(rhythm), buckets.follow(models, rhythm)]
 
     def stop() -> None:
         for each in undo:

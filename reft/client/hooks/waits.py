@@ -1,8 +1,9 @@
-"""Follows waits for collectives outside of a schedule's work: the norm of all gradients, a barrier, a reduced loss.
+"""Follows waits for collectives outside of a schedule's work: the norm of all gradients, a barrier, a reduced loss, FSDP2's
+gathers and reductions, messages of a pipeline that the loop itself sends.
 
 The seam is `torch.distributed.Work.wait`, the one method that every blocking collective and every asynchronous one ends
-in when Python waits for it; it is wrapped for the whole process, and put back. What waits inside of C++ is not seen: the
-buckets of DDP and functional collectives.
+in when Python waits for it; it is wrapped for the whole process, and put back. What waits inside of C++ is not seen:
+functional collectives, and the buckets of DDP, for which there is client/hooks/buckets.py.
 
 Where the host's time is the device's, whoever waits is idle, whatever the others do meanwhile: such a wait is a gap. On a
 device the stretch is the collective itself.
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reft.client.rhythm import OTHER, Rhythm
+from reft.client.rhythm import OTHER, WAIT, Rhythm
 from reft.core.pacing import Tier
 
 
@@ -31,7 +32,7 @@ def follow(rhythm: Rhythm) -> Callable[[], None]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or rhythm.name != OTHER:
             return call(self, *args, **kwargs)
-        rhythm.enter(tier, "wait")
+        rhythm.enter(tier, WAIT)
         try:
             return call(self, *args, **kwargs)
         finally:

@@ -94,7 +94,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "unequal", "tables", "layouts")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "unequal", "tables", "layouts", "trained_s", "failures")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class Manifest(_message.Message):
     UNEQUAL_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_S_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
     token: bytes
@@ -125,7 +127,9 @@ class Manifest(_message.Message):
     unequal: _containers.RepeatedScalarFieldContainer[str]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     layouts: _containers.RepeatedCompositeFieldContainer[RankLayout]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ...) -> None: ...
+    trained_s: float
+    failures: int
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -226,7 +230,7 @@ class HeldJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "copies", "node", "node_id")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "copies", "node", "node_id", "trained_s", "failed")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +240,8 @@ class InventoryReply(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_S_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
@@ -245,7 +251,9 @@ class InventoryReply(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[CopyHeader]
     node: str
     node_id: str
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[CopyHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+    trained_s: float
+    failed: bool
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[CopyHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ...) -> None: ...
 
 class SurveyRequest(_message.Message):
     __slots__ = ("job", "nodes", "launch", "fence")
