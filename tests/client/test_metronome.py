@@ -6,8 +6,9 @@ import copy
 
 import pytest
 
-from reft.core.frequency import is_due
+from reft.core.frequency import PRIOR_S, History, is_due
 from reft.errors import ConfigError
+from reft.wire.findings import Findings
 from tests.client.test_attach import make
 from tests.client.test_state_kinds import step_once
 
@@ -108,3 +109,13 @@ def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
 def test_an_interval_that_can_not_be_is_refused(attach, every):
     with pytest.raises(ConfigError, match="every is"):
         attach(*make(), every=every)
+
+
+def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch):
+    monkeypatch.setattr(Findings, "history", History(PRIOR_S, 1))
+    model, optimizer = make()
+    for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
+        monkeypatch.setenv("REFT_MTBF_S", str(given))
+        session = attach(model, optimizer, every="auto")
+        assert session._metronome.frequency.mtbf_s == expected
+        session.close()
