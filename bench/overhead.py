@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, help="rounds of blocks (4)")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="write every figure to this file")
@@ -98,7 +98,7 @@ class Stage:
         url = f"tcp://127.0.0.1:{options.port}"
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
         self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
-        width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 24)
+        width, layers, rows = (256, 4, 16) if options.quick else (512, 6, 48)
         self.model = Part(self.rank, width, layers)
         stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, options.microbatches, loss_fn=nn.functional.mse_loss)
