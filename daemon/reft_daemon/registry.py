@@ -50,7 +50,7 @@ class Registry:
         self._failpoints = failpoints
         self.jobs: dict[str, HeldJob] = {}
         self._couriers: dict[str, Couriers] = {}
-        self.signalling = Signalling(arena.node_id, beats, self.jobs.get, kills_hung)
+        self.signalling = Signalling(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
 
     def adopt(self) -> None:

@@ -6,6 +6,9 @@
 
 Beats have connections of their own, so that they never stand behind megabytes of slots and capsules, and can be made anew:
 a connection that survived a cut link only speaks again when TCP feels like it.
+
+Agents know a job by the name that their launcher has, trainers by what `job=` said: they are paired by the launch, which
+reft's agents hand to their trainers and these write into the manifest.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import asyncio
 import collections
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
 import grpc
 
@@ -46,14 +49,14 @@ class Signalling:
     Args:
         own: id of this node.
         peers: channels for beats alone.
-        held: name of a job → what this daemon holds of it.
+        jobs: name → what this daemon holds of a job, as its trainers call it.
         kills_hung: whether a rank that stands still is to be killed, so that its agent restarts the job.
     """
 
-    def __init__(self, own: str, peers: Peers, held: Callable[[str], HeldJob | None], kills_hung: bool = False) -> None:
+    def __init__(self, own: str, peers: Peers, jobs: Mapping[str, HeldJob], kills_hung: bool = False) -> None:
         self._own = own
         self.peers = peers
-        self._held = held
+        self._jobs = jobs
         self._kills_hung = kills_hung
         self._vigils: dict[str, Vigil] = {}
         self._under_way: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -67,12 +70,20 @@ class Signalling:
         return not self._vigils
 
     def vigil(self, job: str) -> Vigil | None:
-        """The watch over a job; None if it is not watched."""
-        return self._vigils.get(job)
+        """The watch over a job, by the name that its agents or its trainers have for it; None if it is not watched."""
+        held = self._jobs.get(job)
+        launch = held.record.manifest.launch if held else ""
+        paired = [each for each in self._vigils.values() if launch and each.term.launch == launch]
+        return self._vigils.get(job) or (paired[0] if paired else None)
+
+    def _held(self, job: str, launch: str) -> HeldJob | None:
+        """What is held of a job, by the name that its agents have for it, or by their launch."""
+        paired = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
+        return self._jobs.get(job) or (paired[0] if paired else None)
 
     def token(self, job: str) -> bytes:
         """What admits agents and daemons of a job's term over TCP; empty if it is not watched."""
-        vigil = self._vigils.get(job)
+        vigil = self.vigil(job)
         return vigil.term.token if vigil else b""
 
     # Terms
@@ -80,7 +91,7 @@ class Signalling:
     def decided(self, held: HeldJob) -> None:
         """An attach has decided, or was found in the arena: without agents, its manifest makes a term."""
         manifest = held.record.manifest
-        vigil = self._vigils.get(held.id)
+        vigil = self.vigil(held.id)
         if vigil is not None and vigil.term.launch:
             vigil.attached()
             return
@@ -97,7 +108,10 @@ class Signalling:
             return
         if len(self._vigils) >= VIGILS_MAX:
             raise NoRoom(f"this daemon watches {len(self._vigils)} jobs; the limit is {VIGILS_MAX}.")
-        self._vigils[job] = Vigil(job, self._own, term, lambda: self._held(job), self._final)
+        self._vigils[job] = Vigil(job, self._own, term, lambda launch: self._held(job, launch), self._final)
+        held = self._held(job, term.launch)
+        if term.launch and held is not None and held.id != job:
+            self.forget(held.id)  # a daemon that was started anew meets the trainers before it hears of their agents
 
     def forget(self, job: str) -> None:
         """The job was purged, or nobody works on it any more; an agent that lives is heard of again."""
@@ -107,7 +121,7 @@ class Signalling:
 
     def wake(self, job: str) -> None:
         """Something of this node changed: a trainer ended, a step was decided."""
-        vigil = self._vigils.get(job)
+        vigil = self.vigil(job)
         if vigil is not None:
             vigil.look(time.monotonic())
 
@@ -169,7 +183,7 @@ class Signalling:
 
     def status(self, job: str) -> list[pb.NodeSignal]:
         """The signals of a job's nodes as this daemon sees them; nothing if it is not watched."""
-        vigil = self._vigils.get(job)
+        vigil = self.vigil(job)
         if vigil is None:
             return []
         now_s = time.monotonic()
@@ -208,7 +222,7 @@ class Signalling:
         )
 
     def _expect(self, job: str) -> Vigil:
-        vigil = self._vigils.get(check_name(job))
+        vigil = self.vigil(check_name(job))
         if vigil is None:
             raise NotWatched(f"this daemon watches no job {job!r}.")
         return vigil
@@ -235,7 +249,7 @@ class Signalling:
 
     def _kill_hung(self, vigil: Vigil) -> None:
         stall = vigil.to_kill() if self._kills_hung else None
-        held = self._held(vigil.job)
+        held = self._held(vigil.job, vigil.term.launch)
         lease = held.leases.get(stall.rank) if held is not None and stall is not None else None
         if stall is not None and lease is not None and lease.watch is not None:
             log.warning("job=%s killing pid=%d: rank %d stands still", vigil.job, lease.process.pid, stall.rank)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from reft.core.progress import Pace, Stall, laggard
 from reft.core.signals import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
+from reft.core.telling import Teller
 from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -64,16 +65,16 @@ class Vigil:
         job: its name.
         own: id of this node.
         term: the first.
-        held: what this daemon holds of the job; None before the first attach.
+        held: launch → what this daemon holds of the job; None before the first attach.
         on_final: called at once when something final is known of a node.
     """
 
     def __init__(
-        self, job: str, own: str, term: Term, held: Callable[[], HeldJob | None], on_final: Callable[[Vigil], None]
+        self, job: str, own: str, term: Term, held: Callable[[str], HeldJob | None], on_final: Callable[[Vigil], None]
     ) -> None:
         self.job = job
-        self._own = own
-        self._held = held
+        self.term, self._own = term, own
+        self._held_in = held
         self._on_final = on_final
         self._agent: AgentProcess | None = None
         self.version = time.time_ns()  # so that one of a daemon before this one is never met again
@@ -90,14 +91,19 @@ class Vigil:
         # An agent speaks of a round before its workers attach: who is here now was ended for it.
         self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
 
+    @property
+    def _held(self) -> HeldJob | None:
+        return self._held_in(self.term.launch)
+
     def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
-        held = self._held()
+        held = self._held
         return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
 
     def _start(self, term: Term, past: frozenset[Process]) -> None:
         now_s = time.monotonic()
         self.term, self._past = term, past
         self.lookout = Lookout(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
+        self._teller = Teller(self.lookout)
         self._left = None
         self._paces.clear()
         self._active_s = now_s
@@ -175,11 +181,13 @@ class Vigil:
         self.changed(changes)
 
     def changed(self, changes: Iterable[Change]) -> None:
-        """Says aloud what has changed."""
+        """Tells agents and people what has changed."""
         told = [change for change in changes if change.is_news]
-        for change in told:
+        now_s = time.monotonic()
+        self._teller.heard(told, now_s)
+        for change in self._teller.due(now_s):
             each = self.lookout.members[change.node]
-            level = logging.INFO if change.after.name in ("HEALTHY", "COMPLETED", "SNAP") else logging.WARNING
+            level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
             log.log(level, "job=%s node=%s %s -> %s %s", self.job, each.name, change.before.name, change.after.name,
                     each.reason)  # fmt: skip
         if told:
@@ -198,7 +206,7 @@ class Vigil:
         return word_of(self._own, self._facts(time.monotonic()))
 
     def _facts(self, now_s: float) -> Facts:
-        held = self._held()
+        held = self._held
         agent = self._agent
         leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
         late_s, late_at_s = self._late
@@ -250,7 +258,7 @@ class Vigil:
 
     def is_over(self, now_s: float) -> bool:
         """Whether nobody has worked here for so long that there is nothing to watch."""
-        held = self._held()
+        held = self._held
         is_spoken_for = self._agent is not None and self._agent.watch is not None
         if is_spoken_for or (held is not None and held.is_live):
             self._active_s = now_s

@@ -38,11 +38,12 @@ class Cluster:
     def nodes(self) -> list[pb.Node]:
         return list(self.job.manifest.nodes)
 
-    def with_agents(self) -> Cluster:
+    def with_agents(self, name: str = "job") -> Cluster:
+        """Args: name: of the job, as the agents call it."""
         for daemon, node in zip(self.daemons, self.nodes, strict=True):
-            self.agents.append(Agent(daemon.address, "job", node.id, self.nodes))
+            self.agents.append(Agent(daemon.address, name, node.id, self.nodes))
         for i in range(len(self.daemons)):
-            until(lambda i=i: self.launch(i) == "launch", 60, f"the agent's word on n{i}")
+            until(lambda i=i: self.launch(i, name) == "launch", 60, f"the agent's word on n{i}")
         return self
 
     def train(self) -> Cluster:
@@ -51,13 +52,12 @@ class Cluster:
             self.job.lease(rank, trainer.pid, slots=0)
         return self
 
-    def signals(self, observer: int, version: int = 0, wait_ms: int = 0) -> pb.SignalsReply:
-        request = pb.SignalsRequest(job="job", version=version, wait_ms=wait_ms)
-        return self.daemons[observer].call("Signals", request)
+    def signals(self, observer: int, name: str = "job") -> pb.SignalsReply:
+        return self.daemons[observer].call("Signals", pb.SignalsRequest(job=name))
 
-    def launch(self, observer: int) -> str:
+    def launch(self, observer: int, name: str = "job") -> str:
         try:
-            return self.signals(observer).launch
+            return self.signals(observer, name).launch
         except grpc.RpcError:
             return ""  # nobody has spoken of the job
 
@@ -138,6 +138,22 @@ def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
         assert waiting.result().version != now.version
     two.await_seen(0, 1, Signal.UNHEALTHY)
     assert two.reason(0, 1) == f"the trainer of rank 1, process {two.trainers[1].pid}, died."
+
+
+def test_trainers_and_agents_may_have_different_names_for_a_job(cluster):
+    """`job=` in the script and nothing on torchrun's command line: they belong together by their launch."""
+    two = cluster(2).with_agents(name="run-1").train()
+    two.await_well()
+    two.daemons[0].kill()
+    two.daemons[0].start()  # it meets the trainers' job first, in its arena
+    until(lambda: two.launch(0) == "launch", 60, "the agents' word to the new daemon")
+    two.await_well()
+    two.trainers[1].kill()
+    two.await_seen(0, 1, Signal.UNHEALTHY)
+    assert two.reason(0, 1) == f"the trainer of rank 1, process {two.trainers[1].pid}, died."
+    for name in ("job", "run-1"):
+        assert [Signal(each.signal) for each in two.signals(1, name).nodes if each.node == "n1"] == [Signal.UNHEALTHY]
+    assert {each.node for each in two.daemons[0].status("job").signals} == {"n0", "n1"}
 
 
 def test_a_dead_trainer_is_no_news_in_the_next_round(cluster):
