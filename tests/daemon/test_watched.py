@@ -7,16 +7,27 @@ import pytest
 from reft.core.signals import Signal
 from tests.support.daemons import until
 from tests.support.netns import why_not
-from tests.support.watched import Watched
+from tests.support.watched import Host, Watched
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"needs namespaces: {why_not()}")
 WAIT_S = 60.0
 
 
-def test_a_node_is_cut_off_and_comes_back_and_another_dies():
+def await_doubt(host: Host, other: Host, reason: str) -> None:
+    name = other.node.name
+    until(lambda: host.reason(name) == reason, WAIT_S, f"{host.node.name}'s reason to doubt {name}")
+    assert host.seen()[name] is Signal.SUSPECT
+
+
+def test_a_link_is_half_open_then_a_node_is_cut_off_and_comes_back_and_another_dies():
     with Watched(4) as nodes:
         nodes.begin_round()
-        cut, lost = nodes.living[2], nodes.living[3]
+        here, mute, cut, lost = nodes.living
+        mute.place.mute()
+        await_doubt(here, mute, "the link is half open: its daemon answers, but its own calls do not arrive.")
+        await_doubt(mute, here, "the link is half open: its daemon calls, but does not answer.")
+        mute.place.unmute()
+        nodes.begin_round()
         names = {host.node.name for host in nodes.living}
         watching = nodes.watching(cut, Signal.OFFLINE)
         cut.place.cut()

@@ -38,6 +38,7 @@ SWITCH = "02:00:00:00:00:01"
 LOOPBACK = "127.0.0."
 FIRST_NODE = 100  # three digits throughout: torchrun sorts nodes by the text of their address
 STORE_PORT = 29400
+DAEMON_PORT = 7070
 NODE_MARK = "REFT_TEST_NODE"  # read by nobody but us
 ROOM_BYTES = 1 << 30  # the most that a node's tmpfs takes; it takes only what is written
 
@@ -109,7 +110,7 @@ class Space:
 
     def __init__(self, switch: Switch, number: int, mount: Path, spawn: Spawn) -> None:
         self.address = f"{NETWORK}{FIRST_NODE + number}"
-        self.listen = f"{self.address}:7070"
+        self.listen = f"{self.address}:{DAEMON_PORT}"
         self.folder = mount
         self._switch, self._port = switch, f"v{number}"
         script = (
@@ -125,9 +126,11 @@ class Space:
         self._pid = init.pid
         switch.run("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._pid))
         switch.run("link", "set", self._port, "master", "br0", "up")
-        inside = ["nsenter", "--net", "--target", str(self._pid), "ip"]
-        _run(*inside, "addr", "add", f"{self.address}/24", "dev", "eth0")
-        _run(*inside, "link", "set", "eth0", "up")
+        self._ip("addr", "add", f"{self.address}/24", "dev", "eth0")
+        self._ip("link", "set", "eth0", "up")
+
+    def _ip(self, *words: str) -> None:
+        _run("nsenter", "--net", "--target", str(self._pid), "ip", *words)
 
     def enter(self, command: Sequence[str]) -> list[str]:
         """The command that runs `command` inside; it ends as that one does."""
@@ -147,6 +150,13 @@ class Space:
 
     def heal(self) -> None:
         self._switch.run("link", "set", self._port, "up")
+
+    def mute(self) -> None:
+        """Its calls to daemons of other nodes get lost, and it still answers theirs, until `unmute`."""
+        self._ip("rule", "add", "ipproto", "tcp", "dport", str(DAEMON_PORT), "blackhole")
+
+    def unmute(self) -> None:
+        self._ip("rule", "del", "ipproto", "tcp", "dport", str(DAEMON_PORT), "blackhole")
 
     def kill(self) -> None:
         """Ends all of its processes, at once."""

@@ -53,6 +53,10 @@ class Host:
         request = pb.SignalsRequest(job=JOB, version=version, wait_ms=wait_ms)
         return self.ask("Signals", request, 10 + wait_ms / 1000)  # type: ignore[return-value]
 
+    def reason(self, name: str) -> str:
+        """What this one's daemon says of a node in words."""
+        return next(each.reason for each in self.signals().nodes if each.node == name)
+
     def seen(self) -> dict[str, Signal]:
         """Name of each node → what this one's daemon says of it."""
         return {each.node: Signal(each.signal) for each in self.signals().nodes}
