@@ -20,7 +20,7 @@ def round_trips(shared_daemon, tmp_path_factory):
     processes = []
     for rank in range(WORLD):
         arguments = (rank, WORLD, port, shared_daemon.address, list(BUILDERS), str(folder))
-        process = trainers._CONTEXT.Process(target=work, args=arguments, daemon=True)
+        process = trainers.FORKS.Process(target=work, args=arguments, daemon=True)
         process.start()
         processes.append(process)
     for process in processes:

@@ -63,7 +63,7 @@ def test_a_job_survives_the_agent_that_started_the_store_and_its_replacement_tak
     assert agents.ranks(2, after=began) == {"c": 0, "b": 1}
     agents.finish()
     assert [agent.wait(60) for agent in agents.agents[1:]] == [0, 0], agents.story()
-    store.wait(60)  # nobody uses it any more
+    assert store.is_running(), "it outlived the agent that started it"
 
 
 def test_an_agent_starts_the_nodes_daemon_and_its_workers_are_told(make, tmp_path):
@@ -115,7 +115,7 @@ def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
 
 
 def test_workers_of_a_killed_agent_end_with_it_and_its_successor_takes_its_rank(make):
-    agents = make("--nnodes=2", "--rdzv-id=job", "--nproc-per-node=1")
+    agents = make("--nnodes=2", "--rdzv-id=job", "--nproc-per-node=1", "--monitor-interval=0.02")
     agents.start("a", "--local-addr=127.0.0.1")
     killed = agents.start("b", "--local-addr=127.0.0.2")
     assert agents.ranks(2) == {"a": 0, "b": 1}

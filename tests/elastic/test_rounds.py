@@ -125,6 +125,12 @@ def is_lost(job, agent):
             other._holder._is_gone = lambda facts, seen_s: facts.name == name
 
 
+def meets(job, *agents):
+    """Whether just these are in a rendezvous that is not complete."""
+    state = job.shared.state
+    return not state.complete and set(state.participants) == {agent._node for agent in agents}
+
+
 def sees_restart(agent):
     until(lambda: agent.num_nodes_waiting() > 0, what="a reason to restart")
 
@@ -164,6 +170,18 @@ def test_a_spare_is_promoted_into_the_next_round(make_job):
     sees_restart(b)
     assert job.ranks(b) == [1]
     assert waiting.result(10).rank == 0
+
+
+def test_a_spare_that_comes_in_the_middle_of_a_rendezvous_takes_the_place_that_is_missing(make_job):
+    job = make_job("3")
+    a, b, c = (job.agent(f"node-{name}") for name in "abc")
+    assert job.ranks(a, b, c) == [0, 1, 2]
+    is_lost(job, a)
+    sees_restart(b)
+    waiting = job.join(b, c)
+    until(lambda: meets(job, b, c), what="both in the rendezvous")
+    assert job.ranks(job.agent("node-s")) == [0]
+    assert [future.result(10).rank for future in waiting] == [1, 2]
 
 
 def test_a_spare_that_is_not_needed_ends_as_it_should(make_job):

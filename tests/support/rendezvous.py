@@ -1,5 +1,7 @@
 """torchrun's agents for tests: real ones, each with a folder and a log, gone without a trace at the end.
 
+They are forked from a server that has imported torch: an agent that imports it costs three seconds of a core.
+
     with Agents(folder, "--rdzv-backend=reft", …) as agents:
         agents.start("--local-addr=127.0.0.1")
 
@@ -9,14 +11,16 @@ Workers are scripts without torch where torch is not the point: they begin in a 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from reft.cli.demo import keeper
-from reft.cli.demo.cluster import short_folder, spawn
+from reft.cli.demo.cluster import short_folder
+from reft.config import child_environment
 from tests.support.daemons import ROOT, until
+from tests.support.trainers import FORKS
 
 # Writes a line into the folder named by its argument, and stays until a file `done` lies there.
 WORKER = """
@@ -29,6 +33,47 @@ with open(os.path.join(folder, "workers"), "a") as out:
 while not os.path.exists(os.path.join(folder, "done")):
     time.sleep(0.05)
 """
+
+
+def torchrun(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    """What an agent's process does, from its fork to its end."""
+    from reft.client.fencing import die_with_parent
+
+    os.setsid()
+    die_with_parent()  # the server, which ends with the test's process however that ends
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    from torch.distributed import run
+
+    sys.argv = [run.__file__, *arguments]
+    run.main()
+
+
+class Agent:
+    """One agent's process, with Popen's words."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        log.touch()
+        self._process: ForkServerProcess = FORKS.Process(
+            target=torchrun, args=(arguments, dict(environment), str(log)), daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, deadline_s: float = 60.0) -> int:
+        self._process.join(deadline_s)
+        code = self._process.exitcode
+        assert code is not None, f"agent {self.pid} did not end within {deadline_s} s"
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 class Agents:
@@ -47,22 +92,25 @@ class Agents:
         self._words = list(script)
         self.runtime = short_folder()
         self._keeper = keeper.start([self.runtime])
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[Agent] = []
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            agent.kill()
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         self._keeper.wait()
 
-    def start(self, name: str, *flags: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *flags: str, environment: dict[str, str] | None = None) -> Agent:
         """Starts the agent of a node of this name."""
         words = self._words or [str(self.script)]
-        command = [sys.executable, "-m", "torch.distributed.run", *self.flags, *flags, *words, str(self.folder)]
         own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1", "NODE": name}
-        agent = spawn(command, self.log(name), self.runtime, {**own, **(environment or {})})
+        own |= {keeper.MARK: str(self.runtime), **(environment or {})}
+        arguments = [*self.flags, *flags, *words, str(self.folder)]
+        agent = Agent(arguments, {**child_environment(), **own}, self.log(name))
         self.agents.append(agent)
         return agent
 

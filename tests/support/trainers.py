@@ -17,10 +17,18 @@ from typing import Any
 
 from tests.support.daemons import until
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("forkserver")
 # torch._dynamo is what the first optimizer of a process imports, for three seconds.
-_CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "torch", "torch.distributed", "reft.client.attach", "tests.support.train_mlp"]
+FORKS.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch",
+        "torch.distributed",
+        "torch.distributed.run",
+        "reft.client.attach",
+        "reft.elastic.handler",
+        "tests.support.train_mlp",
+    ]
 )
 
 
@@ -69,7 +77,7 @@ class Trainers:
             own = {**asdict(spec), "rank": rank, "world": world, "port": port, "out": str(self.folder / f"{rank}.json")}
             if daemons:
                 own["daemon"] = daemons[rank]
-            process = _CONTEXT.Process(target=self.target or train_mlp.train, args=(own,), daemon=True)
+            process = FORKS.Process(target=self.target or train_mlp.train, args=(own,), daemon=True)
             process.start()
             self.processes.append(process)
 
