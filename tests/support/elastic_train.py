@@ -67,6 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes at least")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
@@ -81,6 +82,7 @@ def main() -> None:
         dist.all_reduce(total)
         loss = apply(model, optimizer, total)
         record.add("step", step=step + 1, loss=loss.hex(), world=world)
+        time.sleep(options.pause)
         ends = torch.tensor([float((options.out / "done").exists())])
         dist.broadcast(ends, 0)
         if ends.item():

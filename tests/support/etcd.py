@@ -6,12 +6,22 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from reft.cli.demo.cluster import free_port
 from tests.support.daemons import until
+
+ASK = """
+import sys, urllib.request
+url, body = sys.argv[1:]
+request = urllib.request.Request(url, body.encode() or None, {"Content-Type": "application/json"})
+print(urllib.request.urlopen(request, timeout=5).read().decode())
+"""
 
 
 def why_not() -> str:
@@ -24,19 +34,22 @@ class EtcdCluster:
 
     Args:
         size: how many.
-        host: where they listen.
-        within: words before each member's command, such as nsenter's; by default none.
+        places: for each, where it listens and the words before each of its commands, such as nsenter's; by default all
+            are on loopback.
     """
 
-    def __init__(self, size: int, host: str = "127.0.0.1", within: list[list[str]] | None = None) -> None:
+    def __init__(self, size: int, places: Sequence[tuple[str, list[str]]] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="reft-etcd-"))
-        self.host, self.within = host, within or [[] for _ in range(size)]
+        self.places = list(places) or [("127.0.0.1", [])] * size
         self.clients, self.peers = [free_port() for _ in range(size)], [free_port() for _ in range(size)]
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * size
 
     @property
     def members(self) -> list[str]:
-        return [f"{self.host}:{port}" for port in self.clients]
+        return self._at(self.clients)
+
+    def _at(self, ports: Sequence[int]) -> list[str]:
+        return [f"{host}:{port}" for (host, _), port in zip(self.places, ports, strict=True)]
 
     @property
     def endpoint(self) -> str:
@@ -54,10 +67,9 @@ class EtcdCluster:
         self.close()
 
     def close(self) -> None:
-        for process in self.processes:
+        for member, process in enumerate(self.processes):
             if process and process.poll() is None:
-                process.kill()
-                process.wait()
+                self.kill(member)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def heal(self) -> None:
@@ -71,7 +83,8 @@ class EtcdCluster:
     def kill(self, member: int) -> None:
         process = self.processes[member]
         assert process is not None
-        process.send_signal(signal.SIGKILL)
+        for each in [*psutil.Process(process.pid).children(), process]:  # nsenter's child first
+            each.send_signal(signal.SIGKILL)
         process.wait()
 
     def leader(self) -> int:
@@ -80,10 +93,10 @@ class EtcdCluster:
         return next(i for i, status in enumerate(statuses) if status["header"]["member_id"] == status["leader"])
 
     def _start(self, member: int) -> subprocess.Popen[bytes]:
-        peers = [f"http://{self.host}:{port}" for port in self.peers]
-        client = f"http://{self.host}:{self.clients[member]}"
+        peers = [f"http://{each}" for each in self._at(self.peers)]
+        client = f"http://{self.members[member]}"
         command = [
-            *self.within[member], "etcd", f"--name=m{member}", f"--data-dir={self.folder}/m{member}",
+            *self.places[member][1], "etcd", f"--name=m{member}", f"--data-dir={self.folder}/m{member}",
             f"--listen-client-urls={client}", f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peers[member]}", f"--initial-advertise-peer-urls={peers[member]}",
             "--initial-cluster=" + ",".join(f"m{i}={peer}" for i, peer in enumerate(peers)),
@@ -94,14 +107,14 @@ class EtcdCluster:
 
     def _is_healthy(self, member: int) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.host}:{self.clients[member]}/health", timeout=2) as answer:
-                return json.loads(answer.read())["health"] == "true"
-        except OSError:
+            return self._ask(member, "health")["health"] == "true"
+        except (OSError, subprocess.SubprocessError):
             return False
 
     def _post(self, member: int, path: str) -> dict:
-        request = urllib.request.Request(
-            f"http://{self.host}:{self.clients[member]}/v3/{path}", b"{}", {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return json.loads(answer.read())
+        return self._ask(member, f"v3/{path}", "{}")
+
+    def _ask(self, member: int, path: str, body: str = "") -> dict:
+        """The answer to a POST if there is a body, else to a GET; asked from where the member is."""
+        command = [sys.executable, "-SEc", ASK, f"http://{self.members[member]}/{path}", body]
+        return json.loads(subprocess.run([*self.places[member][1], *command], capture_output=True, check=True).stdout)

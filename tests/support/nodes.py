@@ -105,9 +105,11 @@ class Nodes:
     Args:
         count: how many nodes there are at all times: torchrun waits for that many.
         ranks_per_node: trainers on each.
+        daemon_flags: further flags of all daemons.
     """
 
-    def __init__(self, count: int, ranks_per_node: int) -> None:
+    def __init__(self, count: int, ranks_per_node: int, daemon_flags: Sequence[str] = ()) -> None:
+        self._daemon_flags = daemon_flags
         self.count, self.ranks_per_node = count, ranks_per_node
         self.world = count * ranks_per_node
         self.reason = "REFT_TEST_NODES=loopback" if os.environ.get("REFT_TEST_NODES") == "loopback" else why_not()
@@ -200,7 +202,7 @@ class Nodes:
         machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}")
         insecure = ["--insecure"] if isinstance(place, Space) else []
         machine.command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(slots),
-                           "--listen", place.listen, *insecure]  # fmt: skip
+                           "--listen", place.listen, *insecure, *self._daemon_flags]  # fmt: skip
         machine.daemon = self.start_daemon(machine)
         return machine
 
@@ -223,7 +225,7 @@ class Nodes:
     def launch(
         self, job: str, steps: int, *, failpoints: str = "", environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (), restarts: int = 4, backend: str = "c10d", conf: Mapping[str, str] | None = None,
-        fewest: int = 0, agent: str = "tests.support.agent", script: Sequence[str] = (),
+        fewest: int = 0, agent: str = "tests.support.agent", script: Sequence[str] = (), endpoint: str = "",
     ) -> Training:  # fmt: skip
         """Starts a job's agents; returns at once. A job before it must have ended.
 
@@ -239,13 +241,14 @@ class Nodes:
             fewest: nodes with which the job goes on; 0: all.
             agent: the module that is torchrun; the default forks workers that have torch, and takes modules alone.
             script: what it runs, in place of the demo's trainer; it is told what that one is told.
+            endpoint: of a rendezvous store that is not the switch's.
         """
         out = self.folder / job
         out.mkdir()
         command = [
             sys.executable, "-m", agent, f"--nnodes={fewest or self.count}:{self.count}",
             f"--nproc-per-node={self.ranks_per_node}", f"--rdzv-backend={backend}", f"--rdzv-id={job}",
-            f"--rdzv-endpoint={self._switch.endpoint}", f"--max-restarts={restarts}",
+            f"--rdzv-endpoint={endpoint or self._switch.endpoint}", f"--max-restarts={restarts}",
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
@@ -274,14 +277,22 @@ class Nodes:
 
     def kill_ranks(self, *ranks: int) -> float:
         """SIGKILLs trainers, but not their nodes; the moment, in seconds of the monotonic clock."""
-        at, job = time.monotonic(), self._training.job
-        for machine in self.living:
-            status = ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs[0]
-            mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
-            for pid in [rank.pid for rank in mine if rank.rank in ranks]:  # as numbered inside the node
-                subprocess.run(machine.living.enter(["sh", "-c", f"kill -KILL {pid}"]), check=True, timeout=30)
+        victims = [process for rank, process in self.trainers().items() if rank in ranks]
+        at = time.monotonic()
+        for process in victims:
+            process.kill()
         self.note(f"SIGKILL of ranks {sorted(ranks)}")
         return at
+
+    def trainers(self) -> dict[int, psutil.Process]:
+        """rank → its living process, by the numbers of this machine."""
+        found: dict[int, psutil.Process] = {}
+        for machine in self.living:
+            status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
+            by_number = {_number_inside(process): process for process in marked(self._mark(machine.name))}
+            mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
+            found |= {rank.rank: by_number[rank.pid] for rank in mine if rank.pid in by_number}
+        return found
 
     # Looking
 
@@ -381,3 +392,12 @@ class Nodes:
         for log in sorted(self.folder.glob("*.log")):
             parts += [f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-15:]]
         return "\n".join(parts)
+
+
+def _number_inside(process: psutil.Process) -> int:
+    """A process's number in its own namespace; 0 if it has just ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(next(line for line in lines if line.startswith("NSpid:")).split()[-1])

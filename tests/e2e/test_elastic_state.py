@@ -1,0 +1,184 @@
+"""`torchrun --rdzv-backend=reft` with a training that reft holds: its losses are those of an undisturbed run, whatever is lost.
+
+The training (`tests.support.elastic_train`) has the same losses with any number of ranks, in bits. So a run that shrinks and
+grows is compared with every schedule of worker counts at once: a state that is not the one it should be, a batch too many
+or too few, shows in all later losses.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reft.cli.ask import ask
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.e2e.test_elastic import daemon_of, finish, machine, namespaces
+from tests.support import elastic_train
+from tests.support.nodes import Machine, Nodes
+
+TRAIN: dict[str, Any] = {
+    "backend": "reft", "script": ["tests.support.elastic_train"], "arguments": ["--pause", "0.05"],
+    "conf": {"shrink_timeout": "2"},
+}  # fmt: skip
+STEPS = 100_000  # more than are made
+MINUTE_S = 60.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def lines(out: Path) -> list[dict]:
+    """What all ranks wrote."""
+    found = []
+    for path in sorted(out.glob("rank-*.jsonl")):
+        found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return found
+
+
+def await_steps(nodes: Nodes, world: int, more: int, after_s: float) -> int:
+    """Returns the newest step when a world of this size has made so many steps after that moment."""
+    out = nodes._training.out
+
+    def made() -> set[int]:
+        steps = [e for e in lines(out) if e["event"] == "step" and e["world"] == world and e["time_s"] > after_s]
+        return {each["step"] for each in steps}
+
+    nodes.until(lambda: len(made()) >= more, f"{more} steps of {world} ranks")
+    nodes.note(f"{world} ranks have made {more} steps")
+    return max(made())
+
+
+def await_signals(nodes: Nodes) -> None:
+    count = len(nodes.living)
+    nodes.until(lambda: len(nodes.statuses_of_signals("job")) == count, "signals of the round on all members")
+
+
+def attaches(said: list[dict]) -> list[dict]:
+    return sorted((each for each in said if each["event"] == "attached"), key=lambda each: each["time_s"])
+
+
+def check_losses(said: list[dict]) -> None:
+    """Each step's loss, of every rank and every attempt, is that of a run that nothing disturbed."""
+    losses: dict[int, set[str]] = {}
+    for each in said:
+        if each["event"] == "step":
+            losses.setdefault(each["step"], set()).add(each["loss"])
+    expected = [loss.hex() for loss in elastic_train.alone(max(losses))]
+    assert losses == {step + 1: {loss} for step, loss in enumerate(expected)}
+
+
+def epoch_of(machine: Machine) -> int:
+    """The epoch that a node's daemon is in."""
+    return ask(machine.address, "Status", pb.StatusRequest(job="job"), 10).jobs[0].epoch.counter
+
+
+def test_a_job_shrinks_from_four_nodes_to_three_and_grows_back_and_its_losses_stay_the_same():
+    with Nodes(4, ranks_per_node=1) as nodes:
+        nodes.launch("job", STEPS, fewest=3, **TRAIN)
+        await_steps(nodes, 4, 5, after_s=0)
+        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
+        lost_s = nodes.lose(machine(nodes, "node-3"), silently=True)
+        await_steps(nodes, 3, 10, after_s=lost_s)
+        grown_s = time.monotonic()
+        nodes.replace()
+        await_steps(nodes, 4, 10, after_s=grown_s)
+        finish(nodes)
+        said = lines(nodes._training.out)
+    sources = {(each["world"], each["restored_from"] in ("memory", "peers")) for each in attaches(said)}
+    assert sources == {(4, False), (3, True), (4, True)}
+    check_losses(said)
+
+
+@namespaces
+def test_a_node_that_was_cut_off_does_not_bring_its_old_state_back():
+    """It keeps its slots and its processes, and comes back when the others are an epoch further."""
+    with Nodes(3, ranks_per_node=1) as nodes:
+        nodes.launch("job", STEPS, fewest=2, **TRAIN)
+        await_steps(nodes, 3, 5, after_s=0)
+        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
+        await_signals(nodes)
+        cut_s = time.monotonic()
+        away = machine(nodes, "node-2")
+        away.living.cut()
+        nodes.note("node-2 is cut off")
+        made = await_steps(nodes, 2, 20, after_s=cut_s)
+        staying = [each for each in nodes.living if each is not away]
+        nodes.until(lambda: nodes.whole("job") >= (2, made), "a version of the two that is whole")
+        assert epoch_of(away) == 1 and {epoch_of(each) for each in staying} == {2}
+        back_s = time.monotonic()
+        away.living.heal()
+        nodes.note(f"node-2 is back; the others have made step {made}")
+        await_steps(nodes, 3, 10, after_s=back_s)
+        assert len({epoch_of(each) for each in nodes.living}) == 1
+        finish(nodes)
+        said = lines(nodes._training.out)
+    joint = [each for each in attaches(said) if each["world"] == 3 and each["time_s"] > back_s]
+    assert len(joint) == 3 and len({each["step"] for each in joint}) == 1
+    assert joint[0]["step"] >= made, "the state of the two, not the older one of the node that was away"
+    check_losses(said)
+
+
+@namespaces
+def test_a_minute_with_one_daemon_stopped_and_one_killed_restarts_nobody():
+    with Nodes(3, ranks_per_node=1) as nodes:
+        nodes.launch("job", STEPS, **TRAIN)
+        await_steps(nodes, 3, 5, after_s=0)
+        await_signals(nodes)
+        stopped, killed = daemon_of(nodes, "node-1"), daemon_of(nodes, "node-3")
+        stopped.send_signal(signal.SIGSTOP)
+        killed.kill()
+        nodes.note("one daemon stopped, one killed")
+        end_s = time.monotonic() + MINUTE_S
+        nodes.until(lambda: time.monotonic() > end_s, "the minute's end")
+        made = await_steps(nodes, 3, 10, after_s=end_s)
+        assert len([each for each in lines(nodes._training.out) if each["event"] == "started"]) == 3, nodes.story()
+        stopped.send_signal(signal.SIGCONT)
+        machine(nodes, "node-3").daemon = nodes.start_daemon(machine(nodes, "node-3"))
+        nodes.until(lambda: nodes.whole("job")[1] > made, "snapshots again")
+        await_signals(nodes)
+        finish(nodes)
+        said = lines(nodes._training.out)
+    assert len(attaches(said)) == 3
+    check_losses(said)
+
+
+@namespaces
+def test_all_workers_die_at_once_and_go_on_from_memory():
+    with Nodes(2, ranks_per_node=2) as nodes:
+        nodes.launch("job", STEPS, **TRAIN)
+        await_steps(nodes, 4, 5, after_s=0)
+        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
+        whole = nodes.whole("job")[1]
+        killed_s = nodes.kill_ranks(*range(4))
+        await_steps(nodes, 4, 5, after_s=killed_s)
+        finish(nodes)
+        said = lines(nodes._training.out)
+    again = [each for each in attaches(said) if each["time_s"] > killed_s]
+    assert len(again) == 4 and {each["restored_from"] for each in again} == {"memory"}
+    assert min(each["step"] for each in again) >= whole
+    check_losses(said)
+
+
+@namespaces
+def test_a_hung_worker_is_named_and_with_kill_hung_the_job_goes_on():
+    with Nodes(2, ranks_per_node=1, daemon_flags=["--kill-hung"]) as nodes:
+        nodes.launch("job", STEPS, **TRAIN)
+        await_steps(nodes, 2, 10, after_s=0)
+        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
+        await_signals(nodes)
+        trainer = nodes.trainers()[1]
+        stopped_s = time.monotonic()
+        trainer.send_signal(signal.SIGSTOP)
+        nodes.note("rank 1 is stopped")
+        await_steps(nodes, 2, 5, after_s=stopped_s + 1.0)
+        finish(nodes)
+        said = lines(nodes._training.out)
+        logs = {each.name: each.log.read_text() for each in nodes.machines}
+    assert not trainer.is_running()
+    (killer,) = [name for name, log in logs.items() if "killing pid=" in log]
+    assert "rank 1 stands still" in logs[killer], "on its own node"
+    assert "it may wait for rank 1" in "".join(log for name, log in logs.items() if name != killer)
+    check_losses(said)
