@@ -126,12 +126,12 @@ def measure(case: str, backend: str, count: int, number: int) -> Recovery:
         if case == "node":  # the spare must be there
             logs = sorted(out.glob("node-*.log"))
             nodes.until(lambda: "Rendezvous'ing" in logs[-1].read_text(errors="replace"), "the spare")
+        trainer = nodes.trainers()[1]
         lost_at = time.time()
-        victim = nodes.living[1]
         if case == "node":
-            nodes.lose(victim, silently=True)
+            nodes.lose(nodes.living[1], silently=True)
         else:
-            nodes.kill_ranks(1)
+            trainer.kill()
         nodes.until(lambda: completed(out, count, lost_at), "a step of all ranks after the loss")
         recovery = account(case, backend, nodes.living, out, lost_at)
         (out / "done").touch()
