@@ -288,7 +288,10 @@ class Nodes:
         """rank → its living process, by the numbers of this machine."""
         found: dict[int, psutil.Process] = {}
         for machine in self.living:
-            status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
+            try:
+                status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
+            except NoSuchJob:
+                continue  # it stands by
             by_number = {_number_inside(process): process for process in marked(self._mark(machine.name))}
             mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
             found |= {rank.rank: by_number[rank.pid] for rank in mine if rank.pid in by_number}
