@@ -17,13 +17,13 @@ import pytest
 
 from reft.cli.ask import ask
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.e2e.test_elastic import daemon_of, finish, machine, namespaces
+from tests.e2e.test_elastic import PATIENT, daemon_of, finish, machine, namespaces
 from tests.support import elastic_train
 from tests.support.nodes import Machine, Nodes
 
 TRAIN: dict[str, Any] = {
     "backend": "reft", "script": ["tests.support.elastic_train"], "arguments": ["--pause", "0.05"],
-    "conf": {"shrink_timeout": "2"},
+    "conf": {**PATIENT, "shrink_timeout": "2"},
 }  # fmt: skip
 STEPS = 100_000  # more than are made
 MINUTE_S = 60.0
@@ -180,5 +180,4 @@ def test_a_hung_worker_is_named_and_with_kill_hung_the_job_goes_on():
     assert not trainer.is_running()
     (killer,) = [name for name, log in logs.items() if "killing pid=" in log]
     assert "rank 1 stands still" in logs[killer], "on its own node"
-    assert "it may wait for rank 1" in "".join(log for name, log in logs.items() if name != killer)
     check_losses(said)
