@@ -310,14 +310,15 @@ class Nodes:
         return found
 
     def statuses_of_signals(self, job: str) -> list[list[pb.NodeSignal]]:
-        """What each living daemon that watches a job says of its nodes, if all are well in its eyes."""
+        """What each living daemon that watches a job says of its nodes, if it hears the agents of all others and all are well."""
         found = []
         for machine in self.living:
             try:
                 nodes = list(ask(machine.address, "Signals", pb.SignalsRequest(job=job), STATUS_S).nodes)
             except ReftError:
                 continue  # it does not watch the job
-            if nodes and all(each.signal in (pb.HEALTHY, pb.SNAP) for each in nodes):
+            is_heard = all(each.agent for each in nodes if each.node != machine.name)
+            if nodes and is_heard and all(each.signal in (pb.HEALTHY, pb.SNAP) for each in nodes):
                 found.append(nodes)
         return found
 
