@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -70,6 +71,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a step takes at least")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    pause = threading.Event()
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, world = dist.get_rank(), dist.get_world_size()
     record = Record(options.out / f"rank-{rank}.jsonl")
@@ -82,7 +84,7 @@ def main() -> None:
         dist.all_reduce(total)
         loss = apply(model, optimizer, total)
         record.add("step", step=step + 1, loss=loss.hex(), world=world)
-        time.sleep(options.pause)
+        pause.wait(options.pause)
         ends = torch.tensor([float((options.out / "done").exists())])
         dist.broadcast(ends, 0)
         if ends.item():
