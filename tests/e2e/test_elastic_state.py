@@ -160,24 +160,3 @@ def test_all_workers_die_at_once_and_go_on_from_memory():
     assert len(again) == 4 and {each["restored_from"] for each in again} == {"memory"}
     assert min(each["step"] for each in again) >= whole
     check_losses(said)
-
-
-@namespaces
-def test_a_hung_worker_is_named_and_with_kill_hung_the_job_goes_on():
-    with Nodes(2, ranks_per_node=1, daemon_flags=["--kill-hung"]) as nodes:
-        nodes.launch("job", STEPS, **TRAIN)
-        await_steps(nodes, 2, 10, after_s=0)
-        nodes.until(lambda: nodes.whole("job")[1] >= 3, "a whole version")
-        await_signals(nodes)
-        trainer = nodes.trainers()[1]
-        stopped_s = time.monotonic()
-        trainer.send_signal(signal.SIGSTOP)
-        nodes.note("rank 1 is stopped")
-        await_steps(nodes, 2, 5, after_s=stopped_s + 1.0)
-        finish(nodes)
-        said = lines(nodes._training.out)
-        logs = {each.name: each.log.read_text() for each in nodes.machines}
-    assert not trainer.is_running()
-    (killer,) = [name for name, log in logs.items() if "killing pid=" in log]
-    assert "rank 1 stands still" in logs[killer], "on its own node"
-    check_losses(said)
