@@ -254,6 +254,9 @@ class Vigil:
         own = self.word.stall
         if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
             return None
+        others = (each.signal for node, each in self.lookout.members.items() if node != self._own)
+        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
+            return None  # that is why ranks wait here, and the job restarts for it
         return own if self._awaited(own) is own else None
 
     def is_over(self, now_s: float) -> bool:

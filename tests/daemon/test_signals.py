@@ -15,6 +15,7 @@ from reft.core.signals import BEAT_S, MISSES, Signal
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.vigil import KILL_AFTER_S
 from tests.daemon.jobs import Code, Job, Trainer, refused, tcp_call
 from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
@@ -68,6 +69,10 @@ class Cluster:
 
     def reason(self, observer: int, node: int) -> str:
         return next(each.reason for each in self.signals(observer).nodes if each.node == f"n{node}")
+
+    def age_s(self, observer: int, node: int) -> float:
+        """For how long a daemon has said the same of a node."""
+        return next(each.age_s for each in self.signals(observer).nodes if each.node == f"n{node}")
 
     def await_seen(self, observer: int, node: int, *expected: Signal) -> None:
         try:
@@ -196,6 +201,8 @@ def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kil
     if kills:
         two.await_seen(0, 1, Signal.UNHEALTHY)
         assert two.trainers[1].process.wait(20) == -signal.SIGKILL
+        until(lambda: two.age_s(0, 1) > 3 * KILL_AFTER_S, 60, "time to kill the rank that waited, too")
+        assert two.trainers[0].process.poll() is None
         return
     two.await_seen(0, 1, Signal.SUSPECT)
     until(lambda: "it may wait for rank 1" in two.reason(0, 0), 60, "the laggard's rank")
