@@ -19,7 +19,7 @@ test: lint
 # Each other trainer in an environment of its own, two at a time.
 test-trainers: $(READY)
 	printf '%s\n' .ci/trainers/*.txt | xargs -P 2 -n 1 .ci/trainer
-	$(BIN)/pytest -m trainers
+	$(BIN)/pytest -m "trainers and not slow"
 
 check: lint
 	$(BIN)/pytest tests/house

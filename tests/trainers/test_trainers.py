@@ -36,7 +36,12 @@ EXAMPLES = {
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
+# Minutes each; run with -m "trainers and slow".
+SLOW = ("--stage 0", "--tp 2", "torchtitan")
 ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
+CASES = [
+    pytest.param(script, marks=pytest.mark.slow if any(word in script for word in SLOW) else ()) for script in EXAMPLES
+]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
             "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
 
@@ -110,7 +115,7 @@ def test_one_process_killed_and_started_again(example):
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, indirect=True)
+@pytest.mark.parametrize("example", CASES, indirect=True)
 def test_a_killed_rank_and_then_all_of_them(example):
     plain = example.run("plain", *TORCHRUN, REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
