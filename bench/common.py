@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ import torch.nn.functional as F
 import xxhash
 from torch import nn
 
-from reft.client.session import Session
 from reft.core.frequency import Cadence
+
+if TYPE_CHECKING:
+    from reft.client.session import Session  # bench/gpu_stage.py runs where torch and numpy are all there is
 
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
