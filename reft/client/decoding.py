@@ -57,7 +57,7 @@ class Decoder:
         room = np.empty((registers, width), np.uint8)
         for first in range(group.begin, group.end, width):
             last = min(first + width, group.end)
-            _Columns(group, lane, rows, space, first, last).run(program, room[:, : last - first])
+            _HostColumns(group, lane, rows, space, first, last).run(program, room[:, : last - first])
 
     def program(self, group: Group, lane: Lane) -> Program:
         """What computes the group's lost shards.
@@ -75,8 +75,8 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Columns first..last of every packet of a stripe."""
+class Columns:
+    """Columns first..last of every packet of a stripe; where they are computed is for those that derive from it."""
 
     group: Group
     lane: Lane
@@ -85,10 +85,23 @@ class _Columns:
     first: int
     last: int
 
+    def parity(self, shard: int, packet: int) -> Bytes:
+        """What arrived of a packet of parity."""
+        return self.rows[shard, packet][self.first - self.group.begin : self.last - self.group.begin]
+
+    def place(self, shard: int, packet: int) -> tuple[int, int, bool]:
+        """Where the columns of a data packet lie in the cell, and whether none of them is padding."""
+        start = self.lane.data_range(self.group.read.stripe, shard)[0] + packet * self.lane.packet_bytes
+        limit = self.lane.begin + self.lane.nbytes
+        begin, end = min(start + self.first, limit), min(start + self.last, limit)
+        return begin, end, end - begin == self.last - self.first
+
+
+class _HostColumns(Columns):
     def run(self, program: Program, room: Bytes) -> None:
         inputs = [self._input(shard, packet, room[i]) for i, (shard, packet) in enumerate(program.inputs)]
         at = len(inputs)
-        ranges = [self._range(shard, packet) for shard, packet in program.outputs]
+        ranges = [self.place(shard, packet) for shard, packet in program.outputs]
         views = [self.space.view(begin, end) if full else None for begin, end, full in ranges]
         outputs = [room[at + i] if view is None else view for i, view in enumerate(views)]
         run(program, inputs, outputs, [room[at + len(outputs) + i] for i in range(program.scratch)])
@@ -98,22 +111,11 @@ class _Columns:
 
     def _input(self, shard: int, packet: int, room: Bytes) -> Bytes:
         if shard >= self.lane.code.k:
-            return self.rows[shard, packet][self.first - self.group.begin : self.last - self.group.begin]
-        begin, end, full = self._range(shard, packet)
+            return self.parity(shard, packet)
+        begin, end, full = self.place(shard, packet)
         view = self.space.view(begin, end) if full else None
         if view is not None:
             return view
         self.space.read(begin, room[: end - begin])
         room[end - begin :] = 0
         return room
-
-    def _range(self, shard: int, packet: int) -> tuple[int, int, bool]:
-        return range_in_cell(self.lane, self.group.read.stripe, shard, packet, self.first, self.last)
-
-
-def range_in_cell(lane: Lane, stripe: int, shard: int, packet: int, first: int, last: int) -> tuple[int, int, bool]:
-    """Where columns first..last of a data packet lie in the cell, and whether none of them is padding."""
-    start = lane.data_range(stripe, shard)[0] + packet * lane.packet_bytes
-    limit = lane.begin + lane.nbytes
-    begin, end = min(start + first, limit), min(start + last, limit)
-    return begin, end, end - begin == last - first

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from reft.client import coding
 from reft.client.cell_space import CellSpace
-from reft.client.decoding import Decoder, Rows, range_in_cell
+from reft.client.decoding import Columns, Decoder, Rows
 from reft.client.device import Device
 from reft.client.pieces import ALIGNMENT, Group
 from reft.core.coding import Program
@@ -67,7 +66,7 @@ class DeviceDecoder(Decoder):
                 self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
             for first in range(group.begin, group.end, width):
                 last = min(first + width, group.end)
-                _Columns(group, lane, rows, space, first, last).run(program, self._scratch)
+                _DeviceColumns(group, lane, rows, space, first, last).run(program, self._scratch)
             done = self._streams.record_side()
         self._streams.host_waits(done)
 
@@ -83,22 +82,12 @@ class DeviceDecoder(Decoder):
         return min(width, group.end - group.begin)
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """Columns first..last of every packet of a stripe."""
-
-    group: Group
-    lane: Lane
-    rows: Rows
-    space: CellSpace
-    first: int
-    last: int
-
+class _DeviceColumns(Columns):
     def run(self, program: Program, scratch: torch.Tensor) -> None:
         n = self.last - self.first
         room: Iterator[torch.Tensor] = (scratch[at : at + n] for at in range(0, scratch.nbytes - n + 1, n))
         inputs = [self._input(shard, packet, room) for shard, packet in program.inputs]
-        ranges = [self._range(shard, packet) for shard, packet in program.outputs]
+        ranges = [self.place(shard, packet) for shard, packet in program.outputs]
         views = [self.space.device_view(begin, end) if full else None for begin, end, full in ranges]
         outputs = [next(room) if view is None else view for view in views]
         coding.run(program, inputs, outputs, [next(room) for _ in range(program.scratch)])
@@ -108,9 +97,8 @@ class _Columns:
 
     def _input(self, shard: int, packet: int, room: Iterator[torch.Tensor]) -> torch.Tensor:
         if shard >= self.lane.code.k:
-            columns = self.rows[shard, packet][self.first - self.group.begin : self.last - self.group.begin]
-            return next(room).copy_(torch.from_numpy(columns), non_blocking=True)
-        begin, end, full = self._range(shard, packet)
+            return next(room).copy_(torch.from_numpy(self.parity(shard, packet)), non_blocking=True)
+        begin, end, full = self.place(shard, packet)
         view = self.space.device_view(begin, end) if full else None
         if view is not None:
             return view
@@ -118,9 +106,6 @@ class _Columns:
         self.space.gather(begin, row[: end - begin])
         row[end - begin :].zero_()
         return row
-
-    def _range(self, shard: int, packet: int) -> tuple[int, int, bool]:
-        return range_in_cell(self.lane, self.group.read.stripe, shard, packet, self.first, self.last)
 
 
 def decoder_for(device: torch.device, scratch_bytes: int) -> Decoder:

@@ -76,7 +76,7 @@ class Server:
             os.write(go, b"!")
             return pid
         except OSError as error:  # it is gone, or too late: whatever it forks yet sees the end of "go" and ends
-            raise Failed(f"the fork server does not answer ({error or type(error).__name__})") from error
+            raise Failed(f"the fork server does not answer ({str(error) or type(error).__name__})") from error
         finally:
             os.close(wait)
             os.close(go)
