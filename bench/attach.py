@@ -18,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from common import Goal, daemon, table
 from torch import nn
 
 import reft
+from bench.common import Goal, daemon, table
 from reft.client.likeness import value_digests
 from reft.client.roster import layout_facts
 from reft.client.subjects import Subjects

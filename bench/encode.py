@@ -55,6 +55,11 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+    """The same memory."""
+    return [torch.from_numpy(each) for each in arrays]
+
+
 class Encoding:
     """A stripe with room for its parities, cut into the slices that the programs run on."""
 
@@ -77,7 +82,7 @@ class Encoding:
                 outputs = [parity[shard - k, r, here] for shard, r in program.outputs]
                 self.jobs.append((program, inputs, outputs, [row[: outputs[0].size] for row in scratch]))
         self.tensors = [
-            (program, *([torch.from_numpy(each) for each in arrays] for arrays in rest)) for program, *rest in self.jobs
+            (program, tensors(inputs), tensors(outputs), tensors(rows)) for program, inputs, outputs, rows in self.jobs
         ]
 
     def by_numpy(self) -> None:

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import Goal, table
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.common import Goal, table
 from reft.client.exchange import spoken_alone, text_of
 from reft.client.likeness import are_alike
 from reft.client.roster import Roster, layout_facts
@@ -154,15 +155,16 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
                     for i in range(len(form.table.axes))]  # fmt: skip
             kinds[kind] = (form.table, layout_facts(pack(leaves), form), axes)
         table, said, axes = kinds[kind]
-        cuts = []
+        cuts: list[int] = []
         for i, leaf in enumerate(axes):
             dim = next(p.axes.index(i) for p in table.patterns if p.name == leaf.name)
             name = leaf.name.rsplit(".", 2)[-2]
             cuts += job.cut(leaf.global_shape, {n: d for n, _, d in BLOCK}.get(name, 0), rank)[dim]
-        if (kind, *cuts) not in digests:  # the first is real; the others only have to be as distinct
+        place = kind, *cuts
+        if place not in digests:  # the first is real; the others only have to be as distinct
             made = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
-            digests[(kind, *cuts)] = made if rank else said["layout"]
-        mine = {"layout": digests[(kind, *cuts)], "table": said["table"], "cuts": cuts}
+            digests[place] = made if rank else said["layout"]
+        mine = {"layout": digests[place], "table": said["table"], "cuts": cuts}
         if rank in checked:
             leaves = list(job.leaves(rank))
             form = symbolic.of(leaves)

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ class Stage:
 
     def state(self) -> Bindings:
         """What a snapshot holds; call it after the first update."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for i, master in enumerate(self.master):
             kept = self.optimizer.state[master]
             found |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
@@ -347,14 +348,9 @@ def encode_seconds(share: Share, device: str, clock: Clock) -> float:
     for column in share.columns:
         key = id(column.program), column.nbytes
         if key not in known:
-
-            def rows(count: int, nbytes: int = column.nbytes) -> list[torch.Tensor]:
-                return list(torch.zeros(count, nbytes, dtype=torch.uint8, device=device))
-
-            registers = rows(len(column.inputs)), rows(len(column.outputs)), rows(column.program.scratch)
-            known[key] = clock.timed(
-                lambda column=column, registers=registers: coding.run(column.program, *registers), 5
-            )
+            program, counts = column.program, (len(column.inputs), len(column.outputs), column.program.scratch)
+            rows = [list(torch.zeros(count, column.nbytes, dtype=torch.uint8, device=device)) for count in counts]
+            known[key] = clock.timed(partial(coding.run, program, *rows), 5)
         total += known[key]
     return total
 

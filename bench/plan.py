@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import Goal, median, table
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.common import Goal, median, table
 from reft.core.cells import Cell, Division
 from reft.core.coding import code_for
 from reft.core.exposure import Outlook
@@ -39,7 +40,8 @@ def placement_for(nodes: int) -> Placement:
     world = nodes * RANKS
     D = world // COORDINATES
     code = code_for(min(D, WIDTH_MAX) - F, F)
-    cells, lanes = [], []
+    cells: list[Cell] = []
+    lanes: list[Lane] = []
     for coordinate in range(COORDINATES):
         holders = tuple(range(coordinate, world, COORDINATES))
         for cell in range(CELLS):

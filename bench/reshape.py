@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import Goal, table
-from exchange import RANKS, Clock, fsdp2
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.common import Goal, table
+from bench.exchange import RANKS, Clock, fsdp2
 from reft.core import symbolic
 from reft.core.cells import divide
 from reft.core.layout import Leaf
@@ -48,8 +49,8 @@ def measure(world: int) -> dict[str, Any]:
 
     owns = {rank: Own() for rank in range(world)}
     pieces, problems = clock("pieces", lambda: pieces_of(placement, leaves_of, owns))
-    wanted = clock("match", lambda: wanted_leaves(wanted, pieces))
-    found = clock("match", lambda: match(pieces, wanted))
+    wished = clock("match", lambda: wanted_leaves(wanted, pieces))
+    found = clock("match", lambda: match(pieces, wished))
     if problems or found.problems:
         raise RuntimeError(f"{world} ranks: {(problems + found.problems)[:3]}")
     nodes = {f"node-{node}": list(range(node * RANKS, (node + 1) * RANKS)) for node in range(world // 2 // RANKS)}

@@ -228,8 +228,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         bench = Bench(options, scratch)
         for way in bench.ways:
             bench.block(way)  # warm: allocators, caches, files
-        for values in (*bench.times.values(), *bench.steps.values(), *bench.quiet.values()):
-            values.clear()
+        for kept in (bench.times, bench.steps, bench.quiet):
+            for values in kept.values():
+                values.clear()
         for i in range(options.rounds):
             bench.round()
             print(f"round {i + 1}", bench.session.stats(), flush=True)
