@@ -10,12 +10,30 @@ from reft.cli.tables import aligned, spans, wrapped
 from reft.core import rebuild, recovery
 from reft.core.budget import size
 from reft.core.health import Health
+from reft.core.placement import Placement
 from reft.core.recovery import Plan
 from reft.core.version import Version
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
+CELLS_SHOWN = 8  # of a lost node; --json shows all
 PARTIAL_MAX = 3  # versions that can't be restored, of which it is said why
+
+
+@dataclass(frozen=True)
+class CellView:
+    """One cell of which a lost node had shards. Sizes in bytes.
+
+    Attributes:
+        leaves: the names of its leaves.
+        read: (node, bytes) that are read there.
+    """
+
+    leaves: tuple[str, ...]
+    read: tuple[tuple[str, int], ...]
+    copied: int
+    decoded: int
+    parity: int
 
 
 @dataclass(frozen=True)
@@ -25,7 +43,8 @@ class LostView:
     Attributes:
         ident: its id.
         answers: whether its daemon answers: then only its slots are damaged.
-        read: (node, bytes) that are read there.
+        cells: that it had shards of.
+        capsules: the nodes from which its ranks' capsules come.
         onto: the replacement, empty if there is none yet.
     """
 
@@ -33,16 +52,35 @@ class LostView:
     ident: str
     ranks: tuple[int, ...]
     answers: bool
-    read: tuple[tuple[str, int], ...]
-    copied: int
-    decoded: int
-    parity: int
+    cells: tuple[CellView, ...]
+    capsules: tuple[str, ...]
     data_bytes: int
     onto: str = ""
 
     @property
+    def read(self) -> tuple[tuple[str, int], ...]:
+        """(node, bytes) that are read there, over all cells; 0 where only a capsule comes from there."""
+        found = dict.fromkeys(self.capsules, 0)
+        for cell in self.cells:
+            for name, nbytes in cell.read:
+                found[name] = found.get(name, 0) + nbytes
+        return tuple(sorted(found.items()))
+
+    @property
     def moved(self) -> int:
         return sum(nbytes for _, nbytes in self.read)
+
+    @property
+    def copied(self) -> int:
+        return sum(cell.copied for cell in self.cells)
+
+    @property
+    def decoded(self) -> int:
+        return sum(cell.decoded for cell in self.cells)
+
+    @property
+    def parity(self) -> int:
+        return sum(cell.parity for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -97,20 +135,24 @@ def _lost(findings: Findings, plan: Plan) -> list[LostView]:
         ranks = [rank for rank in node.ranks if rank in plan.capsules]
         if not ranks:
             continue
-        cost = rebuild.cost(placement, plan.sources, ranks)
-        read: dict[str, int] = {}
-        for rank, nbytes in cost.read.items():
-            name = findings.names[plan.sources[rank].node]
-            read[name] = read.get(name, 0) + nbytes
-        for rank in ranks:
-            read.setdefault(findings.names[plan.capsules[rank].node], 0)
+        capsules = sorted({findings.names[plan.capsules[rank].node] for rank in ranks})
         found.append(
             LostView(
-                findings.names[node.id], node.id, tuple(ranks), _holds(findings, node.id), tuple(sorted(read.items())),
-                cost.copied, cost.decoded, cost.parity, cost.data_bytes,
+                findings.names[node.id], node.id, tuple(ranks), _holds(findings, node.id),
+                tuple(_cell(findings, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)),
+                tuple(capsules), sum(placement.part(rank).data_bytes for rank in ranks),
             )
         )  # fmt: skip
     return found
+
+
+def _cell(findings: Findings, plan: Plan, placement: Placement, cost: rebuild.Cost) -> CellView:
+    read: dict[str, int] = {}
+    for rank, nbytes in cost.read.items():
+        name = findings.names[plan.sources[rank].node]
+        read[name] = read.get(name, 0) + nbytes
+    leaves = tuple(leaf.name for leaf in placement.division.cells[cost.cell].leaves)
+    return CellView(leaves, tuple(sorted(read.items())), cost.copied, cost.decoded, cost.parity)
 
 
 def _holds(findings: Findings, ident: str) -> bool:
@@ -151,7 +193,18 @@ def recovery_lines(view: RecoveryView) -> list[str]:
         lines += wrapped(f"{node.node} ", f"is read from {read or 'nobody'}, rebuilt on {node.onto or 'nobody yet'}.")
         if node.answers:
             lines += wrapped("  ", "Its daemon answers: a restart decodes its slots by itself too.")
+        for cell in node.cells[:CELLS_SHOWN]:
+            lines += wrapped("  cell  ", _cell_line(cell))
+        if len(node.cells) > CELLS_SHOWN:
+            lines += wrapped("  ", f"and {len(node.cells) - CELLS_SHOWN} more cells: --json lists them.")
     return lines
+
+
+def _cell_line(cell: CellView) -> str:
+    more = f" and {len(cell.leaves) - 1} more leaves" if len(cell.leaves) > 1 else ""
+    sizes = {"copied": cell.copied, "decoded": cell.decoded, "parity": cell.parity}
+    made = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
+    return f"{cell.leaves[0]}{more}: {made}, from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -170,6 +223,16 @@ def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, 
                 "ranks": list(node.ranks),
                 "answers": node.answers,
                 "read": [{"node": name, "bytes": nbytes} for name, nbytes in node.read],
+                "cells": [
+                    {
+                        "leaves": list(cell.leaves),
+                        "read": [{"node": name, "bytes": nbytes} for name, nbytes in cell.read],
+                        "copied_bytes": cell.copied,
+                        "decoded_bytes": cell.decoded,
+                        "parity_bytes": cell.parity,
+                    }
+                    for cell in node.cells
+                ],
                 "copied_bytes": node.copied,
                 "decoded_bytes": node.decoded,
                 "parity_bytes": node.parity,

@@ -70,23 +70,23 @@ class Band(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cost:
-    """What it takes to make some ranks' slots again; all in bytes.
+    """What it takes to make again what some ranks' slots had of a cell; all in bytes.
 
     Attributes:
+        cell: index of the cell in the division.
         read: rank → what is read of its slot.
         copied: data that another slot holds too.
         decoded: data that is computed.
         parity: parity that is computed.
-        data_bytes: size of the new slots' data.
     """
 
-    read: Mapping[int, int]
-    copied: int
-    decoded: int
-    parity: int
-    data_bytes: int
+    cell: int
+    read: dict[int, int] = field(default_factory=dict)
+    copied: int = 0
+    decoded: int = 0
+    parity: int = 0
 
 
 def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) -> Iterator[Stripe]:
@@ -129,22 +129,22 @@ def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
     return sorted(lane for lane in lanes if not set(ranks).isdisjoint(placement.lanes[lane].members))
 
 
-def cost(placement: Placement, have: Collection[int], lost: Collection[int]) -> Cost:
-    """What it takes to make the slots of `lost`; arguments and errors as of `stripes`."""
-    read: dict[int, int] = {}
-    copied = decoded = parity = 0
+def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[Cost]:
+    """What it takes to make the slots of `lost`, by cells, ascending; arguments and errors as of `stripes`."""
+    found: dict[int, Cost] = {}
     for each in stripes(placement, have, lost):
         lane = placement.lanes[each.lane]
+        cost = found.setdefault(lane.cell, Cost(lane.cell))
         for piece in each.read:
-            read[piece.rank] = read.get(piece.rank, 0) + lane.shard_bytes
+            cost.read[piece.rank] = cost.read.get(piece.rank, 0) + lane.shard_bytes
         for piece in each.made:
             if lane.code.k == 1:
-                copied += lane.shard_bytes
+                cost.copied += lane.shard_bytes
             elif piece.shard < lane.code.k:
-                decoded += lane.shard_bytes
+                cost.decoded += lane.shard_bytes
             else:
-                parity += lane.shard_bytes
-    return Cost(read, copied, decoded, parity, sum(placement.part(rank).data_bytes for rank in lost))
+                cost.parity += lane.shard_bytes
+    return [found[cell] for cell in sorted(found)]
 
 
 def bands(placement: Placement, stripe: Stripe, limit: int = BAND_BYTES) -> Iterator[Band]:

@@ -26,13 +26,19 @@ SIZE = 3 << 20
 
 def findings(
     nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,), racks: int = 0,
-    unequal: Sequence[str] = (),
+    unequal: Sequence[str] = (), leaves: Sequence[str] = ("w",) * 6,
 ) -> Findings:  # fmt: skip
-    """One rank a node, all with the same leaf; what those that are not lost say. With racks, nodes take turns in them."""
-    leaf = Leaf("w", "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,))
+    """One rank a node; what those that are not lost say. With racks, nodes take turns in them.
+
+    Args:
+        leaves: what each rank holds: names of one letter, of leaves of one size.
+    """
+    held = [
+        [Leaf(name, "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,)) for name in leaves[i]] for i in range(nodes)
+    ]
     manifest = pb.Manifest(
         job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, unequal=unequal,
-        **described(*[[leaf]] * nodes), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
+        **described(*held), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
     )  # fmt: skip
     for i, node in enumerate(manifest.nodes if racks else ()):
         node.domain = f"rack-{i % racks}"
@@ -177,12 +183,29 @@ def test_the_plan_of_a_recovery():
         "",
         "node-c is read from node-a (1.0 MiB), node-b (1.0 MiB), node-d (1.0 MiB), rebuilt on",
         "       unix:/run/new.sock.",
+        "  cell  w: 768.0 KiB decoded, 256.0 KiB parity, from node-a (1.0 MiB), node-b (1.0 MiB),",
+        "        node-d (1.0 MiB).",
     ]
     document = recovery.document(view, 0, [])
     assert (document["step"], document["epoch"], document["outcome"]) == (40, 2, "recoverable")
     assert (
         document["lost_nodes"][0]["moved_bytes"] == SIZE and document["lost_nodes"][0]["onto"] == "unix:/run/new.sock"
     )
+    (cell,) = document["lost_nodes"][0]["cells"]
+    assert cell["leaves"] == ["w"] and [each["node"] for each in cell["read"]] == ["node-a", "node-b", "node-d"]
+
+
+def test_where_each_cell_comes_from_is_said():
+    """Two stages of a pipeline with two replicas each, and a leaf that all have."""
+    found = findings(4, {2}, leaves=("an", "an", "zn", "zn"))
+    view = recovery_view("run1", found, found.plan(()), ())
+    (lost,) = view.lost
+    by_leaf = {cell.leaves: cell for cell in lost.cells}
+    assert set(by_leaf) == {("n",), ("z",)}  # of the first stage it had nothing
+    assert by_leaf[("z",)].read == (("node-d", SIZE),) and by_leaf[("z",)].copied == SIZE
+    assert by_leaf[("n",)].decoded and [name for name, _ in by_leaf[("n",)].read] == ["node-a", "node-b", "node-d"]
+    assert lost.moved == SIZE + sum(nbytes for _, nbytes in by_leaf[("n",)].read)
+    assert any(line.startswith("  cell  z: 3.0 MiB copied, from node-d (3.0 MiB).") for line in recovery_lines(view))
 
 
 def test_nothing_lost_and_nothing_left():

@@ -29,7 +29,7 @@ def test_every_loss_that_is_tolerated_comes_back(D, f, scheme):
     every_loss(Job(D, scheme, f), f)
 
 
-WIDE = [(D, f, "aec") for D in range(6, 9) for f in range(1, 4)] + [(8, 3, "arc")]
+WIDE = [(D, f, scheme) for D in range(6, 9) for f in range(1, 4) for scheme in ("aec", "arc")]
 
 
 @pytest.mark.parametrize(("D", "f", "scheme"), WIDE)

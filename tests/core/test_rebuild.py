@@ -13,7 +13,7 @@ from reft.core.cells import divide
 from reft.core.coding import encode_program, run
 from reft.core.layout import Leaf, pack
 from reft.core.placement import Lane, Placement, place
-from reft.core.rebuild import RANGE_UNIT, Maker, bands, cost, lane_at, stripes
+from reft.core.rebuild import RANGE_UNIT, Maker, bands, costs, lane_at, stripes
 
 
 def placed(D: int, f: int, nbytes: int, scheme: str = "aec", each: int = 1) -> Placement:
@@ -153,11 +153,14 @@ def shard_of(lane: Lane, stripe: int, shard: int, state: np.ndarray) -> np.ndarr
 def test_what_it_costs():
     placement = placed(4, 1, 3 * 4 * 64 * 10)
     shard = placement.lanes[0].shard_bytes
-    found = cost(placement, {0, 1, 3}, {2})
-    assert (found.copied, found.decoded, found.parity) == (0, 3 * shard, shard)
-    assert found.read == {0: 4 * shard, 1: 4 * shard, 3: 4 * shard} and found.data_bytes == 4 * shard
-    copies = cost(placed(4, 1, 6400, "arc"), {0, 1, 3}, {2})
-    assert (copies.decoded, copies.parity) == (0, 0) and copies.copied == sum(copies.read.values()) == copies.data_bytes
+    (found,) = costs(placement, {0, 1, 3}, {2})
+    assert (found.cell, found.copied, found.decoded, found.parity) == (0, 0, 3 * shard, shard)
+    assert found.read == {0: 4 * shard, 1: 4 * shard, 3: 4 * shard}
+    assert 4 * shard == placement.part(2).data_bytes
+    in_copies = placed(4, 1, 6400, "arc")
+    (copies,) = costs(in_copies, {0, 1, 3}, {2})
+    assert (copies.decoded, copies.parity) == (0, 0)
+    assert copies.copied == sum(copies.read.values()) == in_copies.part(2).data_bytes
 
 
 def test_only_what_the_lost_rank_had_is_read():
