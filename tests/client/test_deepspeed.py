@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.extract.deepspeed import DeepSpeedExtractor
+from reft.client.extract.deepspeed import PARTITIONED, DeepSpeedExtractor
 from reft.client.extract.registry import extractor_of
 from reft.client.room import Room
 from reft.client.subjects import Subjects
@@ -72,6 +73,51 @@ def partitioned(model: nn.Module, world: int, rank: int) -> Any:
     return engine(value, param_names=names)
 
 
+def fragmented(name: str, model: nn.Module, world: int, rank: int, alignment: int) -> Any:
+    """An engine whose optimizer shares out a flat master of each module's parameters, as ZeRO-1, 2 and BF16_Optimizer do it.
+
+    Each parameter begins at a multiple of `alignment`; what is between them and behind the last is padding, here nan. Of a
+    parameter that has no element in this rank's partition, `_hp_mapping` is None, as DeepSpeed's linkage leaves it.
+    """
+    masters_at, groups_at = PARTITIONED[name]
+    groups, masters = [], []
+    for part in model:
+        starts, end = [], 0
+        for parameter in part.parameters():
+            starts.append(-(-end // alignment) * alignment)
+            end = starts[-1] + parameter.numel()
+        size = -(-end // world)
+        whole = torch.full((size * world,), torch.nan)
+        first, stop = size * rank, size * (rank + 1)
+        for start, parameter in zip(starts, part.parameters(), strict=True):
+            whole[start : start + parameter.numel()] = parameter.detach().flatten()
+            low, high = max(start, first), min(start + parameter.numel(), stop)
+            mapping = SimpleNamespace(
+                lp_fragment_address=SimpleNamespace(start=low - start, numel=high - low),
+                hp_fragment_address=SimpleNamespace(start=low - first, numel=high - low),
+            )
+            parameter._hp_mapping = mapping if low < high else None
+            parameter.data = parameter.data.bfloat16()
+        groups.append([*part.parameters()])
+        masters.append(whole[first:stop].clone().requires_grad_())
+    core = torch.optim.AdamW([{"params": [master]} for master in masters], lr=0.1)
+    parts = {masters_at: masters, groups_at: groups, "real_dp_process_group": [None for _ in groups], "optimizer": core}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return engine(kind(name, loss_scaler=None, **parts), param_names=names)
+
+
+def step_all(its: Any, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    core = its.optimizer.optimizer
+    for group in core.param_groups:
+        for master in group["params"]:
+            master.grad = gradient_of(master.detach()).clone()
+    core.step()
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+
+
 def step(its: Any) -> None:
     core = its.optimizer.optimizer
     for master in its.optimizer.fp32_partitioned_groups_flat:
@@ -87,7 +133,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("torch.distributed.get_rank", lambda _=None: rank)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        model = two_layers()
         its = partitioned(model, world, rank)
         return its, Subjects({"model.0": model}, [its], {})
 
@@ -135,6 +181,69 @@ def test_state_is_foreseen_made_and_brought_back_where_it_lay(as_rank):
         for key, value in its.optimizer.optimizer.state[theirs].items():
             is_padding = theirs.isnan() if value.shape else torch.tensor(False)
             assert torch.equal(fresh.optimizer.optimizer.state[mine][key], value.where(~is_padding, 0))
+
+
+@pytest.fixture
+def as_rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def become(name: str, rank: int, world: int, alignment: int = 1) -> tuple[Any, Subjects]:
+        monkeypatch.setattr("torch.distributed.get_rank", lambda _=None: rank)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
+        torch.manual_seed(0)
+        model = two_layers()
+        its = fragmented(name, model, world, rank, alignment)
+        return its, Subjects({"model.0": model}, [its], {})
+
+    return become
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_runs_of_flat_masters_and_moments_are_those_of_their_parameters_and_no_padding(
+    as_rank_of, name, world, alignment
+):
+    torch.manual_seed(0)
+    whole = {each: value.detach().flatten() for each, value in two_layers().named_parameters()}
+    held = {each: torch.zeros(value.numel()) for each, value in whole.items()}
+    for rank in range(world):
+        its, subjects = as_rank_of(name, rank, world, alignment)
+        before = {each: tensor.detach().clone() for each, tensor in subjects.bind().tensors.items()}
+        step_all(its, lambda master: master.nan_to_num(7.0))
+        bound = subjects.bind()
+        for leaf in bound.leaves():
+            key, _, owner = leaf.name.removeprefix("optimizer.0.").rpartition("optimizer.0.master.")
+            if key == "exp_avg.":
+                place = slice(leaf.global_offset[0], leaf.global_offset[0] + leaf.shape[0])
+                gradient = whole[owner][place]
+                assert leaf.global_shape == whole[owner].shape
+                assert torch.equal(before[f"optimizer.0.master.{owner}"], gradient)
+                assert torch.equal(bound.tensors[leaf.name], torch.zeros_like(gradient).lerp(gradient, 1 - 0.9))
+                held[owner][place] += 1
+    assert all(bool((count == 1).all()) for count in held.values())
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_state_of_flat_masters_is_foreseen_and_goes_on_in_a_fresh_engine(as_rank_of, name):
+    its, subjects = as_rank_of(name, 1, 2, 4)
+    foreseen = sorted(leaf.describe() for leaf in subjects.predict())
+    before = set(subjects.bind().tensors)
+    step_all(its, torch.ones_like)
+    held = subjects.bind()
+    assert foreseen == sorted(leaf.describe() for leaf in held.leaves() if leaf.name not in before)
+    saved = subjects.capture(subjects.names())
+    fresh, again = as_rank_of(name, 1, 2, 4)
+    fresh.global_steps = 99
+    again.make(held.leaves(), Room(0))
+    bound = again.bind()
+    assert list(bound.tensors) == list(held.tensors)
+    for leaf_name, tensor in bound.tensors.items():
+        tensor.detach().copy_(held.tensors[leaf_name])
+    again.restore(saved, again.names())
+    assert fresh.global_steps == 3
+    for each in (its, fresh):
+        step_all(each, torch.ones_like)
+    for leaf_name, tensor in again.bind().tensors.items():
+        assert torch.equal(tensor, held.tensors[leaf_name]), leaf_name
 
 
 def test_a_master_whose_memory_moved_is_noticed(as_rank):
