@@ -1,5 +1,7 @@
 """Megatron-core with reft: a small GPT in bf16 with fp32 masters, and one line.
 
+--tp, --pp and --ep split it by tensors, stages and experts; --vp gives each rank so many stages.
+
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/megatron_gpt.py --tp 2
 """
 
@@ -27,7 +29,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--pp", type=int, default=1)
+parser.add_argument("--vp", type=int, default=1)
+parser.add_argument("--ep", type=int, default=1)
 options = parser.parse_args()
+virtual, experts = options.vp if options.vp > 1 else None, 4 if options.ep > 1 else None
 LENGTH, WORDS, MICROBATCHES = 16, 64, 4
 
 
@@ -59,23 +64,32 @@ def forward(data, model):
 torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-parallel_state.initialize_model_parallel(options.tp, options.pp)
+parallel_state.initialize_model_parallel(options.tp, options.pp, virtual, expert_model_parallel_size=options.ep)
 torch.manual_seed(0)
 tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 config = TransformerConfig(
-    num_layers=2, hidden_size=32, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16, use_cpu_initialization=True,
-    tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp, pipeline_dtype=torch.bfloat16,
-    batch_p2p_comm=False, finalize_model_grads_func=finalize_model_grads, gradient_accumulation_fusion=False,
-    gated_linear_unit=True, masked_softmax_fusion=False, bias_dropout_fusion=False,
-)  # fmt: skip
-first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-gpt = GPTModel(
-    config, get_gpt_layer_local_spec(), WORDS, LENGTH, pre_process=first, post_process=last,
-    share_embeddings_and_output_weights=True,
+    num_layers=2 * options.vp, hidden_size=32, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16,
+    use_cpu_initialization=True, tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp,
+    virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=options.ep, num_moe_experts=experts,
+    pipeline_dtype=torch.bfloat16, batch_p2p_comm=False, finalize_model_grads_func=finalize_model_grads,
+    gradient_accumulation_fusion=False, gated_linear_unit=True, add_bias_linear=not experts, masked_softmax_fusion=False,
+    bias_dropout_fusion=False,
 )  # fmt: skip
 sharded = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-model = [DistributedDataParallel(config, sharded, Float16Module(config, gpt))]
+
+
+def chunk(i):
+    at = {"ignore_virtual": False, "vp_stage": i}
+    first, last = parallel_state.is_pipeline_first_stage(**at), parallel_state.is_pipeline_last_stage(**at)
+    gpt = GPTModel(
+        config, get_gpt_layer_local_spec(experts), WORDS, LENGTH, pre_process=first, post_process=last,
+        share_embeddings_and_output_weights=True, vp_stage=i if virtual else None,
+    )  # fmt: skip
+    return DistributedDataParallel(config, sharded, Float16Module(config, gpt))
+
+
+model = [chunk(i) for i in range(options.vp)]
 optimizer = get_megatron_optimizer(
     OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.01, bf16=True, params_dtype=torch.bfloat16,
                     use_distributed_optimizer=True), model)  # fmt: skip
@@ -83,11 +97,12 @@ scheduler = OptimizerParamScheduler(optimizer, 0.0, 1e-2, 0.0, 3, options.steps,
 train = get_forward_backward_func()
 
 losses = []
-data = Data(seed=parallel_state.get_data_parallel_rank())
+data = [Data(seed=parallel_state.get_data_parallel_rank()) for _ in model]
 session = attach(model, optimizer, scheduler, data)  # brings back what is held
 for step in session.steps(options.steps):
     optimizer.zero_grad()
-    model[0].zero_grad_buffer()
+    for each in model:
+        each.zero_grad_buffer()
     found = train(forward_step_func=forward, data_iterator=data, model=model, num_microbatches=MICROBATCHES,
                   seq_length=LENGTH, micro_batch_size=2, forward_only=False)  # fmt: skip
     optimizer.step()

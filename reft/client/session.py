@@ -115,7 +115,7 @@ class Session:
         and loses a batch at a restart.
         """
         self._check_process()
-        self._begin_marking()
+        self.begin_marking()
         while self.step < total:
             yield self.step
             self.step_end()
@@ -123,11 +123,18 @@ class Session:
     def step_end(self) -> None:
         """Marks the end of an iteration: the state is final, and may be read until the next optimizer step."""
         self._check_process()
-        self._begin_marking()
+        self.begin_marking()
         self._mark()
 
-    def _begin_marking(self) -> None:
-        """From the first mark on only marks count; what the optimizer's hooks counted before it is dropped."""
+    def begin_marking(self) -> None:
+        """From here on only marks count: the first mark does it. What the optimizer's hooks counted before is dropped.
+
+        For loops in which the optimizer steps before the first mark without training, as it does where
+        `torch.distributed.checkpoint` reads its state.
+
+        Raises:
+            RestoreError: the restored step was counted by calls of the optimizer.
+        """
         if not isinstance(self._marks, _Unmarked):
             return
         if self._counts_calls:

@@ -68,8 +68,9 @@ def attach(
         model_chunks: of this rank, wrapped in Megatron's DistributedDataParallel; a list with virtual stages.
         optimizer: what `get_megatron_optimizer` returned.
         opt_param_scheduler: OptimizerParamScheduler, or None.
-        data: what the micro batches come from, with state_dict and load_state_dict: an iterator, or consumed samples; None: the
-            data position is not held, which is said, unless `state` has it as "data".
+        data: what the micro batches come from, with state_dict and load_state_dict: an iterator, or consumed samples; a list of
+            them, one a chunk, with virtual stages; None: the data position is not held, which is said, unless `state` has
+            it as "data".
         state: name → anything else that belongs to the state.
         options: for `reft.attach`.
 
@@ -80,7 +81,8 @@ def attach(
 
     chunks: Sequence[Any] = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     held: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker())}
-    named = {"lr": opt_param_scheduler, "data": data}
+    positions = data if isinstance(data, (list, tuple)) else [data]
+    named = {"lr": opt_param_scheduler, **{f"data.{i}" if i else "data": each for i, each in enumerate(positions)}}
     held |= {name: each for name, each in named.items() if each is not None} | dict(state or {})
     if "data" not in held and torch.distributed.get_rank() == 0:
         say("not covered: the data position; pass what the micro batches come from: attach(..., data=...).")

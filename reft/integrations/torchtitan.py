@@ -88,8 +88,7 @@ class _Manager:
             reft.errors.ReftError: see `reft.attach`.
         """
         self.session = reft.attach(self._model_parts, self._optimizers, state=self._state, **self._options)
-        for _ in self.session.steps(0):
-            """From here on only marks count: reading a checkpoint makes the optimizers step."""
+        self.session.begin_marking()  # reading a checkpoint makes the optimizers step
         if self.session.restored_from is not None:
             return True
         return bool(self._storage.load(step)) if self._storage else False

@@ -96,7 +96,7 @@ class Storage:
 def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, restored_from, said):
     marks: list[str] = []
     session = SimpleNamespace(
-        restored_from=restored_from, steps=lambda total: marks.append("marking") or [], step_end=lambda: marks.append("mark"),
+        restored_from=restored_from, begin_marking=lambda: marks.append("marking"), step_end=lambda: marks.append("mark"),
         close=lambda: marks.append("close"),
     )  # fmt: skip
     attached = []

@@ -91,7 +91,10 @@ def of_titan(names: dict[str, Any]) -> dict[str, Any]:
     tensors = {f"{i}.{key}": digest(local(value)) for i, state in enumerate(states) for key, value in state.items()}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     counts = {"rates": repr(rates), "trainer": repr(trainer.state_dict())}
-    return {"losses": titan_on_cpu.LOSSES, "optimizer": {**tensors, **counts}, "model": trainer.model_parts[0]}
+    # Its state_dict() gathers, and the process group is gone.
+    (model,) = trainer.model_parts
+    weights = {name: digest(local(value)) for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return {"losses": titan_on_cpu.LOSSES, "optimizer": {**tensors, **counts, **weights}, "model": None}
 
 
 def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +104,8 @@ def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
         mains = [main for group in member.optimizer.param_groups for main in group["params"]]
         found |= kept | {f"{i}.main{k}": digest(main) for k, main in enumerate(mains)}
     states = names["tensor_parallel"].get_cuda_rng_tracker().get_states()
-    return {"losses": names["losses"], "optimizer": found, "model": names["model"][0].module.module,
+    model = torch.nn.ModuleList(chunk.module.module for chunk in names["model"])
+    return {"losses": names["losses"], "optimizer": found, "model": model,
             "states": {name: digest(state) for name, state in states.items()}}  # fmt: skip
 
 

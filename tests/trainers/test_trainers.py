@@ -33,6 +33,8 @@ EXAMPLES = {
     "examples/megatron_gpt.py": "megatron",
     "examples/megatron_gpt.py --tp 2": "megatron",
     "examples/megatron_gpt.py --pp 2": "megatron",
+    "examples/megatron_gpt.py --pp 2 --vp 2": "megatron",
+    "examples/megatron_gpt.py --ep 2": "megatron",
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
@@ -42,8 +44,16 @@ ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deep
 CASES = [
     pytest.param(script, marks=pytest.mark.slow if any(word in script for word in SLOW) else ()) for script in EXAMPLES
 ]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
+# What a trainer's workers import; each run imports it once, and forks.
+IMPORTS = {
+    "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
+    "lightning": "lightning.pytorch",
+    "deepspeed": "deepspeed+deepspeed.pipe",
+    "megatron": "megatron_cpu+megatron.core.models.gpt+megatron.core.optimizer+megatron.core.pipeline_parallel",
+    "torchtitan": "tests.support.titan_on_cpu+torchtitan.trainer+torchtitan.models.llama3",
+}
+TORCHRUN = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1"]  # fmt: skip
 
 
 class Example:
@@ -55,18 +65,27 @@ class Example:
     """
 
     def __init__(self, example: str, daemon: DaemonProcess, folder: Path) -> None:
-        self.python = ROOT / ".venv-trainers" / EXAMPLES[example] / "bin/python"
+        trainer = EXAMPLES[example]
+        self.python = ROOT / ".venv-trainers" / trainer / "bin/python"
         assert self.python.exists(), "run make test-trainers, which sets it up"
         script, *arguments = example.split()
         self.command, self.daemon, self.folder = [str(ROOT / script), *arguments], daemon, folder
+        self._torchrun = ["-m", "tests.support.warm_torchrun", IMPORTS[trainer], *TORCHRUN]
+
+    def run_two(self, name: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Under torchrun, on two ranks."""
+        done = self.run(name, *self._torchrun, **changes)
+        assert "started cold" not in done.stderr, done.stderr
+        return done
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        path = os.pathsep.join(str(ROOT / each) for each in (".", "daemon", "examples"))
         paths = os.pathsep.join([str(self.python.parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
         environment = {
             **os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path,
             "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",  # Arrow's allocator starts a thread, which no fork copies
             "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **changes,
         }  # fmt: skip
         command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, *self.command]
@@ -117,10 +136,10 @@ def test_one_process_killed_and_started_again(example):
 
 @pytest.mark.parametrize("example", CASES, indirect=True)
 def test_a_killed_rank_and_then_all_of_them(example):
-    plain = example.run("plain", *TORCHRUN, REFT_MODE="off")
+    plain = example.run_two("plain", REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
     faults = "snapshot.chunk:kill:from=5:rank=1:epoch=1,snapshot.chunk:kill:from=15:epoch=2"
-    done = example.run("done", *TORCHRUN, REFT_FAILPOINTS=faults)
+    done = example.run_two("done", REFT_FAILPOINTS=faults)
     assert done.returncode == 0, done.stderr
     assert len(restored(done)) == 2
     for rank in (0, 1):
