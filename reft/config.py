@@ -149,6 +149,7 @@ class Launch:
     slurm_job: str
     restart_count: int
     launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
+    round: int = -1  # of reft's rendezvous; -1 under any other
     unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
     backend: str = ""  # --rdzv-backend, where it was given by the environment
 
@@ -169,6 +170,7 @@ class Launch:
             slurm_job=source.get("SLURM_JOB_ID", ""),
             restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launch=source.get("REFT_LAUNCH", ""),
+            round=int(source.get("REFT_ROUND", "-1")),
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
             backend=source.get("PET_RDZV_BACKEND", ""),
         )

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from reft.core.round import Outcome
+from reft.core.waiting import WHOLE_S, patience_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX
@@ -29,7 +30,6 @@ from reft_daemon.watch import FENCE_DEADLINE_S
 
 REPORT_WAIT_MAX_S = 10.0
 STATUS_DEADLINE_S = 1.0
-SURVEY_DEADLINE_S = 3.0
 REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
 Context = grpc.aio.ServicerContext
 
@@ -130,17 +130,23 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
         await authorise(self._registry, request.job, context)
         record = self._registry.get(request.job).record
-        calls = (self._survey(node, record.manifest.token, request) for node in request.nodes)
+        has_round = request.HasField("round")
+        signalling = self._registry.signalling
+        given_up = signalling.given_up(request.job, request.launch, request.round) if has_round else frozenset()
+        calls = (
+            self._survey(node, record.manifest.token, request, patience_s(node.id, given_up)) for node in request.nodes
+        )
         return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
-    async def _survey(self, node: pb.Node, token: bytes, request: pb.SurveyRequest) -> pb.Surveyed:
+    async def _survey(self, node: pb.Node, token: bytes, request: pb.SurveyRequest, wait_s: float) -> pb.Surveyed:
         """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch)
-        found = await self._ask(node, token, inventory, SURVEY_DEADLINE_S)
+        found = await self._ask(node, token, inventory, wait_s)
+        found.brief = wait_s < WHOLE_S
         if not request.fence or not found.HasField("reply"):
             return found
         inventory.fence = True
-        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + SURVEY_DEADLINE_S)
+        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
 
     async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float) -> pb.Surveyed:
         # Each way to the node gets its share of the time; a unix socket that is not there fails at once, and so does a way

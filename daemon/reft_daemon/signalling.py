@@ -23,6 +23,7 @@ import grpc
 
 from reft.core.identity import check_name
 from reft.core.signals import BEAT_S, MISSES, Agent
+from reft.core.waiting import GivenUp
 from reft.errors import AlreadyAttached, AttachError, ConfigError, NoRoom, ReftError
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -85,6 +86,12 @@ class Signalling:
         """What admits agents and daemons of a job's term over TCP; empty if it is not watched."""
         vigil = self.vigil(job)
         return vigil.term.token if vigil else b""
+
+    def given_up(self, job: str, launch: str, round: int) -> frozenset[str]:
+        """Ids of the nodes that are missing from this round because the one before lost them; none if another one is watched."""
+        vigil = self.vigil(job)
+        known = vigil.given_up if vigil else GivenUp()
+        return known.nodes if (known.launch, known.round) == (launch, round) else frozenset()
 
     # Terms
 
@@ -155,6 +162,7 @@ class Signalling:
 
     def _others_agent(self, request: pb.AgentBeatRequest, said: Agent) -> pb.AgentBeatReply:
         vigil = self._expect(request.job)
+        vigil.lives(request.node_id)
         vigil.check_round(request.launch, request.round)
         if request.node_id not in vigil.term.nodes:
             raise AttachError(f"node {request.node_id} is no member of round {vigil.term.round} of job {request.job}.")
@@ -206,6 +214,7 @@ class Signalling:
             NoSuchJob: the job is not watched here.
         """
         vigil = self._expect(request.job)
+        vigil.lives(request.source)
         is_current = vigil.check_round(request.launch, request.round)
         if request.target != self._own or request.source not in vigil.term.nodes:
             raise AttachError(f"a beat of node {request.source} for {request.target} reached {self._own}.")

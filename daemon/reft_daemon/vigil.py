@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from reft.core.progress import Pace, Stall, laggard
 from reft.core.signals import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
 from reft.core.telling import Teller
+from reft.core.waiting import GivenUp
 from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -84,10 +85,12 @@ class Vigil:
         self._paces: dict[int, Pace] = {}
         self._active_s = time.monotonic()
         self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
+        self.given_up = GivenUp(term.launch, term.round)
         self._start(term, self._trainers(lambda lease: lease.watch is None))
 
     def begin(self, term: Term) -> None:
-        """A new term: everybody's past is forgotten."""
+        """A new term: everybody's past is forgotten, but for who was lost."""
+        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.lookout.lost())
         # An agent speaks of a round before its workers attach: who is here now was ended for it.
         self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
 
@@ -144,6 +147,10 @@ class Vigil:
         if self._agent is not None and self._agent.watch is not None:
             self._agent.watch.close()
         self._agent = None
+
+    def lives(self, node: str) -> None:
+        """A node's daemon or agent spoke, of whatever round."""
+        self.given_up = self.given_up.without(node)
 
     def check_round(self, launch: str, round: int) -> bool:
         """Whether a message belongs to this term; False if it is of a newer one.

@@ -47,6 +47,7 @@ from reft.client.restoration import Restoration
 from reft.client.roster import Roster
 from reft.client.session import Session
 from reft.client.snapshots import Counts, Snapshots
+from reft.client.surveying import Asker, surveyed
 from reft.client.transport import Transport, transport_of
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
@@ -62,7 +63,6 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
-SURVEY_DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans
 
 
 def attach(
@@ -254,18 +254,11 @@ class Attachment:
             return
         # Any daemon that knows the job has its token; the first of them asks for all.
         asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
-        surveys = self.exchange.together(lambda: self._survey(absent) if self.exchange.rank == asker else {})
-        survey = pb.SurveyReply.FromString(bytes_of(surveys[asker]["reply"]))
-        replies |= {each.node.id: each.reply for each in survey.nodes if each.HasField("reply")}
-        silent = tuple(each.node.name for each in survey.nodes if not each.HasField("reply"))
-        self.findings = Findings(replies, silent)
+        ask = Asker(self.exchange, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
+        self.findings = surveyed(replies, absent, ask, self.erased)
 
     def _knows(self, rank: int) -> bool:
         return self.findings.replies[self.roster.facts[rank]["node_id"]].HasField("decision")
-
-    def _survey(self, nodes: Sequence[pb.Node]) -> dict[str, Any]:
-        request = pb.SurveyRequest(job=self.job.id, nodes=nodes, launch=self.manifest.launch, fence=True)
-        return {"reply": text_of(self._call("Survey", request, SURVEY_DEADLINE_S).SerializeToString())}
 
     def _plan(self, attempt: int) -> None:
         """Pure, from what all ranks were told: the plan, the decision, and the new placement."""

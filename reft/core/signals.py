@@ -256,6 +256,13 @@ class Lookout:
         """Whom this node tells news at once."""
         return passers(self.own, self._ring)
 
+    def lost(self) -> frozenset[str]:
+        """Whom the term has lost, so far as nothing was heard of them since that was known."""
+        return frozenset(
+            node for node, each in self.members.items()
+            if each.signal is Signal.OFFLINE and each.newest_s < each.since_s and node != self.own
+        )  # fmt: skip
+
     # What was heard
 
     def spoke(self, node: str, signs: Iterable[Sign], heard_s: Mapping[str, float], now_s: float) -> list[Change]:

@@ -38,14 +38,16 @@ from reft.core.signals import Agent
 from reft.elastic import etcd, tcp
 from reft.elastic.guard import Guard
 from reft.elastic.listening import Listener, Term
+from reft.elastic.looking import Looker
 from reft.elastic.node import has_ended, settle, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
-from reft.elastic.rounds import Executor, StateHolder, poll_s
+from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.say import say
 from reft.elastic.state import Facts, State
 from reft.elastic.warm import Warm, begin
 from reft.wire.v1 import daemon_pb2 as pb
 
+SILENCE_S = 2.0  # of the store, before a person is told
 CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
 
@@ -70,7 +72,9 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._node, settings = inner._this_node, inner.settings
         self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._is_gone)
         inner._state_holder = self._holder
+        inner._record = recorder(type(inner).__name__, settings.run_id, self._node)  # type: ignore[method-assign]
         inner._op_executor = Executor(self._node, self._holder, settings, facts, shrink_s)
+        self._looker = Looker(inner.num_nodes_waiting)
         self._poll_s = poll_s(settings.max_nodes)
         self._close_s = settings.timeout.close.total_seconds()
         self._round = -1  # that our workers run in
@@ -96,6 +100,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             if hasattr(self._inner, name):
                 setattr(self._inner, name, None)
         self._is_stopping()
+        self._settle()
         if self._round < 0:
             self._enter()
         try:
@@ -137,6 +142,12 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._lost_s = {**self._lost_s, **dict.fromkeys(reaction.lost - known, time.monotonic())}
         self._news = (term, reaction)
 
+    def _settle(self) -> None:
+        """From here on this thread may ask the store itself."""
+        if not self._looker.settle(SILENCE_S):
+            self._say("the rendezvous store does not answer: workers can't restart before it does.")
+            self._looker.settle()
+
     def _is_stopping(self) -> None:
         if self._listener and self._term:
             self._listener.say(Agent.STOPPING)
@@ -174,9 +185,11 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._say(f"{reaction.reason} Workers restart without waiting for errors.")
             return 1
         try:
-            waiting = int(self._inner.num_nodes_waiting())
+            waiting = self._looker.look()
         except RendezvousConnectionError as error:
             self._say(f"the rendezvous store is lost: training goes on, but can't be restarted. {error}")
+            return 0
+        if waiting is None:
             return 0
         state = self._holder.state
         if waiting or state.closed:
@@ -215,6 +228,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             return True
         if self._listener and self._term:
             self._listener.close(Agent.FINISHED if sys.exc_info()[0] is None else Agent.FAILED)
+        self._settle()
         is_closed = bool(self._inner.shutdown())
         try:
             self._holder.leave()

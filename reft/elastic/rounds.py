@@ -12,18 +12,23 @@
 2. Who is silent is judged by the time since his sign of life was last seen to change, by this agent's monotonic clock:
    clocks that differ between hosts kill nobody. Who was late himself judges nobody until he has listened anew.
 3. Who is known to be gone (an ended process of this machine; a node that was said to be lost) is removed at once.
-4. Waiting agents look at the state `poll_s` apart, not once a second.
+4. Waiting agents look at the state soon, then ever less often, at last `poll_s` apart; not once a second.
 5. Who leaves a round to join the next stays on the wait list meanwhile: a job between two rounds is never empty.
 6. Who waits for more nodes than the minimum does so for `shrink` seconds once the job has run.
+7. What torch records of each action costs nothing unless somebody listens. torch walks through all loaded modules for the
+   name of the caller, for tens of milliseconds between reading the state and writing it, in which others overtake.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from torch.distributed.elastic.events import NodeState, construct_and_record_rdzv_event
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousBackend,
     RendezvousSettings,
@@ -41,6 +46,7 @@ from reft.elastic.state import Facts, State, decode, encode, member
 POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # a thousand agents look at the store a thousand times a second, as fifty of them do
 POLL_MAX_S = 1.0
+FIRST_POLL_S = 0.02
 
 IsGone = Callable[[Facts, float], bool]
 
@@ -48,6 +54,27 @@ IsGone = Callable[[Facts, float], bool]
 def poll_s(max_nodes: int) -> float:
     """How often an agent of a job of so many nodes looks at the state, in seconds."""
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
+
+
+def recorder(where: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
+    """torch's `_record` of a class named `where`; see 7 above."""
+
+    def record(message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
+        construct_and_record_rdzv_event(
+            run_id, message, node_state, f"{where}.{sys._getframe(1).f_code.co_name}", node.addr, node.pid,
+            local_id=node.local_id, rank=rank,
+        )  # fmt: skip
+
+    return record
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An agent's sign of life: when it was new to us, and from when on its silence counts; both monotonic."""
+
+    beat: datetime
+    new_s: float
+    silent_s: float
 
 
 class StateHolder(_RendezvousStateHolder):
@@ -70,7 +97,7 @@ class StateHolder(_RendezvousStateHolder):
         self._cache_s = poll_s(settings.max_nodes)
         self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
-        self._seen: dict[_NodeDesc, tuple[datetime, float]] = {}  # the sign of life, and when it was new to us
+        self._seen: dict[_NodeDesc, Seen] = {}
 
     @property
     def state(self) -> State:
@@ -115,16 +142,16 @@ class StateHolder(_RendezvousStateHolder):
 
     def _remove_gone(self, was_late: bool) -> None:
         now_s = time.monotonic()
-        state, seen = self._state, {} if was_late else self._seen
-        self._seen = {
-            node: seen[node] if node in seen and seen[node][0] == beat else (beat, now_s)
-            for node, beat in state.last_heartbeats.items()
-        }
-        for node, (_, seen_s) in self._seen.items():
+        state, before = self._state, self._seen
+        self._seen = {node: Seen(beat, now_s, now_s) for node, beat in state.last_heartbeats.items()}
+        for node, seen in self._seen.items():
+            if node in before and before[node].beat == seen.beat:
+                self._seen[node] = replace(before[node], silent_s=now_s) if was_late else before[node]
+        for node, seen in self._seen.items():
             if node == self._node:
                 continue
-            known = self._is_gone(state.facts.get(node, Facts()), seen_s)
-            if not known and now_s - seen_s <= self._expiry_s:
+            known = self._is_gone(state.facts.get(node, Facts()), seen.new_s)
+            if not known and now_s - seen.silent_s <= self._expiry_s:
                 continue
             was_participant = node in state.participants
             state.drop(node)
@@ -146,15 +173,18 @@ class Executor(_DistributedRendezvousOpExecutor):
         self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings, facts: Facts, shrink_s: float
     ) -> None:
         super().__init__(node, holder, settings)
+        self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
         self._holder, self._facts, self._shrink_s = holder, facts, shrink_s
         self._poll_s = poll_s(settings.max_nodes)
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
-        """See torch; but waits for `poll_s` where torch waits for a second."""
+        """See torch; but looks again soon where torch waits for a second."""
 
         def handler(context: _RendezvousContext, until: float) -> _Action:
+            pause_s = FIRST_POLL_S
             while (action := state_handler(context, until)) == _Action.SYNC:
-                time.sleep(self._poll_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._poll_s)
                 self._holder.sync(fresh=True)
                 self._state = self._holder.state
                 context = _RendezvousContext(self._node, self._state, self._settings)

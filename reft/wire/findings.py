@@ -139,6 +139,13 @@ class Findings:
         Args:
             erased: (node, name, version) of slots and kept capsules that failed their digests.
         """
+        return self._planned(erased) if erased else self._undamaged
+
+    @cached_property
+    def _undamaged(self) -> Plan:
+        return self._planned(())
+
+    def _planned(self, erased: Collection[tuple[str, str, Version]]) -> Plan:
         return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
 
     def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:

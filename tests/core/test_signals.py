@@ -258,6 +258,17 @@ def test_whoever_was_cut_off_hears_that_he_was_given_up():
     assert cluster.anywhere(Signal.OFFLINE) == {(o, "n3") for o in cluster.nodes}
 
 
+def test_lost_is_who_was_not_heard_since():
+    cluster = Cluster(4).run(3)
+    cluster.isolate("n3")
+    cluster.run(4)
+    assert [cluster.lookouts[n].lost() for n in ("n0", "n1", "n2")] == [{"n3"}] * 3
+    cluster.cut.clear()
+    cluster.run(2)
+    assert cluster.anywhere(Signal.OFFLINE) == {(o, "n3") for o in cluster.nodes}
+    assert [each.lost() for each in cluster.lookouts.values()] == [frozenset()] * 4
+
+
 def test_two_lost_at_once_in_a_job_of_three():
     cluster = Cluster(3).run(3)
     cluster.lose("n1", "n2")

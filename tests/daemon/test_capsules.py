@@ -13,6 +13,7 @@ import pytest
 from reft.core.capsules import DIGESTS_MAX
 from reft.core.round import Answer
 from reft.core.slots import SlotState
+from reft.core.waiting import WHOLE_S
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
@@ -400,7 +401,7 @@ async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
     service = DaemonService(SimpleNamespace(peers=Peers()), None)
     request = pb.SurveyRequest(job="job", launch="launch", fence=True)
     for name in ("alive", "gone"):
-        await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request)
+        await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request, WHOLE_S)
     (first, second, third) = asked
     assert first[:2] == ("alive", False) and second[:2] == ("alive", True) and third[:2] == ("gone", False)
     assert second[2] > FENCE_DEADLINE_S > first[2]

@@ -226,11 +226,18 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         agent.say(round=2, nodes=remaining)
     for i in range(2):
         until(lambda i=i: three.signals(i).round == 2, 60, "the second round")
+    survey = pb.SurveyRequest(job="job", nodes=three.nodes[1:], launch="launch", round=2)
+    here, away = three.daemons[0].call("Survey", survey).nodes
+    assert (here.brief, here.HasField("reply")) == (False, True) and (away.brief, away.HasField("reply")) == (
+        True,
+        False,
+    )
     two = Job([(daemon, [rank]) for rank, daemon in enumerate(three.daemons[:2])])
     two.counter = 1
     two.decide()
     three.agents[2].signal(signal.SIGCONT)
     three.daemons[2].kill(signal.SIGCONT)
+    until(lambda: not three.daemons[0].call("Survey", survey).nodes[1].brief, what="patience, as it was heard")
     # It is told by each of its own beats, and tells its agent.
     three.await_seen(2, 2, Signal.OFFLINE)
     assert three.reason(2, 2) == "round 1 of job job is over; 2 has begun."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -13,23 +14,29 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
+    dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
 
 from reft.core.ranks import Member, Place
+from reft.core.reaction import Reaction
+from reft.elastic import handler, rounds
 from reft.elastic.handler import ReftRendezvousHandler
+from reft.elastic.listening import Term
 from reft.elastic.rounds import StateHolder
 from reft.elastic.state import Facts, State, decode, encode
 from tests.support.daemons import until
 
 
 class Shared(RendezvousBackend):
-    """The state in this process. `lost` makes every call fail, as a lost store does."""
+    """The state in this process. `lost` makes every call fail, as a lost store does; `silent` makes it stand for a while."""
 
     name = "reft"
 
     def __init__(self):
         self.lock, self.data, self.revision, self.lost = threading.Lock(), None, 0, False
+        self.answers, self.standing = threading.Event(), 0
+        self.answers.set()
 
     def get_state(self):
         with self.lock:
@@ -45,6 +52,9 @@ class Shared(RendezvousBackend):
             return self.data, self.revision, is_ours
 
     def _check(self):
+        self.standing += 1
+        self.answers.wait(20)
+        self.standing -= 1
         if self.lost:
             raise RendezvousConnectionError("gone")
 
@@ -235,6 +245,42 @@ def test_a_lost_store_stops_no_training(make_job):
     assert a.num_nodes_waiting() == 0
 
 
+def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monkeypatch):
+    monkeypatch.setattr(handler, "SILENCE_S", 0.1)
+    job = make_job("1:2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == [0, 1]
+    b._inner._stop_heartbeats()
+    a._term = Term("job", "node-a", "launch", 0, b"", ())
+    job.shared.answers.clear()
+    a._holder._synced_s = float("-inf")
+    assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
+    assert job.shared.standing == 1, "the question goes on"
+    a._heard(a._term, Reaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    assert a.num_nodes_waiting() == 1 and job.shared.standing == 1
+    (joined,) = job.join(a)
+    until(lambda: "store does not answer" in capfd.readouterr().err, what="a line for people")
+    assert not joined.done() and job.shared.standing == 1
+    job.shared.answers.set()
+    assert (joined.result(12).rank, joined.result().world_size) == (0, 1), "the lost one is known, however late we were"
+
+
+def test_torchs_record_of_a_round_walks_through_no_modules(make_job, monkeypatch):
+    """Tens of milliseconds each, between reading and writing the state: others overtake, and the more nodes, the more do."""
+    walked, names = [], set()
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda *_: walked.append(1) or "")
+    monkeypatch.setattr(rounds, "construct_and_record_rdzv_event", lambda *said, **_: names.add(said[3]))
+    job = make_job("2")
+    a, b = job.agent("node-a"), job.agent("node-b")
+    assert job.ranks(a, b) == job.ranks(a, b) == [0, 1]
+    assert names >= {
+        "Executor._add_to_participants",
+        "Executor._keep_alive",
+        "DynamicRendezvousHandler.next_rendezvous",
+    }
+    assert not walked
+
+
 def test_a_job_that_has_ended_begins_anew_under_its_name(make_job):
     job = make_job("1")
     first = job.agent("node-a")
@@ -304,7 +350,8 @@ def test_who_was_late_himself_judges_nobody(make_job):
     holder = holder_of(job, job.agent("node-a"), keep_alive_s=30)
     holder.sync(fresh=True)
     holder._synced_s -= 60  # we stood still for a minute, and the other's sign of life is as old
-    holder._seen = {node: (beat, seen_s - 60) for node, (beat, seen_s) in holder._seen.items()}
+    earlier = {"new_s": holder._seen[other].new_s - 60, "silent_s": holder._seen[other].silent_s - 60}
+    holder._seen = {other: replace(holder._seen[other], **earlier)}
     holder.sync(fresh=True)
     assert other in holder.state.participants
 

@@ -15,7 +15,8 @@ In every reachable state, with *newest* the newest version that was announced wh
   2. so it does after the loss of any one node, unless a node was lost before and nothing of the epoch was whole since;
   3. in that case it finds *newest*, a newer version, or nothing: it refuses, and never goes back unnoticed;
   4. what it finds is of the history in force, lacks at most one slot, and has the capsule of the rank that lacks it;
-  5. if every rank has answered every step and heard every outcome, every rank has a slot to go on with.
+  5. if every rank has answered every step and heard every outcome, every rank has a slot to go on with;
+  6. where the plan without the answer of one node is settled, that answer would not change its base.
 
 `Rules` holds what may be broken on purpose. Nodes stand in a ring, so states are kept up to its rotation.
 """
@@ -34,6 +35,7 @@ from reft.core.layout import Leaf, pack
 from reft.core.placement import Placement, place
 from reft.core.recovery import Copy, Decision, Held
 from reft.core.round import Outcome
+from reft.core.waiting import is_settled
 from tests.model import commit_model
 from tests.model.commit_model import (
     EMPTY,
@@ -85,6 +87,9 @@ class Rules:
     resends: bool = True  # attach sends the base's capsules again before anything is written
     decides_first: bool = True  # the decision is on the daemons before anyone loads; else nobody wrote it in time
     reads_decision: bool = True  # versions of older histories don't count
+    settles: str = (
+        "is_settled"  # when a silent node is not waited for; else where there is any "base", or nothing "newer"
+    )
     snapshot_protects: bool = True  # after a loss only a whole version of the new epoch protects; else the restore does
 
 
@@ -117,8 +122,8 @@ def decision_of(decision: tuple[int, Pair | None]) -> Decision:
 def planned(
     slots: tuple[tuple[Kept, ...], ...], copies: tuple[tuple[Pair, ...], ...], ghost: tuple | None,
     decision: tuple[int, Pair | None], reads_decision: bool,
-) -> tuple[Pair | None, frozenset[tuple[int, int]]]:  # fmt: skip
-    """What recovery loads, and (rank, slot) of what is emptied."""
+) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:  # fmt: skip
+    """What recovery loads, (rank, slot) of what is emptied, and by which of the rules `settles` it is settled."""
     count = len(slots)
     held = [
         Held(f"n{rank}", rank, f"{i}", STATES[kept[2]], version_of(kept))
@@ -142,7 +147,12 @@ def planned(
     known = decision_of(decision) if reads_decision else None
     plan = recovery.plan(held, kept_copies, dict.fromkeys(EPOCHS, lane(count)), known)
     dropped = frozenset((slot.rank, int(slot.slot)) for slot in plan.dropped if slot.node == f"n{slot.rank}")
-    return pair_of(plan.base), dropped
+    rules = {
+        "is_settled": is_settled(plan, decision_of(decision)),
+        "newer": plan.base is not None and not plan.partial,
+        "base": plan.base is not None,
+    }
+    return pair_of(plan.base), dropped, frozenset(name for name, holds in rules.items() if holds)
 
 
 @functools.cache
@@ -261,8 +271,8 @@ class Model:
 
     def recovered(
         self, state: State, lost: int | None, with_ghost: bool
-    ) -> tuple[Pair | None, frozenset[tuple[int, int]]]:
-        """What the plan says after the loss."""
+    ) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:
+        """What the plan says after the loss; see `planned`."""
         nodes = _without(state.nodes, lost)
         slots = tuple(node.slots for node in nodes)
         ghost = state.ghost if with_ghost else None
@@ -272,7 +282,7 @@ class Model:
         """All trainers die, and a node with them or none; a silent node comes back or does not."""
         for lost in (None, *range(len(state.nodes))):
             for with_ghost in {False, state.ghost is not None}:
-                base, dropped = self.recovered(state, lost, with_ghost)
+                base, dropped, _ = self.recovered(state, lost, with_ghost)
                 if base is None:
                     continue  # refused; or nothing was ever whole: a fresh start is the first state again
                 after = self.begun_epoch(state, lost, base, dropped)
@@ -303,7 +313,10 @@ class Model:
         newest = self.newest(state)
         for lost in (None, *range(len(state.nodes))):
             for with_ghost in {False, state.ghost is not None}:
-                found, _ = self.recovered(state, lost, with_ghost)
+                found, _, settled = self.recovered(state, lost, with_ghost)
+                answered = self.recovered(state, None, with_ghost)[0]
+                if self.rules.settles in settled and answered != found:
+                    raise Violation(f"{found} without node {lost}, which holds {answered}: {state}")
                 may_refuse = state.is_exposed and lost is not None
                 if newest is not None and (found < newest if found else not may_refuse):
                     when = f"after the loss of node {lost}" if lost is not None else "after a crash"

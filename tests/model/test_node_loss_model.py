@@ -24,6 +24,7 @@ def test_the_rules_hold(name):
     assert Model(size, Rules()).explore() == states
 
 
+SILENT = "without node ., which holds"
 ANY, LOSS = "was announced or is the base", "was announced or is the base.* after the loss"
 MUTANTS = {
     "no reuse rule": (Rules(reuse=False), ANY),
@@ -34,6 +35,7 @@ MUTANTS = {
     "capsules of the base not sent again": (Rules(resends=False), LOSS),
     "loaded before the decision is written": (Rules(decides_first=False), ANY),
     "older histories count": (Rules(reads_decision=False), "dead history"),
+    "no wait where there is any base": (Rules(settles="base"), SILENT),
     "a restored version taken for protected": (Rules(snapshot_protects=False), LOSS),
 }
 

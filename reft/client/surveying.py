@@ -1,0 +1,73 @@
+"""Asking nodes that take no part any more what they hold; `reft.core.waiting` says for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reft.client.exchange import Exchange, bytes_of, text_of
+from reft.core.version import Version
+from reft.core.waiting import is_settled
+from reft.wire.findings import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+
+DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Has one rank's daemon ask, and tells every rank what it heard.
+
+    Attributes:
+        rank: the one that asks; its daemon knows the job.
+        call: calls a method of this rank's daemon; see `Attachment`.
+        launch, round: in which this attach takes place; -1 without reft's rendezvous.
+    """
+
+    exchange: Exchange
+    rank: int
+    call: Callable[[str, Any, float], Any]
+    job: str
+    launch: str
+    round: int
+
+    def __call__(self, nodes: Sequence[pb.Node], is_brief: bool) -> pb.SurveyReply:
+        """What these nodes hold. If `is_brief`, those that were given up get little time."""
+        request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, fence=True)
+        if is_brief and self.round >= 0:
+            request.round = self.round
+        said = self.exchange.together(lambda: self._ask(request) if self.exchange.rank == self.rank else {})
+        return pb.SurveyReply.FromString(bytes_of(said[self.rank]["reply"]))
+
+    def _ask(self, request: pb.SurveyRequest) -> dict[str, Any]:
+        return {"reply": text_of(self.call("Survey", request, DEADLINE_S).SerializeToString())}
+
+
+def surveyed(
+    replies: Mapping[str, pb.InventoryReply],
+    absent: Sequence[pb.Node],
+    ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
+    erased: Collection[tuple[str, str, Version]],
+) -> Findings:
+    """What all daemons hold, as far as they answer; the same on every rank, as `ask` is.
+
+    Args:
+        replies: node id → inventory, of the nodes that take part.
+        absent: the others.
+        ask: an `Asker`.
+        erased: (node, name, version) of slots and capsules that failed their digests.
+    """
+    found, brief = _add(Findings(replies), ask(absent, True))
+    if brief and not is_settled(found.plan(erased), found.decision):
+        found, _ = _add(Findings(found.replies, found.silent), ask(brief, False))
+    return found
+
+
+def _add(found: Findings, reply: pb.SurveyReply) -> tuple[Findings, list[pb.Node]]:
+    """The findings with a survey's answers; and who did not answer in the little time that it had."""
+    heard = {each.node.id: each.reply for each in reply.nodes if each.HasField("reply")}
+    missing = [each for each in reply.nodes if not each.HasField("reply")]
+    asked = {each.node.name for each in reply.nodes}
+    silent = (*(name for name in found.silent if name not in asked), *(each.node.name for each in missing))
+    return Findings({**found.replies, **heard}, silent), [each.node for each in missing if each.brief]

@@ -1,0 +1,51 @@
+"""For how long silent nodes are waited for; tests/model shows in every reachable state that a brief wait costs no version."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.core.recovery import Decision, Plan, Shortfall
+from reft.core.version import Epoch, Version
+from reft.core.waiting import BRIEF_S, WHOLE_S, GivenUp, is_settled, patience_s
+
+ONE, TWO = Epoch(1, b"a" * 16), Epoch(2, b"b" * 16)
+AT = GivenUp("launch", 3)
+
+
+def test_who_was_lost_in_the_round_before_gets_little_time_and_everybody_else_the_whole():
+    after = AT.next("launch", 4, {"a", "b", "new"}, {"c"})
+    assert after == GivenUp("launch", 4, frozenset({"c"}))
+    assert [patience_s(node, after.nodes) for node in ("c", "d")] == [BRIEF_S, WHOLE_S]
+
+
+def test_who_takes_part_again_or_was_heard_is_waited_for():
+    after = AT.next("launch", 4, {"a", "b"}, {"c", "d", "e"})
+    assert after.next("launch", 5, {"a", "c"}, {"b"}).nodes == {"b", "d", "e"}, "still missing, and missing now"
+    assert after.without("d").without("a").nodes == {"c", "e"}
+
+
+@pytest.mark.parametrize("launch, round", [("launch", 5), ("launch", 3), ("launch", 2), ("another", 4)])
+def test_who_missed_a_round_may_be_wrong_about_the_others(launch, round):
+    """It was cut off, and the others went on without it: they are not lost, and what they hold is newer than all it knows."""
+    assert AT.next(launch, round, {"a", "b"}, {"c"}) == GivenUp(launch, round)
+
+
+def test_without_agents_nobody_is_given_up():
+    assert GivenUp("", 1).next("", 2, {"a"}, {"b"}).nodes == frozenset()
+
+
+@pytest.mark.parametrize(
+    "plan, decision, expected",
+    [
+        (Plan(Version(TWO, 7)), Decision(TWO, Version(ONE, 5)), True),
+        (Plan(Version(ONE, 5)), Decision(TWO, Version(ONE, 5)), True),
+        (Plan(None), Decision(TWO, Version(ONE, 5)), False),
+        (Plan(None), None, False),
+        # Something of a newer version is known: the silent node may hold the rest.
+        (Plan(Version(TWO, 7), partial=(Shortfall(Version(TWO, 8)),)), Decision(TWO, Version(ONE, 5)), False),
+        # The base of the decision is known to have been there, though no slot of it was found.
+        (Plan(Version(ONE, 4)), Decision(TWO, Version(ONE, 5)), False),
+    ],
+)  # fmt: skip
+def test_a_plan_is_settled_if_nothing_newer_is_known(plan, decision, expected):
+    assert is_settled(plan, decision) is expected
