@@ -14,6 +14,7 @@ from reft.errors import AttachError, ConfigError, NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import messages
 from reft.wire.messages import MANIFEST_MAX
+from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena import Arena, SlotFile
@@ -52,6 +53,13 @@ class Registry:
         self._couriers: dict[str, Couriers] = {}
         self.signalling = Signalling(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
+        self._agents: set[Process] = set()
+
+    def stay_for(self, pid: int) -> None:
+        """An agent of this node has come: while it lives, a job may begin here at any time."""
+        facts = stat_of(pid)
+        if facts is not None:
+            self._agents.add(Process(pid, facts.start))
 
     def adopt(self) -> None:
         """Takes over what an earlier daemon left in the arena."""
@@ -178,10 +186,11 @@ class Registry:
             for job in list(self.jobs.values()):
                 if not job.is_live and now - job.ended_s > self._ttl_s:
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
-            if self.jobs or not self.signalling.is_idle:
+            self._agents = {agent for agent in self._agents if agent.is_alive}
+            if self.jobs or self._agents or not self.signalling.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
-                log.info("no job for %.0f s: leaving", now - self.idle_since_s)
+                log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
                 return
             await asyncio.sleep(min(1.0, self._ttl_s / 4, idle_exit_s / 4 or 1.0))
 

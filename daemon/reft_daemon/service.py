@@ -98,6 +98,8 @@ class DaemonService(pb_grpc.DaemonServicer):
                 f"you speak protocol {request.protocol}, this daemon (reft {__version__}) {messages.PROTOCOL}.",
                 "install the same reft on both sides",
             )
+        if request.agent_pid and _is_local(context):
+            self._registry.stay_for(request.agent_pid)
         me = self._identity
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,

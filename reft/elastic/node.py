@@ -52,6 +52,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
         return Facts(process), ""
     try:
         address, hello = starter.find(settings, _flags(parameters))
+        starter.hello(address, agent_pid=os.getpid())
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
         return Facts(process), ""

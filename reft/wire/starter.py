@@ -26,8 +26,11 @@ START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
 
 
-def hello(address: str, deadline_s: float = HELLO_DEADLINE_S) -> pb.HelloReply:
+def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0) -> pb.HelloReply:
     """Who answers at `address`.
+
+    Args:
+        agent_pid: of a torchrun agent, for which the daemon stays as long as it lives.
 
     Raises:
         DaemonUnavailable: nobody, in time.
@@ -35,7 +38,7 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S) -> pb.HelloReply:
     """
     with rpc.channel(address) as channel:
         try:
-            request = pb.HelloRequest(protocol=messages.PROTOCOL)
+            request = pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=agent_pid)
             reply: pb.HelloReply = pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
             return reply
         except grpc.RpcError as error:

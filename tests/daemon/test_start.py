@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reft.wire import messages
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import Job, slot_path
 from tests.support.daemons import ROOT, DaemonProcess, until
 
@@ -171,6 +173,15 @@ def test_a_daemon_that_holds_something_stays(start, trainer):
     trainer.kill()
     assert process.process.wait(20) == 0
     assert not (process.folder / "job").exists()
+
+
+def test_a_daemon_stays_while_an_agent_of_its_node_waits(start, trainer):
+    process = start("--idle-exit", "0.5")
+    process.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=trainer.pid))
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.process.wait(1.5)
+    trainer.kill()
+    assert process.process.wait(20) == 0
 
 
 def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):

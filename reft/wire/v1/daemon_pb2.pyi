@@ -150,10 +150,12 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol",)
+    __slots__ = ("protocol", "agent_pid")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_PID_FIELD_NUMBER: _ClassVar[int]
     protocol: int
-    def __init__(self, protocol: _Optional[int] = ...) -> None: ...
+    agent_pid: int
+    def __init__(self, protocol: _Optional[int] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain")
