@@ -53,7 +53,7 @@ class HeldJob:
     since_s: float = field(default_factory=time.monotonic)
     ended_s: float = field(default_factory=time.monotonic)
     sealed_s: dict[int, float] = field(default_factory=dict)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    listeners: set[Callable[[], None]] = field(default_factory=set)
     allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
     round: Round | None = None
     degraded: Degraded = field(default_factory=Degraded)
@@ -168,6 +168,7 @@ class HeldJob:
         self._start_round()
         self.save()
         self.since_s = self.ended_s = time.monotonic()
+        self._tell()
 
     def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
         """The manifest under which the base was written: as the decision says, or as this daemon knows by itself."""
@@ -346,15 +347,18 @@ class HeldJob:
         return self.custody.record(self.all_slots.values(), rank, version)
 
     def _changed(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
         self._free_retired()
         if self.round is not None:
             self._settle_capsules(self.round)
         if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
             self.record.had_whole = True
             self.save()
+        self._tell()
         self.on_change(self)
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
 
     def _free_retired(self) -> None:
         if not self.retired or self.round is None or self.round.outcome.whole < 0:

@@ -29,6 +29,7 @@ from reft_daemon import __version__
 from reft_daemon.arena import Arena, claim_folder, lock_file
 from reft_daemon.couriers import Peers
 from reft_daemon.handout import Handout
+from reft_daemon.line import LineServer
 from reft_daemon.pool import Pool, Spare
 from reft_daemon.registry import Registry
 from reft_daemon.service import DaemonService, Identity, PeerService
@@ -118,15 +119,23 @@ async def serve(settings: Settings) -> None:
     peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
+    line = LineServer(settings.socket.with_name(settings.socket.name + ".ln"), registry)
     trusts_peers = settings.tls is not None or settings.insecure or is_loopback(settings.listen)
     identity = Identity(
-        settings.node, settings.domain, addresses, str(handout.path), settings.memory_bytes, trusts_peers
+        settings.node,
+        settings.domain,
+        addresses,
+        str(handout.path),
+        str(line.path),
+        settings.memory_bytes,
+        trusts_peers,
     )
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
     pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
     health = health_service.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     registry.adopt()
+    await line.start()
     await server.start()
     settings.socket.chmod(0o600)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -144,6 +153,7 @@ async def serve(settings: Settings) -> None:
     await _until_stopped(registry, handout, settings.idle_exit_s)
     await server.stop(GRACE_S)
     handout.close()
+    line.close()
     await registry.close(settings.purge)
     settings.socket.unlink(missing_ok=True)
     arena.close()

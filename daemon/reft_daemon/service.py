@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 
-from reft.core.round import Outcome
 from reft.core.waiting import WHOLE_S, patience_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import handout, messages, rpc
@@ -28,7 +27,6 @@ from reft_daemon.signalling import NotWatched
 from reft_daemon.surveying import without_repeats
 from reft_daemon.watch import FENCE_DEADLINE_S
 
-REPORT_WAIT_MAX_S = 10.0
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
 Context = grpc.aio.ServicerContext
@@ -42,6 +40,7 @@ class Identity:
     domain: str
     addresses: tuple[str, ...]
     handout: str
+    line: str
     limit_bytes: int
     trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
 
@@ -103,7 +102,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         me = self._identity
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
-            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain,
+            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line,
         )  # fmt: skip
 
     @translated
@@ -185,35 +184,6 @@ class DaemonService(pb_grpc.DaemonServicer):
         slots = await self._registry.lease(request)
         leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
         return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).backing)
-
-    @translated
-    async def Report(self, request: pb.ReportRequest, context: Context) -> pb.ReportReply:
-        await authorise(self._registry, request.job, context)
-        job = self._registry.get(request.job)
-        job.report(request)
-        # A trainer that repeats itself waits: what it said may have been lost with a daemon that was restarted.
-        self._registry.wake(job)
-        newest = max((answer.step for answer in request.answers), default=-1)
-        deadline = time.monotonic() + min(request.wait_ms / 1000, REPORT_WAIT_MAX_S)
-        while job.round is not None and not job.round.outcome.decides(newest):
-            left = deadline - time.monotonic()
-            if left <= 0 or messages.epoch_from(request.epoch) != job.epoch:
-                break
-            try:
-                await asyncio.wait_for(job.news.wait(), left)
-            except asyncio.TimeoutError:
-                break
-        job.check_epoch(request.epoch)
-        has_slots = any(slot.rank == request.rank for slot in job.slots.values())
-        outcome = job.round.outcome if job.round else Outcome()
-        return pb.ReportReply(
-            whole=outcome.whole,
-            voids=outcome.voids,
-            unlike=outcome.unlike,
-            slots_missing=not has_slots,
-            every=outcome.pace.every,
-            pace_start=outcome.pace.start,
-        )
 
     @translated
     async def Secure(self, request: pb.SecureRequest, context: Context) -> pb.SecureReply:

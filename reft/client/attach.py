@@ -429,7 +429,13 @@ class Attachment:
     def _snapshots(self, counts: Counts, step: int) -> Snapshots:
         epoch, base = self.decision.epoch, self.decision.base
         reporter = Reporter(
-            self.address, self.job.id, epoch, self.exchange.rank, self.settings.rpc_deadline_s, self.failpoints
+            self.address,
+            self.hello.line,
+            self.job.id,
+            epoch,
+            self.exchange.rank,
+            self.settings.rpc_deadline_s,
+            self.failpoints,
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,

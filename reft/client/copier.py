@@ -317,10 +317,11 @@ class CpuCopier:
             self._reading.set()
         # The optimizer may run now: only the slot is read from here on.
         parity = plan.share.parity_chunks
-        self._together(
-            lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
-            lambda _, chunks: _digest(slot, digests, chunks),
-        )
+        if parity:
+            self._together(
+                lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
+                lambda _, chunks: _digest(slot, digests, chunks),
+            )
         job.sealed(digests)
 
     def _together(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:

@@ -1,7 +1,8 @@
 """Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
 
-Each call carries every answer whose outcome is not known yet, so a lost call is repaired by the next. At most
-CALLS_MAX calls are under way; the daemon holds a reply back until the newest step is decided or the call's deadline nears.
+Each report carries every answer whose outcome is not known yet, so what was lost with a daemon is repaired by the next. At
+most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has waited
+long enough. A thread hears the replies; whoever reports makes the connection anew after it has ended.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from reft.core.frequency import Pace
 from reft.core.round import Answer, Outcome
@@ -22,6 +24,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
+from reft.wire.line import Line
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -29,7 +32,8 @@ log = logging.getLogger("reft")
 ANSWERS_MAX = 16
 CALLS_MAX = 4
 NO_CELLS: Mapping[int, int] = MappingProxyType({})
-MARGIN_S = 0.5  # by which a call's deadline exceeds the time that the daemon may hold the reply back
+MARGIN_S = 0.5  # by which a reply may come later than the daemon may hold it back
+T = TypeVar("T")
 
 
 class Reporter:
@@ -37,25 +41,26 @@ class Reporter:
 
     Args:
         address: of the daemon's unix socket.
+        path: of its line, from HelloReply.line.
         job, epoch, rank: who reports.
-        deadline_s: of one call.
+        deadline_s: for which the daemon may hold back a reply.
     """
 
     def __init__(
-        self, address: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints
+        self, address: str, path: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints
     ) -> None:
-        self._address, self._job, self._epoch, self._rank = address, job, epoch, rank
+        self._address, self._path, self._job, self._epoch, self._rank = address, path, job, epoch, rank
         self._deadline_s = deadline_s
         self._failpoints = failpoints
-        self._channel = rpc.channel(address)
-        self._stub = pb_grpc.DaemonStub(self._channel)
         self._changed = threading.Condition()
+        self._line: Line | None = None
         self._answers: dict[int, Answer] = {}
         self._digests: dict[int, Mapping[int, int]] = {}
         self._under_way = 0
+        self._heard_s = 0.0  # the last reply, or the first report after it
         self._trouble = ""
         self._outcome = Outcome()
-        self.error: ReftError | None = None  # why the last call failed
+        self.error: ReftError | None = None  # why the last report was not heard
         self.slots_missing = False
         self.wish = 0  # how often to snapshot, see `reft.core.frequency`; travels with the answers
 
@@ -92,30 +97,58 @@ class Reporter:
         self._send()
 
     def _send(self) -> None:
+        now_s = time.monotonic()
         with self._changed:
+            if self._under_way and now_s - self._heard_s > self._deadline_s + MARGIN_S:
+                self._failed(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
             if self._under_way >= CALLS_MAX or self._failpoints.hit("report.send", rank=self._rank):
                 return
-            self._under_way += 1
             request = pb.ReportRequest(
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
                 answers=messages.answers_to(self._answers, self._digests),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
             )  # fmt: skip
-        self._stub.Report.future(request, timeout=self._deadline_s + MARGIN_S).add_done_callback(self._replied)
-
-    def _replied(self, call: grpc.Future) -> None:
-        failure = call.exception() if not call.cancelled() else None
-        with self._changed:
-            self._under_way -= 1
-            if call.cancelled():
+            try:
+                self._connected().send(request)
+            except OSError as error:
+                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
                 return
-            if isinstance(failure, grpc.RpcError):
-                self._failed(rpc.error_of(failure, self._address))
-            else:
-                self._heard(call.result())
-            self._changed.notify_all()
+            if not self._under_way:
+                self._heard_s = now_s
+            self._under_way += 1
+
+    def _connected(self) -> Line:
+        """The line; made anew if there is none, with a thread that hears what comes back."""
+        if self._line is None:
+            self._line = Line(self._path)
+            threading.Thread(target=self._hear, args=(self._line,), name="reft-news", daemon=True).start()
+        return self._line
+
+    def _hear(self, line: Line) -> None:
+        """In a thread of its own: takes in what the daemon says, until the line ends."""
+        why = "it has ended the connection"
+        try:
+            for reply in line.replies():
+                with self._changed:
+                    self._under_way -= reply.calls
+                    self._heard_s = time.monotonic()
+                    if reply.status:
+                        self._failed(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
+                    else:
+                        self._heard(reply)
+                    self._changed.notify_all()
+        except (ValueError, KeyError, DecodeError) as error:
+            why = f"it said what can't be read: {error}"
+        with self._changed:
+            if self._line is line:  # nobody here has closed it
+                self._line, self._under_way = None, 0
+                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
+                self._changed.notify_all()
+        line.close()
 
     def _failed(self, error: ReftError) -> None:
+        if self.is_fenced:
+            return  # for ever: whatever else fails, this process must not write any more
         if type(error) is not type(self.error):
             log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
         self.error = error
@@ -146,15 +179,11 @@ class Reporter:
         with self._changed:
             while not self._outcome.decides(step) and not self.is_fenced and time.monotonic() < end:
                 if not self._under_way:
-                    self._changed.release()
-                    try:
-                        self._send()
-                    finally:
-                        self._changed.acquire()
+                    self._send()
                 self._changed.wait(min(0.2, max(end - time.monotonic(), 0)))
             return self._outcome.whole >= step
 
-    def wait_for(self, found: Callable[[], Any]) -> Any:
+    def wait_for(self, found: Callable[[], T]) -> T:
         """The first true value of `found`, asked again whenever there is news or somebody calls `wake`. For a copy thread."""
         with self._changed:
             while not (value := found()):
@@ -170,9 +199,13 @@ class Reporter:
         """Tells the daemon that the session was closed; a daemon that is gone need not know."""
         request = pb.ReleaseRequest(job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank)
         try:
-            self._stub.Release(request, timeout=self._deadline_s)
+            with rpc.channel(self._address) as channel:
+                pb_grpc.DaemonStub(channel).Release(request, timeout=self._deadline_s)
         except grpc.RpcError as error:
             log.info("the daemon did not hear that the session was closed: %s", rpc.error_of(error, self._address))
 
     def close(self) -> None:
-        self._channel.close()
+        with self._changed:
+            line, self._line = self._line, None
+        if line is not None:
+            line.close()

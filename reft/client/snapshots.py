@@ -178,9 +178,8 @@ class Snapshots:
             ReftError: no slot may be reused.
         """
         self.failpoints.hit("snapshot.begin", **self._facts(step))
-        self.reporter.wait_for(lambda: given_up.is_set() or self._free_slot() is not None)
-        slot = self._free_slot()
-        if slot is None:
+        slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
+        if isinstance(slot, bool):
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
         self._under_way.add(slot.index)
         share = held.share
@@ -213,6 +212,8 @@ class Snapshots:
         def intact() -> None:
             self.failpoints.hit("snapshot.landing", **facts)
             now = held.bindings.versions()
+            if now == versions:
+                return
             for name, before, after in zip(held.bindings.tensors, versions, now, strict=True):
                 if before != after and name not in held.bindings.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ class Subjects:
             return name
         return f"model.0.{found[2]}"
 
-    def items(self) -> Iterator[tuple[str, Any, Extractor]]:
+    def items(self) -> Sequence[tuple[str, Any, Extractor]]:
         """(prefix, object, its extractor) of models, then of optimizers."""
-        for prefix, module in self.modules.items():
-            yield prefix, module, extractor(module)
-        for i, optimizer in enumerate(self.optimizers):
-            yield f"optimizer.{i}", optimizer, extractor(optimizer)
+        return self._items
+
+    @cached_property
+    def _items(self) -> Sequence[tuple[str, Any, Extractor]]:
+        models = [(prefix, module, extractor(module)) for prefix, module in self.modules.items()]
+        return [*models, *((f"optimizer.{i}", each, extractor(each)) for i, each in enumerate(self.optimizers))]
 
     def names(self) -> Names:
         """What each parameter is, by its id: as the first that has it says."""

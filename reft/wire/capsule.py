@@ -25,6 +25,7 @@ from reft.errors import FormatError, UnsupportedState
 
 DEPTH_MAX: Final = 64
 INT_BITS_MAX: Final = 4096  # PCG64 has 128-bit integers; a limit keeps the text parser linear
+_JSON: Final = json.JSONEncoder(separators=(",", ":"))
 _LENGTH: Final = struct.Struct("<I")
 _FLOAT: Final = struct.Struct("<d")
 # Numbers, text and times; the parser behind np.dtype takes far more.
@@ -49,7 +50,7 @@ def encode(tree: object) -> bytes:
         UnsupportedState: a value is of a type that is not stored; the message holds its key path.
     """
     blob = bytearray()
-    text = json.dumps(_pack(tree, blob, (), 0), separators=(",", ":")).encode()
+    text = _JSON.encode(_pack(tree, blob, (), 0)).encode()
     return _LENGTH.pack(len(text)) + text + bytes(blob)
 
 
@@ -83,6 +84,8 @@ def _pack(value: object, blob: bytearray, path: tuple[object, ...], depth: int) 
             )
         return value
     if type(value) is list:
+        if depth < DEPTH_MAX and set(map(type, value)) == {str}:
+            return value  # names of parameters: thousands
         return [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]
     if type(value) is tuple:
         return {"tuple": [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]}

@@ -45,6 +45,7 @@ STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
     DaemonUnavailable: grpc.StatusCode.UNAVAILABLE,
 }
 _ERROR_OF: Final = {status: kind for kind, status in STATUS_OF.items()}
+CODES: Final[dict[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def status_of(error: ReftError) -> grpc.StatusCode:
@@ -57,7 +58,11 @@ def status_of(error: ReftError) -> grpc.StatusCode:
 
 def error_of(error: grpc.RpcError, address: str) -> ReftError:
     """The error that a failed call stands for."""
-    code, details = error.code(), error.details() or ""
+    return error_from(error.code(), error.details() or "", address)
+
+
+def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
+    """The error that a status and its text stand for."""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DaemonUnavailable(f"the daemon at {address} did not answer in time.", "look at its log; is it stopped?")
     if code is grpc.StatusCode.UNAVAILABLE:

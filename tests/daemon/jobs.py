@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from reft.core.layout import Layout, Leaf, pack
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.wire import handout, messages, rpc
+from reft.wire import handout, line, messages, rpc
 from reft.wire.process import stat_of
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
@@ -29,9 +30,23 @@ CHUNK = 4096
 Code = grpc.StatusCode
 
 
+class Refused(grpc.RpcError):
+    """A report that the daemon refused."""
+
+    def __init__(self, reply: pb.ReportReply) -> None:
+        super().__init__(reply.error)
+        self.reply = reply
+
+    def code(self) -> grpc.StatusCode:
+        return rpc.CODES[self.reply.status]
+
+    def details(self) -> str:
+        return self.reply.error
+
+
 @contextmanager
 def refused(code: grpc.StatusCode, text: str = "") -> Iterator[None]:
-    """Expects a call to end with this status, and with a text that has `text` in it."""
+    """Expects a call or a report to end with this status, and with a text that has `text` in it."""
     with pytest.raises(grpc.RpcError) as error:
         yield
     assert error.value.code() is code, error.value.details()
@@ -149,7 +164,11 @@ class Job:
             job=self.name, epoch=self.epoch, rank=rank, answers=messages.answers_to(answers), wait_ms=wait_ms,
             wish=wish,
         )  # fmt: skip
-        return self.call(rank, "Report", request, timeout)
+        return self.send_report(rank, request, timeout)
+
+    def send_report(self, rank: int, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
+        """The reply to one report on a line of its own."""
+        return ask_line(self.hellos[self.home.get(rank, 0)].line, request, timeout)
 
     def headers(self, node: int = 0) -> dict[str, tuple[SlotState, int]]:
         """Name → (state, step) of every slot that a node offers."""
@@ -158,6 +177,27 @@ class Job:
 
     def whole(self, node: int = 0) -> int:
         return self.daemons[node].status(self.name).whole
+
+
+def ask_line(path: str, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
+    """The reply to one report.
+
+    Raises:
+        Refused: the daemon refused it.
+        TimeoutError: nothing came in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        connection.sendall(line.frame(request))
+        frames = line.Frames()
+        while data := connection.recv(1 << 16):
+            for body in frames.feed(data):
+                reply = pb.ReportReply.FromString(body)
+                if reply.status:
+                    raise Refused(reply)
+                return reply
+    raise ConnectionError("the daemon has ended the line")
 
 
 def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:

@@ -69,11 +69,12 @@ def test_a_bad_job_name_creates_nothing(shared, name):
     with refused(Code.INVALID_ARGUMENT, "not allowed"):
         shared.call("Decide", pb.DecideRequest(manifest=good.manifest, decision=good.decision()))
     for method, request in (
-        ("Lease", good.lease_request()), ("Report", pb.ReportRequest(job=name)), ("Purge", pb.PurgeRequest(job=name)),
-        ("Release", pb.ReleaseRequest(job=name)),
+        ("Lease", good.lease_request()), ("Purge", pb.PurgeRequest(job=name)), ("Release", pb.ReleaseRequest(job=name)),
     ):  # fmt: skip
         with refused(Code.INVALID_ARGUMENT, "not allowed"):
             shared.call(method, request)
+    with refused(Code.INVALID_ARGUMENT, "not allowed"):
+        good.send_report(0, pb.ReportRequest(job=name))
     assert not shared.call("Inventory", pb.InventoryRequest(job=name, fence=True)).slots
     with refused(Code.NOT_FOUND):
         list(shared_read(shared, pb.ReadRequest(job=name, slot="../lock", size=100)))
@@ -191,19 +192,20 @@ def test_steps_at_the_end_of_the_range(shared, job):
 
 def test_what_is_not_held_is_not_found(shared):
     for method, request in (
-        ("Lease", pb.LeaseRequest(job="none")), ("Report", pb.ReportRequest(job="none")),
-        ("Release", pb.ReleaseRequest(job="none")), ("Purge", pb.PurgeRequest(job="none")),
-        ("Status", pb.StatusRequest(job="none")),
+        ("Lease", pb.LeaseRequest(job="none")), ("Release", pb.ReleaseRequest(job="none")),
+        ("Purge", pb.PurgeRequest(job="none")), ("Status", pb.StatusRequest(job="none")),
     ):  # fmt: skip
         with refused(Code.NOT_FOUND):
             shared.call(method, request)
+    with refused(Code.NOT_FOUND):
+        Job([(shared, [0])]).send_report(0, pb.ReportRequest(job="none"))
 
 
 def test_an_older_epoch_is_stale_everywhere(shared, job):
     job.decide()
     orphan, old = epoch_of(1), messages.epoch_to(epoch_of(1))
     with refused(Code.ABORTED, "epoch 1 of job job is over"):
-        shared.call("Report", pb.ReportRequest(job="job", epoch=old))
+        job.send_report(0, pb.ReportRequest(job="job", epoch=old))
     with refused(Code.ABORTED):
         shared.call("Release", pb.ReleaseRequest(job="job", epoch=old))
     with refused(Code.ABORTED):

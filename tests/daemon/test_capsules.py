@@ -168,7 +168,7 @@ def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job
         write(slot, job.version(1))
         cells = [pb.CellDigest(cell=3, digest=rank)]
         answer = pb.StepAnswer(step=1, answer="ANSWER_SEALED", cells=cells)
-        job.call(rank, "Report", pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, answers=[answer]))
+        job.send_report(rank, pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, answers=[answer]))
     for rank in (0, 1):
         until(lambda rank=rank: list(job.report(rank, {1: SEALED}).unlike) == [3], what="the difference")
         assert list(job.report(rank, {1: SEALED}).voids) == [1]

@@ -252,13 +252,14 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, answers=sealed), manifest_token, pb_grpc.PeerStub),
         ("Announce", pb.Outcome(job="job", epoch=old, whole=9), manifest_token, pb_grpc.PeerStub),
         ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
-        ("Report", pb.ReportRequest(job="job", epoch=old, rank=0, answers=sealed), manifest_token, None),
         ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
         ("Secure", pb.SecureRequest(job="job", epoch=old), manifest_token, None),
         ("Release", pb.ReleaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
     ):  # fmt: skip
         with refused(Code.ABORTED):
             tcp_call(address, method, request, token, service)
+    with refused(Code.ABORTED):
+        three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, answers=sealed))
 
 
 def test_beats_that_can_not_be_are_refused(cluster):

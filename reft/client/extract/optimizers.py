@@ -187,11 +187,11 @@ class OptimizerExtractor:
             own = [names[id(parameter)].name for parameter in group["params"]]
             groups.append({"params": own, "values": _plain_values(group, but="params")})
         state = self.owner(value).state
-        plain = {names[id(key)].name: _plain_values(each) for key, each in state.items() if id(key) in names}
+        plain = ((key, _plain_values(each)) for key, each in state.items())
         return {
             "class": self._class_of(value),
             "groups": groups,
-            "scalars": {name: v for name, v in plain.items() if v},
+            "scalars": {names[id(key)].name: values for key, values in plain if values and id(key) in names},
         }
 
     def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:

@@ -158,7 +158,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain", "line")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class HelloReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
@@ -175,7 +176,8 @@ class HelloReply(_message.Message):
     version: str
     pid: int
     domain: str
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
+    line: str
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., line: _Optional[str] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "fence")
@@ -388,20 +390,26 @@ class ReportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "voids", "slots_missing", "unlike", "every", "pace_start")
+    __slots__ = ("whole", "voids", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     VOIDS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     PACE_START_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     whole: int
     voids: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
     unlike: _containers.RepeatedScalarFieldContainer[int]
     every: int
     pace_start: int
-    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
+    calls: int
+    status: int
+    error: str
+    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")

@@ -39,11 +39,6 @@ class DaemonStub(object):
                 request_serializer=reft_dot_v1_dot_daemon__pb2.LeaseRequest.SerializeToString,
                 response_deserializer=reft_dot_v1_dot_daemon__pb2.LeaseReply.FromString,
                 )
-        self.Report = channel.unary_unary(
-                '/reft.v1.Daemon/Report',
-                request_serializer=reft_dot_v1_dot_daemon__pb2.ReportRequest.SerializeToString,
-                response_deserializer=reft_dot_v1_dot_daemon__pb2.ReportReply.FromString,
-                )
         self.Release = channel.unary_unary(
                 '/reft.v1.Daemon/Release',
                 request_serializer=reft_dot_v1_dot_daemon__pb2.ReleaseRequest.SerializeToString,
@@ -119,12 +114,6 @@ class DaemonServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lease(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Report(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -211,11 +200,6 @@ def add_DaemonServicer_to_server(servicer, server):
                     servicer.Lease,
                     request_deserializer=reft_dot_v1_dot_daemon__pb2.LeaseRequest.FromString,
                     response_serializer=reft_dot_v1_dot_daemon__pb2.LeaseReply.SerializeToString,
-            ),
-            'Report': grpc.unary_unary_rpc_method_handler(
-                    servicer.Report,
-                    request_deserializer=reft_dot_v1_dot_daemon__pb2.ReportRequest.FromString,
-                    response_serializer=reft_dot_v1_dot_daemon__pb2.ReportReply.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -354,23 +338,6 @@ class Daemon(object):
         return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Lease',
             reft_dot_v1_dot_daemon__pb2.LeaseRequest.SerializeToString,
             reft_dot_v1_dot_daemon__pb2.LeaseReply.FromString,
-            options, channel_credentials,
-            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
-
-    @staticmethod
-    def Report(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(request, target, '/reft.v1.Daemon/Report',
-            reft_dot_v1_dot_daemon__pb2.ReportRequest.SerializeToString,
-            reft_dot_v1_dot_daemon__pb2.ReportReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -1,0 +1,159 @@
+"""A rank's reporter and a daemon that a test plays: what is lost is said again, and nothing of it is waited for."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from reft.client import reporter as reporting
+from reft.client.reporter import CALLS_MAX, Reporter
+from reft.core.round import Answer
+from reft.core.version import Epoch
+from reft.errors import DaemonUnavailable, StaleEpoch
+from reft.failpoints import Failpoints
+from reft.wire.line import Frames, frame
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import until
+
+SEALED, VOID = Answer.SEALED, Answer.VOID
+
+
+class Played:
+    """The daemon's end."""
+
+    def __init__(self, path) -> None:
+        self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listening.settimeout(20)
+        self.listening.bind(str(path))
+        self.listening.listen(4)
+        self.there: socket.socket | None = None
+        self.frames = Frames()
+        self.waiting: list[bytes] = []
+
+    def next(self) -> dict[int, int]:
+        """Step → answer of the next report."""
+        if self.there is None:
+            self.there, _ = self.listening.accept()
+            self.there.settimeout(20)
+            self.frames = Frames()
+        while not self.waiting:
+            data = self.there.recv(1 << 16)
+            assert data, "the line ended"
+            self.waiting += self.frames.feed(data)
+        return {each.step: each.answer for each in pb.ReportRequest.FromString(self.waiting.pop(0)).answers}
+
+    def say(self, calls: int = 1, **facts) -> None:
+        self.there.sendall(frame(pb.ReportReply(calls=calls, **facts)))
+
+    def end(self) -> None:
+        self.there.close()
+        self.there = None
+
+
+@pytest.fixture
+def played(tmp_path):
+    daemon = Played(tmp_path / "line")
+    yield daemon
+    daemon.listening.close()
+    if daemon.there is not None:
+        daemon.there.close()
+
+
+@pytest.fixture
+def reporter(played, tmp_path):
+    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "line"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    yield found
+    found.close()
+
+
+def whole(reporter) -> int:
+    version, _ = reporter.knowledge()
+    return version.step if version else -1
+
+
+def test_each_report_says_all_that_is_not_decided(reporter, played):
+    reporter.answer(1, SEALED)
+    assert played.next() == {1: SEALED}
+    reporter.answer(2, VOID)
+    assert played.next() == {1: SEALED, 2: VOID}
+    played.say(2, whole=1, voids=[2])
+    until(lambda: whole(reporter) == 1)
+    reporter.answer(3, SEALED)
+    assert played.next() == {3: SEALED}
+
+
+def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next(reporter, played):
+    for step in range(1, CALLS_MAX + 3):
+        reporter.answer(step, SEALED)
+    for _ in range(CALLS_MAX):
+        last = played.next()
+    assert set(last) == set(range(1, CALLS_MAX + 1))
+    played.say(CALLS_MAX, whole=-1)
+    until(lambda: reporter._under_way == 0)
+    reporter.answer(CALLS_MAX + 3, SEALED)
+    assert set(played.next()) == set(range(1, CALLS_MAX + 4))
+
+
+def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
+    for step in range(1, CALLS_MAX + 1):
+        reporter.answer(step, SEALED)
+        played.next()
+    played.end()
+    until(lambda: isinstance(reporter.error, DaemonUnavailable))
+    assert "does not advance" in caplog.text
+    reporter.answer(CALLS_MAX + 1, SEALED)
+    assert set(played.next()) == set(range(1, CALLS_MAX + 2))
+    played.say(whole=CALLS_MAX + 1)
+    until(lambda: whole(reporter) == CALLS_MAX + 1 and reporter.error is None)
+    assert "answers again" in caplog.text
+
+
+def test_a_daemon_that_is_gone_costs_an_error_and_no_time(tmp_path):
+    reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    reporter.answer(1, SEALED)
+    assert isinstance(reporter.error, DaemonUnavailable) and reporter._under_way == 0
+    reporter.close()
+
+
+def test_a_silent_daemon_is_called_so_once_its_time_is_over(reporter, played, monkeypatch):
+    reporter.answer(1, SEALED)
+    now = reporting.time.monotonic()
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 19)
+    reporter.answer(2, SEALED)
+    assert reporter.error is None
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 22)
+    reporter.answer(3, SEALED)
+    assert isinstance(reporter.error, DaemonUnavailable) and "in time" in str(reporter.error)
+
+
+def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=-1, status=10, error="epoch 1 is over")
+    until(lambda: reporter.is_fenced)
+    assert isinstance(reporter.error, StaleEpoch)
+    played.end()
+    until(lambda: reporter._line is None)
+    assert reporter.is_fenced, "the end of the line is no news for who is fenced"
+    reporter.answer(2, SEALED)
+    played.next()
+    played.say(whole=1)
+    until(lambda: whole(reporter) == 1)
+    assert reporter.is_fenced
+
+
+def test_what_can_not_be_read_ends_the_line(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.there.sendall(b"\3\0\0\0\xff\xff\xff")
+    until(lambda: isinstance(reporter.error, DaemonUnavailable))
+    assert "can't be read" in str(reporter.error)
+
+
+def test_who_waits_hears_of_the_outcome(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1)
+    assert reporter.wait(1, 20)
+    assert not reporter.wait(2, 0.0)
