@@ -16,10 +16,10 @@ test: lint
 	$(BIN)/pytest -n 2 -m $(QUICK) --ignore=tests/e2e
 	$(BIN)/pytest -n 2 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
-# Each other trainer in an environment of its own, two at a time.
+# Each other trainer in an environment of its own; two at a time, since ranks wait for one another.
 test-trainers: $(READY)
 	printf '%s\n' .ci/trainers/*.txt | xargs -P 2 -n 1 .ci/trainer
-	$(BIN)/pytest -m "trainers and not slow"
+	$(BIN)/pytest -n 2 -m "trainers and not slow"
 
 check: lint
 	$(BIN)/pytest tests/house

@@ -66,3 +66,8 @@ def _install() -> None:
 
 if not torch.cuda.is_available():
     _install()
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault(
+        "te_general_gemm", None
+    )  # a router asks for it, and 0.16.1 has it with Transformer Engine only

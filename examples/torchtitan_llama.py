@@ -13,7 +13,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -77,6 +77,7 @@ trainer = Trainer.Config(
     training=TrainingConfig(steps=options.steps, local_batch_size=2, seq_len=32, disable_cuda_graphs=True),
     parallelism=ParallelismConfig(tensor_parallel_degree=options.tp, spmd_backend="partial_dtensor"),
     metrics=MetricsProcessor.Config(log_freq=1),
+    debug=DebugConfig(seed=0),  # else each start draws one
 ).build()
 trainer.train()
 trainer.close()

@@ -34,28 +34,41 @@ class RandomStates:
 
     Args:
         tracker: `megatron.core.tensor_parallel.get_cuda_rng_tracker()`.
+        place: this rank's tensor-parallel rank, by which Megatron seeds them.
 
     Raises:
         UnsupportedState: its states are no plain bytes.
     """
 
-    def __init__(self, tracker: Any) -> None:
+    def __init__(self, tracker: Any, place: int) -> None:
         MEGATRON.need(tracker, "get_states", "set_states")
         if not all(isinstance(state, torch.Tensor) for state in tracker.get_states().values()):
             raise UnsupportedState(
                 "Megatron's random states are generators of CUDA graphs, which this version does not hold.",
                 "model_parallel_cuda_manual_seed(..., use_cudagraphable_rng=False)",
             )
-        self._tracker = tracker
+        self._tracker, self._place = tracker, place
 
     def state_dict(self) -> dict[str, Any]:
-        """Name → state, uint8 on the host."""
-        states: dict[str, Any] = self._tracker.get_states()
-        return states
+        """This rank's place, and name → state, uint8 on the host."""
+        return {"tp": self._place, "states": self._tracker.get_states()}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         """The next draw in each region is the one after the mark."""
-        self._tracker.set_states(dict(held))
+        self._tracker.set_states(dict(held["states"]))
+
+    def load_state_dicts(self, held: Sequence[Mapping[str, Any]]) -> None:
+        """In a job of another size: those of the first old rank with this tensor-parallel rank.
+
+        Without one they stay as they were seeded, which is said: another rank's would make its dropout repeat.
+        """
+        mine = next((each for each in held if each["tp"] == self._place), None)
+        if mine is None:
+            say(
+                f"no old rank had tensor-parallel rank {self._place}: Megatron's random states stay as they were seeded."
+            )
+        else:
+            self.load_state_dict(mine)
 
 
 def attach(
@@ -77,10 +90,11 @@ def attach(
     Raises:
         reft.errors.ReftError: see `reft.attach`; or the job runs what is not held, which is named.
     """
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     chunks: Sequence[Any] = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    held: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker())}
+    held: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker(), get_tensor_model_parallel_rank())}
     positions = data if isinstance(data, (list, tuple)) else [data]
     named = {"lr": opt_param_scheduler, **{f"data.{i}" if i else "data": each for i, each in enumerate(positions)}}
     held |= {name: each for name, each in named.items() if each is not None} | dict(state or {})

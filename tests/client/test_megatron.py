@@ -64,7 +64,7 @@ class Chunk(BASE):  # type: ignore[misc, valid-type]
         self.output = nn.Parameter(torch.rand(4, 3))
 
     def sharded_state_dict(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
-        assert metadata["non_homogeneous_layers"] and prefix == ""
+        assert metadata["non_homogeneous_layers"] and metadata["singleton_local_shards"] and prefix == ""
         layer = self.layers[0]
         found = [
             sharded("layers.1.norm", layer.norm, (3,), (0,)),
@@ -361,11 +361,26 @@ def test_waits_for_neighbours_are_idle_and_the_users_timers_go_on():
     ]  # fmt: skip
 
 
-def test_random_states_of_cuda_graphs_are_refused():
+def tracker_of(states: dict[str, Any]) -> Any:
+    return SimpleNamespace(get_states=lambda: dict(states), set_states=states.update)
+
+
+def test_random_states_come_back_and_those_of_cuda_graphs_are_refused():
     states = {"model-parallel-rng": torch.zeros(4, dtype=torch.uint8)}
-    tracker = SimpleNamespace(get_states=lambda: states, set_states=states.update)
-    RandomStates(tracker).load_state_dict({"model-parallel-rng": torch.ones(4, dtype=torch.uint8)})
-    assert RandomStates(tracker).state_dict()["model-parallel-rng"].sum() == 4
+    first = RandomStates(tracker_of(states), 1)
+    held = first.state_dict()
+    states["model-parallel-rng"] = torch.ones(4, dtype=torch.uint8)
+    first.load_state_dict(held)
+    assert first.state_dict()["states"]["model-parallel-rng"].sum() == 0
     states["model-parallel-rng"] = torch.Generator()
     with pytest.raises(UnsupportedState, match="CUDA graphs"):
-        RandomStates(tracker)
+        RandomStates(tracker_of(states), 1)
+
+
+@pytest.mark.parametrize(("place", "expected"), [(0, 10), (1, 11), (2, 99)])
+def test_random_states_of_another_number_of_ranks_are_those_of_the_same_tensor_parallel_rank(place, expected):
+    """Stages of the pipeline have drawn unlike numbers; a new tensor-parallel rank keeps its own seed, never another's."""
+    held = [{"tp": tp, "states": {"rng": torch.tensor([10 * (stage + 1) + tp])}} for stage in (0, 1) for tp in (0, 1)]
+    states = {"rng": torch.tensor([99])}
+    RandomStates(tracker_of(states), place).load_state_dicts(held)
+    assert states["rng"].item() == expected

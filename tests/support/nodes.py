@@ -280,7 +280,8 @@ class Nodes:
         victims = [process for rank, process in self.trainers().items() if rank in ranks]
         at = time.monotonic()
         for process in victims:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it died of the death of the one before
+                process.kill()
         self.note(f"SIGKILL of ranks {sorted(ranks)}")
         return at
 

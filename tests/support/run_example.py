@@ -104,9 +104,37 @@ def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
         mains = [main for group in member.optimizer.param_groups for main in group["params"]]
         found |= kept | {f"{i}.main{k}": digest(main) for k, main in enumerate(mains)}
     states = names["tensor_parallel"].get_cuda_rng_tracker().get_states()
+    found["runs"] = runs_of_megatron(names["model"], names["optimizer"])
     model = torch.nn.ModuleList(chunk.module.module for chunk in names["model"])
     return {"losses": names["losses"], "optimizer": found, "model": model,
             "states": {name: digest(state) for name, state in states.items()}}  # fmt: skip
+
+
+def runs_of_megatron(chunks: Any, optimizer: Any) -> dict[str, Any]:
+    """Name in the whole model → the runs that this rank has of it: (first element, bytes in hex). For DistributedOptimizer."""
+
+    def raw(tensor: torch.Tensor) -> str:
+        return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
+
+    called: dict[int, str] = {}
+    found: dict[str, Any] = {}
+    for chunk in chunks:
+        model = chunk.module.module
+        for name, parameter in model.named_parameters():
+            kind, _, rest = name.partition("decoder.layers.")
+            if rest and not kind:
+                index, _, rest = rest.partition(".")
+                name = f"layer {model.decoder.layers[int(index)].layer_number} {rest}"
+            called[id(parameter)] = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
+            found[f"weight {called[id(parameter)]}"] = [0, raw(parameter)]
+    for member in optimizer.chained_optimizers:
+        groups = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
+        for parameter, main in ((p, m) for models, mains in groups for p, m in zip(models, mains, strict=True)):
+            first = member._get_model_param_range_map(parameter)["param"].start
+            held = {"main": main, **member.optimizer.state[main]}
+            for key in ("main", "exp_avg", "exp_avg_sq"):
+                found[f"{key} {called[id(parameter)]}"] = [first, raw(held[key])]
+    return found
 
 
 KINDS = {

@@ -50,11 +50,11 @@ from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 
 def attend(
-    self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None,
+    self: Any, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, scale: float | None = None,
     enable_gqa: bool = False, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention; flex attention has no backward pass on a CPU."""
-    heads = [each.transpose(1, 2) for each in (q, k, v)]
+    """Causal attention; flex attention has no backward pass on a CPU. The plan of tensor parallelism has these names."""
+    heads = [each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH)]
     found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     return found.transpose(1, 2)
 

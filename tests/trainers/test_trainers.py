@@ -38,12 +38,7 @@ EXAMPLES = {
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
-# Minutes each; run with -m "trainers and slow".
-SLOW = ("--stage 0", "--tp 2", "torchtitan")
 ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
-CASES = [
-    pytest.param(script, marks=pytest.mark.slow if any(word in script for word in SLOW) else ()) for script in EXAMPLES
-]
 # What a trainer's workers import; each run imports it once, and forks.
 IMPORTS = {
     "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
@@ -52,8 +47,13 @@ IMPORTS = {
     "megatron": "megatron_cpu+megatron.core.models.gpt+megatron.core.optimizer+megatron.core.pipeline_parallel",
     "torchtitan": "tests.support.titan_on_cpu+torchtitan.trainer+torchtitan.models.llama3",
 }
-TORCHRUN = ["--nproc-per-node=2", "--max-restarts=4", "--rdzv-id=r", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1"]  # fmt: skip
+TORCHRUN = [
+    "--max-restarts=4",
+    "--rdzv-id=r",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+    "--local-addr=127.0.0.1",
+]
 
 
 class Example:
@@ -72,9 +72,9 @@ class Example:
         self.command, self.daemon, self.folder = [str(ROOT / script), *arguments], daemon, folder
         self._torchrun = ["-m", "tests.support.warm_torchrun", IMPORTS[trainer], *TORCHRUN]
 
-    def run_two(self, name: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Under torchrun, on two ranks."""
-        done = self.run(name, *self._torchrun, **changes)
+    def run_ranks(self, name: str, count: int = 2, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Under torchrun."""
+        done = self.run(name, *self._torchrun, f"--nproc-per-node={count}", **changes)
         assert "started cold" not in done.stderr, done.stderr
         return done
 
@@ -134,13 +134,41 @@ def test_one_process_killed_and_started_again(example):
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
-@pytest.mark.parametrize("example", CASES, indirect=True)
+@pytest.mark.parametrize("example", EXAMPLES, indirect=True)
 def test_a_killed_rank_and_then_all_of_them(example):
-    plain = example.run_two("plain", REFT_MODE="off")
+    plain = example.run_ranks("plain", REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
     faults = "snapshot.chunk:kill:from=5:rank=1:epoch=1,snapshot.chunk:kill:from=15:epoch=2"
-    done = example.run_two("done", REFT_FAILPOINTS=faults)
+    done = example.run_ranks("done", REFT_FAILPOINTS=faults)
     assert done.returncode == 0, done.stderr
     assert len(restored(done)) == 2
     for rank in (0, 1):
         assert_ends_alike(example.result("done", rank), example.result("plain", rank))
+
+
+def whole(example: Example, name: str, ranks: int) -> dict[str, bytes]:
+    """Every weight, main parameter and moment of the whole model, put together from what each rank has of it."""
+    found: dict[str, dict[int, bytes]] = {}
+    for rank in range(ranks):
+        for what, (first, data) in example.result(name, rank)["optimizer"]["runs"].items():
+            assert found.setdefault(what, {}).setdefault(first, bytes.fromhex(data)) == bytes.fromhex(data), what
+    return {what: b"".join(runs[first] for first in sorted(runs)) for what, runs in found.items()}
+
+
+def test_megatron_comes_back_with_other_stages_and_another_number_of_ranks(daemon, tmp_path):
+    """Two stages, then one rank, then two data parallel ones; none of the later ones trains."""
+    shapes = {"stages": ("--pp 2", 2), "alone": ("", 1), "replicas": ("", 2)}
+    states = {}
+    for name, (arguments, ranks) in shapes.items():
+        example = Example(f"examples/megatron_gpt.py {arguments}".strip(), daemon, tmp_path)
+        example.command += ["--steps", "6"]
+        done = example.run_ranks(name, ranks)
+        assert done.returncode == 0, done.stderr
+        assert restored(done) == ([] if name == "stages" else [6])
+        states[name] = whole(example, name, ranks)
+    assert len(states["stages"]) > 60 and {len(state) for state in states["stages"].values()} > {
+        64 * 32 * 2,
+        64 * 32 * 4,
+    }
+    assert states["alone"] == states["stages"]
+    assert states["replicas"] == states["stages"]

@@ -28,7 +28,8 @@ from reft.core.flattened import placed
 from reft.errors import UnsupportedState
 
 TESTED = "0.16.1"
-LAYERS = {"non_homogeneous_layers": True}  # a name for each, instead of one for a stack of them
+# A name for each layer, and for each expert, instead of one for a stack of them: what is gated has no place in a stack.
+EACH = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 
 
 class MegatronModuleExtractor(ModuleExtractor):
@@ -100,7 +101,7 @@ def _common(prefix: str) -> str:
 def _places(module: nn.Module) -> dict[int, tuple[str, Box | None]]:
     """id of a parameter or buffer → its name in the whole model, and where it lies; None: it is the whole."""
     found: dict[int, tuple[str, Box | None]] = {}
-    for each in unwrapped(module).sharded_state_dict(prefix="", metadata=dict(LAYERS)).values():
+    for each in unwrapped(module).sharded_state_dict(prefix="", metadata=dict(EACH)).values():
         tensor = getattr(each, "data", None)
         if not isinstance(tensor, torch.Tensor):
             continue
