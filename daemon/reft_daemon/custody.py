@@ -11,7 +11,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from reft.core.capsules import Deposits
-from reft.core.placement import capsule_holders
+from reft.core.placement import holders_among
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
@@ -28,7 +28,7 @@ LAYOUTS_MAX: Final = 256  # leaf tables whose kept bytes are remembered
 
 
 async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
-    """The nodes that keep the capsules of a node: as many as the most tolerant of the job's lanes survives losses.
+    """The nodes that keep the capsules of a node.
 
     Raises:
         ConfigError, FormatError: the manifest contradicts itself.
@@ -37,11 +37,14 @@ async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
         return ()
     try:
         # A placement of thousands of ranks takes a while, and the round of other jobs must go on.
-        placement = await asyncio.to_thread(placement_of, manifest)
+        return await asyncio.to_thread(_holders_of, manifest, node_index)
     except ValueError as error:
         raise ConfigError(f"the manifest of job {manifest.job} can't be placed: {error}.") from error
-    tolerance = max((lane.code.f for lane in placement.lanes), default=0)
-    return capsule_holders(node_index, node_domains(manifest.nodes), tolerance)
+
+
+def _holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
+    ranks = [frozenset(node.ranks) for node in manifest.nodes]
+    return holders_among(placement_of(manifest), ranks, node_domains(manifest.nodes), node_index)
 
 
 @dataclass

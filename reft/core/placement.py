@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -73,6 +73,10 @@ class Lane:
     def D(self) -> int:
         """How many members, and how many stripes."""
         return len(self.members)
+
+    def is_without(self, ranks: Collection[int]) -> bool:
+        """Whether none of these ranks is a member."""
+        return all(member not in ranks for member in self.members)
 
     @property
     def shard_bytes(self) -> int:
@@ -311,6 +315,48 @@ def capsule_holders(node: int, domains_of_nodes: Sequence[int], f: int) -> tuple
         if len(holders) <= f:
             holders.setdefault(domains_of_nodes[candidate], candidate)
     return tuple(holders.values())[1:]
+
+
+def capsules_among(placement: Placement, nodes: Sequence[Collection[int]], node: int) -> tuple[Lane | None, list[int]]:
+    """The narrowest lane that a node shares with others, and the nodes that share it; None and nobody if there is none.
+
+    A capsule that lies on as many of them as the lane survives is lost only with more of them than that: then the lane is
+    lost too. So whatever all lanes survive, capsules survive, also where nodes of several sharding groups are lost.
+
+    Args:
+        nodes: the ranks of each node.
+        node: index of the node.
+    """
+    own = nodes[node]
+    shared = (lane for lane in placement.lanes if lane.code.f and not lane.is_without(own))
+    lane = min(shared, key=lambda lane: lane.D, default=None)
+    among = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
+    return lane, among
+
+
+def holders_among(
+    placement: Placement, nodes: Sequence[Collection[int]], domains_of_nodes: Sequence[int], node: int
+) -> tuple[int, ...]:
+    """The nodes that hold a node's capsules besides itself: as many as the most tolerant lane of the job survives losses.
+
+    First those that share its narrowest lane, then those that follow in the ring of all; in distinct other domains.
+
+    Args:
+        nodes: the ranks of each node.
+        domains_of_nodes: failure domain of each node.
+        node: index of the node.
+    """
+    f = max((lane.code.f for lane in placement.lanes), default=0)
+    lane, among = capsules_among(placement, nodes, node)
+    near: tuple[int, ...] = ()
+    if lane is not None:
+        domains = [domains_of_nodes[i] for i in among]
+        near = tuple(among[i] for i in capsule_holders(among.index(node), domains, lane.code.f))
+    found = {domains_of_nodes[i]: i for i in (node, *near)}
+    for i in capsule_holders(node, domains_of_nodes, len(set(domains_of_nodes)) - 1):
+        if len(found) <= f:
+            found.setdefault(domains_of_nodes[i], i)
+    return tuple(found.values())[1:]
 
 
 def exposed(placement: Placement) -> tuple[Exposure, ...]:

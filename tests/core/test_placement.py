@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 
 from reft.core.cells import Cell, Division, divide
 from reft.core.layout import SMALL_BYTES, Layout, Leaf, pack
-from reft.core.placement import WIDTH_MAX, Placement, capsule_holders, exposed, packet_range, place, ranges
+from reft.core.placement import (
+    WIDTH_MAX,
+    Placement,
+    capsule_holders,
+    exposed,
+    holders_among,
+    packet_range,
+    place,
+    ranges,
+)
 
 CHUNK = 4096
 NO_KEPT = Layout((), (), 0)
@@ -331,6 +341,45 @@ def test_capsules_go_to_distinct_other_domains_and_load_is_even(counts, f, order
 def test_capsules_of_nodes_that_are_domains_go_to_the_next():
     assert [capsule_holders(node, [5, 3, 9, 1], 2) for node in range(4)] == [(1, 2), (2, 3), (3, 0), (0, 1)]
     assert capsule_holders(0, [0], 3) == ()
+
+
+def stages(count: int, replicas: int, tolerate: int | None = None) -> tuple[Placement, list[set[int]]]:
+    """A pipeline without a common leaf: one rank a node, the replicas of a stage beside each other; and the ranks of nodes."""
+    layouts = [pack([leaf(f"stage{i}", 1 << 20)]) for i in range(count)]
+    world = count * replicas
+    division = divide({each.digest: each for each in layouts}, [layouts[i // replicas].digest for i in range(world)])
+    return place(division, range(world), "auto", tolerate, CHUNK), [{rank} for rank in range(world)]
+
+
+def test_capsules_stay_among_the_nodes_that_share_a_lane():
+    placement, nodes = stages(count=2, replicas=2)
+    assert [holders_among(placement, nodes, range(4), node) for node in range(4)] == [(1,), (0,), (3,), (2,)]
+    alone, nodes = stages(count=3, replicas=1)
+    assert [holders_among(alone, nodes, range(3), node) for node in range(3)] == [()] * 3
+
+
+@given(placements())
+@settings(max_examples=60, deadline=None)
+def test_what_all_lanes_survive_the_capsules_survive(placement):
+    """Any two or three domains at once: a rank whose lanes can all be decoded has a capsule left, if it shares any lane."""
+    domains = sorted(set(placement.domains))[:7]
+    nodes = [{rank for rank, each in enumerate(placement.domains) if each == domain} for domain in domains]
+    labels = {domain: index for index, domain in enumerate(domains)}
+    if len(labels) < len(set(placement.domains)):
+        return
+    f = max((lane.code.f for lane in placement.lanes), default=0)
+    holders = [holders_among(placement, nodes, range(len(nodes)), node) for node in range(len(nodes))]
+    assert all(
+        len(each) == min(f, len(nodes) - 1) and len({i, *each}) == 1 + len(each) for i, each in enumerate(holders)
+    )
+    for count in (2, 3):
+        for lost in map(set, itertools.combinations(range(len(nodes)), count)):
+            gone = [sum(labels[placement.domains[rank]] in lost for rank in lane.members) for lane in placement.lanes]
+            if any(n > lane.code.f for n, lane in zip(gone, placement.lanes, strict=True)):
+                continue
+            for node in lost:
+                shares = any(lane.code.f and not lane.is_without(nodes[node]) for lane in placement.lanes)
+                assert not shares or not lost.issuperset(holders[node]), (lost, node, holders)
 
 
 def test_thousands_of_ranks():

@@ -92,20 +92,24 @@ class Run:
     """A job of an example, over its starts.
 
     Args:
-        nodes: empty for a run without reft.
+        nodes: empty for a run without reft; the ranks are dealt out among them in turn.
+        environment: of all ranks.
     """
 
-    def __init__(self, example: Example, folder: Path, nodes: list[DaemonProcess]) -> None:
-        self.example, self.folder, self.nodes = example, folder, nodes
+    def __init__(self, example: Example, folder: Path, nodes: list[DaemonProcess], **environment: str) -> None:
+        self.example, self.folder, self.nodes, self.environment = example, folder, nodes, environment
         folder.mkdir()
 
     def start(self, failpoints: str = "", seal_at: int = 0) -> Ranks:
         options = {"example": self.example.name, "records": str(self.folder), "per_node": self.example.per_node}
         options["seal_at"] = [seal_at] if seal_at else []
-        environment = {} if self.nodes else {"REFT_MODE": "off"}
+        environment = self.environment if self.nodes else {"REFT_MODE": "off"}
         spec = Spec("", steps=STEPS, failpoints=failpoints, environment=environment, options=options)
-        daemons = [node.address for node in self.nodes for _ in range(self.example.per_node)]
+        daemons = [self.nodes[self.node_of(rank)].address for rank in range(self.example.world)] if self.nodes else []
         return Ranks(spec, self.example.world, daemons)
+
+    def node_of(self, rank: int) -> int:
+        return rank * len(self.nodes) // self.example.world
 
     def finish(self, ranks: Ranks) -> Result:
         codes = ranks.wait(DEADLINE_S)
@@ -121,14 +125,15 @@ class Run:
         until(lambda: stands.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}")
         assert victim.is_alive(), ranks.errors()[-6000:]
         whole = max(node.status("job").whole for node in self.nodes)
-        node = moment.rank // self.example.per_node
-        on_node = range(node * self.example.per_node, (node + 1) * self.example.per_node)
-        killed = {"rank": [moment.rank], "all": range(self.example.world), "node": on_node}[moment.kind]
-        for rank in killed:
+        everybody = range(self.example.world)
+        node, count = self.node_of(moment.rank), len(self.nodes)
+        lost = {"node": [node], "nodes": [node, (node + 1) % count]}.get(moment.kind, [])
+        on_lost = [rank for rank in everybody if self.node_of(rank) in lost]
+        for rank in {"rank": [moment.rank], "all": everybody}.get(moment.kind, on_lost):
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
-        if moment.kind == "node":
-            vanish(self.nodes[node])
-            self.nodes[node] = site.add(1)[0]
+        vanish(*(self.nodes[each] for each in lost))
+        for each, fresh in zip(lost, site.add(len(lost)), strict=True):
+            self.nodes[each] = fresh
         for process in ranks.processes:  # the launcher ends the others
             process.terminate()
             process.join(60)
@@ -153,14 +158,18 @@ def check(example: Example, seed: int, plain: Result, site: Site, folder: Path) 
     """Losses of a seed, one after the other, each in a start of its own; the last start trains to the end."""
     run = Run(example, folder / f"seed{seed}", site.add(example.nodes))
     wholes = [run.lose(moment, 0 if i else 3, site) for i, moment in enumerate(moments(example, seed))]
-    result = run.finish(run.start())
+    assert_went_on(run.finish(run.start()), wholes, plain)
+    return run
+
+
+def assert_went_on(result: Result, wholes: list[int], plain: Result) -> None:
+    """After each loss all ranks went on from one step, no older than what was whole then; and ended as without any."""
     assert 3 <= wholes[0]
     for i, whole in enumerate(wholes, 1):
         bases = {attempts[i].base for attempts in result.attempts.values()}
         assert len(bases) == 1 and min(bases) >= whole, (i, bases, wholes)
     assert compare(result, plain, STEPS).differences == []
     assert all(any(name.startswith("optimizer ") for name in digests) for digests in result.digests.values())
-    return run
 
 
 @each_example
@@ -172,6 +181,26 @@ def test_it_goes_on_bit_for_bit(example, plain, site, tmp_path):
     else:
         ((reason, ranks, nbytes),) = exposed
         assert reason == "kept" and ranks == [0, 1] and nbytes > 1 << 20
+
+
+def test_two_nodes_of_different_groups_are_lost_at_once(plain, site, tmp_path):
+    """HSDP, one rank on each of four nodes: 0 and 2 hold one half, 1 and 3 the other, so that each half survives one loss.
+
+    All four hold the numbers of steps of the optimizer: these must survive two.
+    """
+    (hsdp,) = [example for example in EXAMPLES if example.name == "hsdp"]
+    run = Run(hsdp, tmp_path / "groups", site.add(hsdp.world), REFT_TOLERATE="2")
+    whole = run.lose(Moment("nodes", rank=3, step=7, after=1), 3, site)
+    assert_went_on(run.finish(run.start()), [whole], plain(hsdp))
+
+
+@pytest.mark.slow
+def test_two_nodes_of_different_stages_are_lost_at_once(plain, site, tmp_path):
+    """TP x PP x DP on four nodes of two ranks: 0 and 2 hold one stage, 1 and 3 the other, and they have no leaf in common."""
+    (pipeline,) = [example for example in EXAMPLES if example.name == "tensor_pipeline_3d"]
+    run = Run(pipeline, tmp_path / "stages", site.add(pipeline.nodes))
+    whole = run.lose(Moment("nodes", rank=3, step=7, after=1), 3, site)
+    assert_went_on(run.finish(run.start()), [whole], plain(pipeline))
 
 
 def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:
