@@ -131,19 +131,18 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
         await authorise(self._registry, request.job, context)
         record = self._registry.get(request.job).record
-        has_round = request.HasField("round")
-        signalling = self._registry.signalling
-        given_up = signalling.given_up(request.job, request.launch, request.round) if has_round else frozenset()
-        calls = (
-            self._survey(node, record.manifest.token, request, patience_s(node.id, given_up)) for node in request.nodes
-        )
+        signalling, has_round = self._registry.signalling, request.HasField("round")
+        given_up_s = signalling.given_up_s(request.job, request.launch, request.round) if has_round else {}
+        patience = {node.id: patience_s(given_up_s.get(node.id), request.again) for node in request.nodes}
+        token = record.manifest.token
+        calls = (self._survey(node, token, request, patience[node.id]) for node in request.nodes)
         return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
     async def _survey(self, node: pb.Node, token: bytes, request: pb.SurveyRequest, wait_s: float) -> pb.Surveyed:
         """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch)
         found = await self._ask(node, token, inventory, wait_s)
-        found.brief = wait_s < WHOLE_S
+        found.brief = not request.again and wait_s < WHOLE_S
         if not request.fence or not found.HasField("reply"):
             return found
         inventory.fence = True

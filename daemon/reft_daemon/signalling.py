@@ -87,11 +87,14 @@ class Signalling:
         vigil = self.vigil(job)
         return vigil.term.token if vigil else b""
 
-    def given_up(self, job: str, launch: str, round: int) -> frozenset[str]:
-        """Ids of the nodes that are missing from this round because the one before lost them; none if another one is watched."""
+    def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
+        """The nodes that are missing from this round because the one before lost them → seconds since; none if another one is
+        watched."""
         vigil = self.vigil(job)
         known = vigil.given_up if vigil else GivenUp()
-        return known.nodes if (known.launch, known.round) == (launch, round) else frozenset()
+        now_s = time.monotonic()
+        is_it = (known.launch, known.round) == (launch, round)
+        return {node: now_s - at_s for node, at_s in known.nodes.items()} if is_it else {}
 
     # Terms
 

@@ -32,10 +32,10 @@ class Asker:
     launch: str
     round: int
 
-    def __call__(self, nodes: Sequence[pb.Node], is_brief: bool) -> pb.SurveyReply:
-        """What these nodes hold. If `is_brief`, those that were given up get little time."""
-        request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, fence=True)
-        if is_brief and self.round >= 0:
+    def __call__(self, nodes: Sequence[pb.Node], is_again: bool) -> pb.SurveyReply:
+        """What these nodes hold. Those that were given up get little time, unless they are asked again."""
+        request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, fence=True, again=is_again)
+        if self.round >= 0:
             request.round = self.round
         said = self.exchange.together(lambda: self._ask(request) if self.exchange.rank == self.rank else {})
         return pb.SurveyReply.FromString(bytes_of(said[self.rank]["reply"]))
@@ -58,9 +58,9 @@ def surveyed(
         ask: an `Asker`.
         erased: (node, name, version) of slots and capsules that failed their digests.
     """
-    found, brief = _add(Findings(replies), ask(absent, True))
+    found, brief = _add(Findings(replies), ask(absent, False))
     if brief and not is_settled(found.plan(erased), found.decision):
-        found, _ = _add(Findings(found.replies, found.silent), ask(brief, False))
+        found, _ = _add(Findings(found.replies, found.silent), ask(brief, True))
     return found
 
 

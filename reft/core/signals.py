@@ -256,12 +256,12 @@ class Lookout:
         """Whom this node tells news at once."""
         return passers(self.own, self._ring)
 
-    def lost(self) -> frozenset[str]:
-        """Whom the term has lost, so far as nothing was heard of them since that was known."""
-        return frozenset(
-            node for node, each in self.members.items()
+    def lost(self) -> dict[str, float]:
+        """Whom the term has lost → when that was known, so far as nothing was heard of them since."""
+        return {
+            node: each.since_s for node, each in self.members.items()
             if each.signal is Signal.OFFLINE and each.newest_s < each.since_s and node != self.own
-        )  # fmt: skip
+        }  # fmt: skip
 
     # What was heard
 

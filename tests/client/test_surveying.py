@@ -15,12 +15,12 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
     asked = []
     monkeypatch.setattr(surveying, "is_settled", lambda plan, decision: settled)
 
-    def ask(nodes, is_brief):
-        asked.append(("".join(node.id for node in nodes), is_brief))
+    def ask(nodes, is_again):
+        asked.append(("".join(node.id for node in nodes), is_again))
         reply = pb.SurveyReply()
         for node in nodes:
             said = answers[node.id].pop(0)
-            each = reply.nodes.add(node=node, brief=is_brief and "brief" in said)
+            each = reply.nodes.add(node=node, brief="brief" in said)
             if "answers" in said:
                 each.reply.node_id = node.id
         return reply
@@ -31,7 +31,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
 
 def test_who_was_given_up_is_not_waited_for_where_nothing_newer_is_known(monkeypatch):
     answers = {"b": ["brief"], "c": ["silent"], "d": ["answers"]}
-    assert survey(monkeypatch, answers, settled=True) == (["a", "d"], ("b", "c"), [("bcd", True)])
+    assert survey(monkeypatch, answers, settled=True) == (["a", "d"], ("b", "c"), [("bcd", False)])
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_who_was_given_up_is_not_waited_for_where_nothing_newer_is_known(monkeyp
 )
 def test_else_it_is_asked_again(monkeypatch, later, heard, silent):
     answers = {"b": ["brief", later], "c": ["silent"], "d": ["answers brief"]}
-    assert survey(monkeypatch, answers, settled=False) == (heard, silent, [("bcd", True), ("b", False)])
+    assert survey(monkeypatch, answers, settled=False) == (heard, silent, [("bcd", False), ("b", True)])
 
 
 def test_whoever_had_the_whole_time_is_not_asked_again(monkeypatch):
-    assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", True)])
+    assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", False)])

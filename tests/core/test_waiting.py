@@ -12,26 +12,35 @@ ONE, TWO = Epoch(1, b"a" * 16), Epoch(2, b"b" * 16)
 AT = GivenUp("launch", 3)
 
 
-def test_who_was_lost_in_the_round_before_gets_little_time_and_everybody_else_the_whole():
-    after = AT.next("launch", 4, {"a", "b", "new"}, {"c"})
-    assert after == GivenUp("launch", 4, frozenset({"c"}))
-    assert [patience_s(node, after.nodes) for node in ("c", "d")] == [BRIEF_S, WHOLE_S]
+def test_who_was_lost_in_the_round_before_is_given_up():
+    assert AT.next("launch", 4, {"a", "b", "new"}, {"c": 7.0}) == GivenUp("launch", 4, {"c": 7.0})
+
+
+@pytest.mark.parametrize(
+    "given_up_s, is_again, expected",
+    [(None, False, WHOLE_S), (None, True, WHOLE_S), (0.0, False, BRIEF_S), (9.0, False, BRIEF_S),
+     (0.0, True, WHOLE_S), (1.0, True, WHOLE_S - 1.0), (9.0, True, BRIEF_S)],
+)  # fmt: skip
+def test_who_was_given_up_has_little_time_and_the_whole_in_all_if_its_answer_may_matter(given_up_s, is_again, expected):
+    assert patience_s(given_up_s, is_again) == expected
 
 
 def test_who_takes_part_again_or_was_heard_is_waited_for():
-    after = AT.next("launch", 4, {"a", "b"}, {"c", "d", "e"})
-    assert after.next("launch", 5, {"a", "c"}, {"b"}).nodes == {"b", "d", "e"}, "still missing, and missing now"
-    assert after.without("d").without("a").nodes == {"c", "e"}
+    after = AT.next("launch", 4, {"a", "b"}, {"c": 1.0, "d": 2.0, "e": 3.0})
+    assert after.next("launch", 5, {"a", "c"}, {"b": 4.0}).nodes == {"b": 4.0, "d": 2.0, "e": 3.0}, (
+        "still missing, or now"
+    )
+    assert after.without("d").without("a").nodes == {"c": 1.0, "e": 3.0}
 
 
 @pytest.mark.parametrize("launch, round", [("launch", 5), ("launch", 3), ("launch", 2), ("another", 4)])
 def test_who_missed_a_round_may_be_wrong_about_the_others(launch, round):
     """It was cut off, and the others went on without it: they are not lost, and what they hold is newer than all it knows."""
-    assert AT.next(launch, round, {"a", "b"}, {"c"}) == GivenUp(launch, round)
+    assert AT.next(launch, round, {"a", "b"}, {"c": 1.0}) == GivenUp(launch, round)
 
 
 def test_without_agents_nobody_is_given_up():
-    assert GivenUp("", 1).next("", 2, {"a"}, {"b"}).nodes == frozenset()
+    assert GivenUp("", 1).next("", 2, {"a"}, {"b": 1.0}).nodes == {}
 
 
 @pytest.mark.parametrize(

@@ -260,18 +260,20 @@ class InventoryReply(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[CopyHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ...) -> None: ...
 
 class SurveyRequest(_message.Message):
-    __slots__ = ("job", "nodes", "launch", "fence", "round")
+    __slots__ = ("job", "nodes", "launch", "fence", "round", "again")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     job: str
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     launch: str
     fence: bool
     round: int
-    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., fence: bool = ..., round: _Optional[int] = ...) -> None: ...
+    again: bool
+    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., fence: bool = ..., round: _Optional[int] = ..., again: bool = ...) -> None: ...
 
 class Surveyed(_message.Message):
     __slots__ = ("node", "reply", "trouble", "brief")
