@@ -183,6 +183,7 @@ def test_it_goes_on_bit_for_bit(example, plain, site, tmp_path):
         assert reason == "kept" and ranks == [0, 1] and nbytes > 1 << 20
 
 
+@pytest.mark.slow
 def test_two_nodes_of_different_groups_are_lost_at_once(plain, site, tmp_path):
     """HSDP, one rank on each of four nodes: 0 and 2 hold one half, 1 and 3 the other, so that each half survives one loss.
 
