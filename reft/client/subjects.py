@@ -92,7 +92,7 @@ class Subjects:
             f"{prefix}.{clean(path)}.extra_state": ExtraState(part)
             for prefix, module in self.modules.items()
             for path, part in module.named_modules()
-            if type(part).get_extra_state is not nn.Module.get_extra_state
+            if _keeps_extra_state(type(part))
         }
 
     def bind(self) -> Bindings:
@@ -148,3 +148,10 @@ class Subjects:
         """
         for prefix, value, its in self.items():
             its.restore(prefix, value, names, saved.get(prefix, {}))
+
+
+def _keeps_extra_state(kind: type[nn.Module]) -> bool:
+    """Not if its `get_extra_state` is torch's, or is declared to return None, as that of Megatron's own layers is."""
+    method = kind.get_extra_state
+    returned = getattr(method, "__annotations__", {}).get("return", "anything")
+    return method is not nn.Module.get_extra_state and returned not in (None, "None")

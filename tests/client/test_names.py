@@ -104,6 +104,18 @@ class Scaled(nn.Linear):
         self.scale = state["scale"]
 
 
+class Stateless(nn.Linear):
+    """Has the method for somebody else's checkpoints, as Megatron's layers do."""
+
+    def get_extra_state(self) -> None:
+        return None
+
+
+def test_a_module_that_declares_to_have_no_extra_state_has_none():
+    model = nn.Sequential(Scaled(2, 2), Stateless(2, 2))
+    assert [*Subjects({"model.0": model}, [], {}).extra_states()] == ["model.0.0.extra_state"]
+
+
 def test_extra_state_comes_back(attach):
     model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
