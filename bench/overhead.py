@@ -1,6 +1,6 @@
 """What a snapshot after every step costs a pipeline, by the way in which it is copied; all in one interleaved run.
 
-    python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--trace FILE]
+    python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--earlier FILE…] [--trace FILE]
 
 A 1F1B pipeline of torch's, one process a stage, over gloo, each pinned to a core of its own where there are enough. The
 ways take turns in blocks of a few steps, in the same random order on all stages, each between two blocks of training alone:
@@ -16,7 +16,12 @@ ways take turns in blocks of a few steps, in the same random order on all stages
 Every way copies the whole state of the stage in each step; reft and side also digest it, seal it, and agree on it. A step's
 time is the largest of all stages'. What a way costs is the median of its block over the mean of the medians of the two plain
 blocks beside it, so that what drifts cancels out; of these ratios the table has the median with a 95 % interval (of medians
-of resampled blocks). Figures of a loaded machine are ratios at best.
+of resampled blocks). Figures of a loaded machine are ratios at best. `--earlier` adds the blocks of runs that wrote `--json`.
+
+How much state a step of so many milliseconds has decides who wins: with little of it only the fixed cost of a snapshot is
+seen, with much only the bytes. Each stage has 76 MB (6.3 M parameters in fp32, AdamW) and a step takes 0.4 s on two cores of a
+Xeon: 0.2 GB for each second of a step and core. The Llama of bench/save.py (125 M parameters, 128 tokens a step, 1.5 GB) takes
+0.65 s on two cores and 1.5 s on one: 1.0 to 1.2 GB. Batches larger than these have less.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ from bench.common import Mapped, median, quantile
 from reft.client import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
-STEPS = 10  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
+STEPS = 8  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
 WARM = 3
 FIGURES = ("steps", "stall")  # of each step, in seconds
 WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
@@ -60,8 +65,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, help="rounds of blocks (4)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after so many")
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of --json, to pool with this run")
     parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")
     parser.add_argument("--role", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -98,7 +105,7 @@ class Stage:
         url = f"tcp://127.0.0.1:{options.port}"
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
         self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
-        width, layers, rows = (256, 4, 16) if options.quick else (512, 6, 48)
+        width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 16)
         self.model = Part(self.rank, width, layers)
         stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))
         self.schedule = Schedule1F1B(stage, options.microbatches, loss_fn=nn.functional.mse_loss)
@@ -201,8 +208,8 @@ class Stage:
             self.upload = None
         dist.barrier()
 
-    def run(self, rounds: int, ways: list[str]) -> dict[str, Any]:
-        order = random.Random(0)
+    def run(self, rounds: int, ways: list[str], seconds: float) -> dict[str, Any]:
+        order, until_s = random.Random(0), time.monotonic() + seconds
         self.session._unfollow()
         for way in ways:
             self.block(way)
@@ -211,6 +218,10 @@ class Stage:
             counted.clear()
         others = [way for way in ways if way != "plain"]
         for _ in range(rounds):
+            is_over = torch.tensor(int(time.monotonic() > until_s))
+            dist.broadcast(is_over, 0)
+            if is_over:
+                break
             order.shuffle(others)
             for way in others:
                 self.block("plain")
@@ -231,7 +242,7 @@ class Stage:
 def role(options: argparse.Namespace) -> None:
     with common.folder(common.SHM) as scratch:
         stage = Stage(options, scratch)
-        found = stage.run(options.rounds, options.ways.split(","))
+        found = stage.run(options.rounds, options.ways.split(","), options.seconds)
         stage.session.close()
         dist.destroy_process_group()
     options.result.write_text(json.dumps(found))
@@ -246,7 +257,13 @@ def free_port() -> int:
 def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dict[str, Any]]:
     """All stages, each in a process of its own; what they found."""
     passed = ["--stages", str(options.stages), "--microbatches", str(options.microbatches), "--ways", options.ways]
-    passed += ["--rounds", str(options.rounds), *(["--quick"] if options.quick else [])]
+    passed += [
+        "--rounds",
+        str(options.rounds),
+        "--seconds",
+        str(options.seconds),
+        *(["--quick"] if options.quick else []),
+    ]
     with ExitStack() as stack:
         running = []
         port = free_port()
@@ -285,14 +302,18 @@ def interval(values: list[float]) -> tuple[float, float]:
     return quantile(drawn, 0.025), quantile(drawn, 0.975)
 
 
-def rows(found: list[dict[str, Any]], ways: list[str]) -> list[list[str]]:
-    """One row a way: step times over all stages, overhead, stall, bytes."""
-    blocks, written = merged(found), sum(stage["bytes"] for stage in found)
+def rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[list[str]]:
+    """One row a way: step times over all stages, overhead, stall, bytes.
+
+    Args:
+        runs: what the stages of each run found.
+    """
+    each, written = [merged(found) for found in runs], sum(stage["bytes"] for stage in runs[-1])
     table = []
     for way in ways:
-        own = [block for block in blocks if block["way"] == way]
+        own = [block for blocks in each for block in blocks if block["way"] == way]
         steps, stall = ([value for block in own for value in block[key]] for key in FIGURES)
-        cost = overheads(blocks, way) if way != "plain" else []
+        cost = [value for blocks in each for value in overheads(blocks, way)] if way != "plain" else []
         low, high = interval(cost) if cost else (0.0, 0.0)
         table.append([
             way, f"{1000 * median(steps):.1f}", f"{1000 * quantile(steps, 0.99):.1f}",
@@ -312,7 +333,8 @@ def main() -> None:
     with common.daemon() as (address, _), common.folder() as home:
         found = run_stages(options, address, home)
     head = ["way", "step p50 ms", "p99 ms", "overhead", "95 %", "stall ms", "MB a step", "steps"]
-    print(common.table(head, rows(found, [way for way in WAYS if way in ways])))
+    runs = [*(json.loads(file.read_text()) for file in options.earlier), found]
+    print(common.table(head, rows(runs, [way for way in WAYS if way in ways])))
     for rank, stage in enumerate(found):
         counted = stage["tiers"]["reft"]
         shares = ", ".join(

@@ -39,6 +39,8 @@ from reft.core.pacing import Tier
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
+TASK_BYTES = 1 << 20  # what is let through a gate at once: asking has its own cost, and notes an event of the timeline
+
 
 @dataclass
 class CopyJob:
@@ -189,9 +191,16 @@ class Plan:
         return by_chunk(pieces, self.share.chunk_bytes, -(-self.share.data_bytes // self.share.chunk_bytes))
 
     @cached_property
+    def runs(self) -> list[range]:
+        """The chunks of each task, TASK_BYTES of them; those of the parity section are in none."""
+        parity, most = self.share.parity_chunks, max(1, TASK_BYTES // self.share.chunk_bytes)
+        parts = range(parity.start), range(parity.stop, len(self.table))
+        return [part[i : i + most] for part in parts for i in range(0, len(part), most)]
+
+    @cached_property
     def weights(self) -> list[int]:
-        """The bytes that each task moves: chunks first, then columns."""
-        moved = [sum(piece.source.nbytes for piece in pieces) for pieces in self.table]
+        """The bytes that each task moves: runs of chunks first, then columns."""
+        moved = [sum(piece.source.nbytes for i in run for piece in self.table[i]) for run in self.runs]
         return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
 
     @cached_property
@@ -343,7 +352,7 @@ class CpuCopier:
         if job.course is None:
             self._together(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
-        passage = Passage(job.course, plan.weights, len(plan.table), plan.share.parity_chunks)
+        passage = Passage(job.course, plan.weights, len(plan.runs))
         self._gate.open(passage)
 
         def read(thread: int, _: range) -> None:
@@ -352,7 +361,7 @@ class CpuCopier:
             def note(task: Task, begin_s: float, end_s: float) -> None:
                 nbytes, seconds = spent[task.tier]
                 spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
-                name = "chunk" if task.number < len(plan.table) else "parity"
+                name = "chunks" if task.number < len(plan.runs) else "parity"
                 track = f"{COPYING} {thread}"
                 self.tally.timeline.add(Event(track, name, begin_s, end_s, task.tier, task.number))
 
@@ -378,21 +387,21 @@ class CpuCopier:
         self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int,
         tasks: Iterable[tuple[int, Tier | None]],
     ) -> None:  # fmt: skip
-        """Chunks are the first tasks, columns the others; those without a tier count as what training does meanwhile."""
+        """Runs of chunks are the first tasks, columns the others; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
         counts = [0] * len(TIERS)
-        chunks, parity = len(plan.table), plan.share.parity_chunks
+        runs, data = len(plan.runs), data[: plan.share.data_bytes]
         for task, tier in tasks:
-            if task >= chunks:
-                job.at_parity(task - chunks)
-                column = plan.share.columns[task - chunks]
+            written = 0
+            if task >= runs:
+                job.at_parity(task - runs)
+                column = plan.share.columns[task - runs]
                 _compute(plan, column, data, plan.scratch[thread])
                 written = column.nbytes * len(column.outputs)
-            elif task in parity:
-                continue
             else:
-                job.at_chunk(task)
-                written = _copy_chunk(plan.table[task], data[: plan.share.data_bytes], digests, task, job.chunk_bytes)
+                for chunk in plan.runs[task]:
+                    job.at_chunk(chunk)
+                    written += _copy_chunk(plan.table[chunk], data, digests, chunk, job.chunk_bytes)
             counts[(tier or self._gate.tier) - 1] += written
         self.tally.wrote(counts)
 

@@ -141,15 +141,12 @@ class Passage:
         course: None lets everything go at once.
         weights: bytes that each task moves.
         parity: the tasks from this one on are parity.
-        skipped: tasks that are none.
     """
 
-    def __init__(
-        self, course: Course | None, weights: Sequence[int], parity: int, skipped: range = range(0)
-    ) -> None:  # fmt: skip
+    def __init__(self, course: Course | None, weights: Sequence[int], parity: int) -> None:
         self._course = course
         self._weights = weights
-        self._chunks = deque(i for i in range(parity) if i not in skipped)
+        self._chunks = deque(range(parity))
         self._parity = deque(range(parity, len(weights)))
         self._left = sum(weights)
         self._after_step = 0  # bytes of parity that no gap has room for

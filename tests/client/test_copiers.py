@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reft.client import share
-from reft.client.copier import CpuCopier, Plan
+from reft.client.copier import TASK_BYTES, CpuCopier, Plan
 from reft.client.cuda_copier import CudaCopier
 from reft.client.state import Bindings
 from reft.core import coding
@@ -316,11 +316,24 @@ def test_chunks_of_parity_are_not_gone_through_twice():
     assert set(taken.chunks) == set(range(taken.slot.chunks)) - set(taken.share.parity_chunks)
 
 
+@pytest.mark.parametrize("f", [0, 2])
+def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
+    tensors = {"w": torch.randn(1 << 20), "small": torch.randn(5)}
+    share = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, f)).share
+    plan = Plan.of(share, 4096, 1)
+    assert all(0 < len(run) <= TASK_BYTES // 4096 for run in plan.runs)
+    covered = [chunk for run in plan.runs for chunk in run]
+    assert covered == [chunk for chunk in range(len(plan.table)) if chunk not in share.parity_chunks]
+    assert len(plan.runs) <= share.data_bytes // TASK_BYTES + 2 and len(plan.weights) == len(plan.runs) + len(
+        share.columns
+    )
+
+
 def test_threads_share_the_work_evenly():
-    tensors = {"w": torch.randn(1 << 20)}
+    tensors = {"w": torch.randn(1 << 22)}
     plan = Plan.of(Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, 1)).share, 4096, 2)
     _, middle, end = plan.bounds(2)
-    assert end == len(plan.work) and abs(int(plan.work[middle]) - int(plan.work[-1]) // 2) < 1 << 16
+    assert end == len(plan.work) and abs(int(plan.work[middle]) - int(plan.work[-1]) // 2) <= TASK_BYTES
 
 
 def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy():

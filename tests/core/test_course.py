@@ -99,11 +99,6 @@ def test_parity_that_no_gap_holds_comes_right_after_the_step():
     assert sorted(found) == [(0, COMPUTE, 0), (1, COMPUTE, 0), (2, GAP, 1), (3, GAP, 1)]
 
 
-def test_tasks_that_are_none_are_skipped():
-    passage = Passage(None, [1] * 6, 4, range(1, 3))
-    assert [passage.take(0.0).number for _ in range(4)] == [4, 5, 0, 3] and passage.is_done
-
-
 def test_the_fence_lets_everything_go():
     road = course((COMPUTE, 10), (GAP, 10))
     passage = Passage(road, [1] * 3, 3)
