@@ -171,9 +171,7 @@ def run(order: Order) -> None:
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
-    random: Any = sys.modules.get("numpy.random")
-    if random is not None:
-        random.seed()  # else all workers would draw the same numbers; the other generators see to that themselves
+    _reseed()
     importlib.invalidate_caches()
     main = sys.modules["__main__"]
     vars(main).pop("main", None)
@@ -193,6 +191,16 @@ def run(order: Order) -> None:
         trace = _without_us(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def _reseed() -> None:
+    """Else all workers would draw the same numbers: these generators are seeded when imported. Python's own does that itself."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        numpy.seed()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
 
 
 def place_of(what: str, is_module: bool) -> str:

@@ -178,11 +178,14 @@ def test_a_server_ends_with_its_agent(server):
 
 
 def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
-    """numpy seeds itself when it is imported, which the server has done for all of them; and OpenBLAS starts threads."""
+    """numpy and torch seed themselves when imported, which the server has done for all of them; and OpenBLAS starts threads."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tmp_path / "draw.py"
-    script.write_text("import sys, numpy; assert 'numpy.random' in sys.modules; print(numpy.random.rand())")
-    server = Server(["numpy.random"], str(tmp_path))
+    script.write_text(
+        "import sys; assert {'numpy.random', 'torch'} <= set(sys.modules); import random, numpy, torch\n"
+        "print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep='\\n')"
+    )
+    server = Server(["numpy.random", "torch"], str(tmp_path))
     try:
         for name in "ab":
             with open(tmp_path / name, "w") as out:
@@ -190,7 +193,8 @@ def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
                 assert _Forked(command, server.fork(command, dict(os.environ), [0, out.fileno(), 2])).wait(60) == 0
     finally:
         server.close()
-    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+    drawn = [(tmp_path / name).read_text().split() for name in "ab"]
+    assert len(drawn[0]) == 3 and not set(drawn[0]) & set(drawn[1])
 
 
 def test_only_scripts_of_this_python_are_forked():
