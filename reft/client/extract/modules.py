@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import local_piece
-from reft.client.extract.fsdp1 import Flat, flat_parameters
+from reft.client.extract.fsdp1 import Flat, Parts, flat_parameters
 from reft.client.extract.registry import Named, Names, Removable
 from reft.client.extract.zero3 import partitioned_parameters
 from reft.client.room import Room
@@ -46,25 +46,30 @@ class ModuleExtractor:
 
     def parameters(self, prefix: str, value: nn.Module, known: Names) -> Iterator[Named]:
         """Sharded parameters where FSDP has them, whatever lies in the module now."""
-        for flat in _sharded_elsewhere(value):
+        parts = [*value.named_modules()]
+        elsewhere = _sharded_elsewhere(parts)
+        for flat in elsewhere:
             for named in flat.pieces:
                 yield named._replace(name=f"{prefix}.{clean(named.name)}")
-        for slot in self.slots(prefix, value, "_parameters"):
+        for slot in self._parameters(prefix, parts, elsewhere):
             yield Named(slot.name, slot.tensor, *local_piece(slot.name, slot.tensor))
 
     def bind(self, found: Bindings, prefix: str, value: nn.Module, names: Names) -> None:
         """Parameters, and buffers as staged leaves."""
-        for part in value.modules():
+        parts = [*value.named_modules()]
+        for _, part in parts:
             for container in (part._parameters, part._buffers, part._modules):
                 found.count(container)
-        for flat in _sharded_elsewhere(value):
+        elsewhere = _sharded_elsewhere(parts)
+        for flat in elsewhere:
             found.expect(flat.place, flat.key, flat.place.get(flat.key))
             for named in flat.pieces:
                 name = f"{prefix}.{clean(named.name)}"
                 found.add(name, {name: named.local}, name, named.local, box=named.box)
-        for attribute, staged in (("_parameters", False), ("_buffers", True)):
-            for slot in self.slots(prefix, value, attribute):
-                found.add(slot.name, slot.place, slot.key, slot.tensor, staged)
+        for slot in self._parameters(prefix, parts, elsewhere):
+            found.add(slot.name, slot.place, slot.key, slot.tensor)
+        for slot in _slots(prefix, parts, "_buffers"):
+            found.add(slot.name, slot.place, slot.key, slot.tensor, staged=True)
 
     def slots(self, prefix: str, module: nn.Module, attribute: str) -> Iterator[Slot]:
         """What the module and those in it have, but for FSDP1's parameters and those of ZeRO-3.
@@ -72,16 +77,19 @@ class ModuleExtractor:
         Args:
             attribute: "_parameters" or "_buffers".
         """
-        sharded = _sharded_by_fsdp2(module) if attribute == "_parameters" else {}
-        flat = (
-            {slot for each in _sharded_elsewhere(module) for slot in each.slots} if attribute == "_parameters" else ()
-        )
-        for path, part in module.named_modules():
-            container = getattr(part, attribute)
-            for name, tensor in container.items():
-                if tensor is not None and (id(container), name) not in flat:
-                    full = f"{prefix}.{clean(f'{path}.{name}' if path else name)}"
-                    yield sharded.get((id(container), name), Slot("", container, name, tensor))._replace(name=full)
+        parts = [*module.named_modules()]
+        if attribute == "_buffers":
+            return _slots(prefix, parts, attribute)
+        return self._parameters(prefix, parts, _sharded_elsewhere(parts))
+
+    def _parameters(self, prefix: str, parts: Parts, elsewhere: Sequence[Flat]) -> Iterator[Slot]:
+        """What lies in the modules, or stands for it where FSDP2 has sharded it."""
+        sharded = _sharded_by_fsdp2(parts)
+        flat = {slot for each in elsewhere for slot in each.slots}
+        for slot in _slots(prefix, parts, "_parameters"):
+            at = (id(slot.place), slot.key)
+            if at not in flat:
+                yield sharded[at]._replace(name=slot.name) if at in sharded else slot
 
     def predict(self, prefix: str, value: nn.Module, names: Names) -> Iterable[Leaf]:
         """None: a model has all its tensors."""
@@ -102,16 +110,24 @@ class ModuleExtractor:
         return []
 
 
-def _sharded_elsewhere(module: nn.Module) -> Iterator[Flat]:
+def _slots(prefix: str, parts: Parts, attribute: str) -> Iterator[Slot]:
+    """What the modules themselves have."""
+    for path, part in parts:
+        container = getattr(part, attribute)
+        for name, tensor in container.items():
+            if tensor is not None:
+                yield Slot(f"{prefix}.{clean(f'{path}.{name}' if path else name)}", container, name, tensor)
+
+
+def _sharded_elsewhere(parts: Parts) -> list[Flat]:
     """What stands for parameters whose memory moves in forward."""
-    yield from flat_parameters(module)
-    yield from partitioned_parameters(module)
+    return [*flat_parameters(parts), *partitioned_parameters(parts)]
 
 
-def _sharded_by_fsdp2(module: nn.Module) -> dict[tuple[int, str], Slot]:
+def _sharded_by_fsdp2(parts: Parts) -> dict[tuple[int, str], Slot]:
     """(id of a module's _parameters, name in it) → where FSDP2 keeps the sharded parameter, its nn.Parameter for good."""
     found = {}
-    for part in module.modules():
+    for _, part in parts:
         if not is_a(part, "FSDPModule"):
             continue
         state = part._get_fsdp_state()

@@ -113,7 +113,9 @@ class OptimizerExtractor:
     def make(self, prefix: str, value: torch.optim.Optimizer, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
         """As foreseen; else, for state that comes later than with the first step, as the parameter is."""
         state = self.owner(value).state
-        foreseen = {each.leaf.name: each for each in self._foresee(prefix, value, names)}
+        is_plain = all(n.local is n.tensor and n.box is None and not n.runs for n in names.values())
+        # What belongs to a whole plain tensor is plain and whole too: its leaf says all that looking ahead would.
+        foreseen = {} if is_plain else {each.leaf.name: each for each in self._foresee(prefix, value, names)}
         by_name = {named.name: named for named in names.values()}
         by_run = {run.name: named for named in names.values() for run in named.runs}
         for leaf in leaves:
@@ -339,10 +341,11 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         parameter: its local tensor, whose device the state shares.
         model: a tensor that is placed as the new one: a DTensor for one that is sharded.
     """
-    dtype = getattr(torch, leaf.dtype)
-    if tuple(parameter.shape) == leaf.shape and plain_strides(leaf.shape, parameter.stride()) == leaf.stride:
+    dtype, stride = getattr(torch, leaf.dtype), parameter.stride()
+    is_alike = stride != leaf.stride and tuple(parameter.shape) == leaf.shape
+    if is_alike and plain_strides(leaf.shape, stride) == leaf.stride:
         # As the optimizer would make it: fused kernels compare strides, those of dimensions of size 1 too.
-        leaf = replace(leaf, stride=parameter.stride())
+        leaf = replace(leaf, stride=stride)
     on_host = not leaf.shape and parameter.dim() > 0
     if on_host or parameter.device.type == "cpu":
         local = room.empty(leaf, dtype)

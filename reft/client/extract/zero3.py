@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from reft.client.extract.dtensor import Box
-from reft.client.extract.fsdp1 import Flat
+from reft.client.extract.fsdp1 import Flat, Parts
 from reft.client.extract.registry import Named
 
 STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
@@ -30,9 +29,9 @@ READ = (
 )  # fmt: skip
 
 
-def partitioned_parameters(module: nn.Module) -> Iterator[Flat]:
+def partitioned_parameters(parts: Parts) -> Iterator[Flat]:
     """What this rank holds of each parameter that ZeRO-3 has partitioned."""
-    for path, part in module.named_modules():
+    for path, part in parts:
         for name, parameter in part._parameters.items():
             shard = getattr(parameter, "ds_tensor", None)
             if parameter is None or shard is None:
