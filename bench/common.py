@@ -193,6 +193,21 @@ class Mapped:
             return time.perf_counter() - began
 
 
+def fresh(nbytes: int) -> float:
+    """Makes the pages of so much fresh memory, huge ones, in two threads, and gives them back; the seconds.
+
+    A second call just after it gets the same pages: then a hypervisor that takes free memory from its guests has nothing to do,
+    and what is left is the guest's own work, mostly zeros.
+    """
+    from reft.client.room import Room
+
+    began = time.perf_counter()
+    room = Room(nbytes)
+    room.make_pages()
+    room.wait()
+    return time.perf_counter() - began
+
+
 # Facts about processes and the machine
 
 

@@ -36,12 +36,13 @@ from reft.client.decoding import Decoder
 from reft.client.flow import Flow
 from reft.client.pieces import Sequencer, Sizes
 from reft.client.transport import Transport
-from reft.core.layout import Layout
+from reft.core.layout import Layout, align
 from reft.core.placement import Placement
 from reft.errors import RestoreError
 from reft.wire.slot_format import SlotMap, chunk_digest
 
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
+RUN_BYTES = 32 << 20  # of kept leaves
 DEFAULT_SIZES = Sizes()
 
 
@@ -110,7 +111,9 @@ def load(
     return Loaded(damaged, ())
 
 
-def load_kept(slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: AtChunk) -> bool:
+def load_kept(
+    slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: AtChunk, run_bytes: int = RUN_BYTES
+) -> bool:
     """Copies a rank's kept leaves from its own slot; whether all their chunks were right.
 
     Args:
@@ -118,6 +121,7 @@ def load_kept(slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], 
         kept: the kept leaves; offsets count from the beginning of the slot's data.
         tensors: live tensors by name.
         at_chunk: called before each chunk, from several threads.
+        run_bytes: what one thread loads at a time, at least.
     """
     if not kept.leaves:
         return True
@@ -125,16 +129,16 @@ def load_kept(slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], 
     end = max(offset + leaf.nbytes for leaf, offset in zip(kept.leaves, kept.offsets, strict=True))
     source = Checked(slot, end, at_chunk)
     size = slot.header.geometry.chunk_bytes
-    first, last = min(kept.offsets) // size, -(-end // size)
+    # Each thread takes the next run of chunks: some are slower, where pages are not made yet. Long ones: two threads that meet
+    # in one fresh huge page would both clear it.
+    step = align(run_bytes, size)
 
-    def share(part: int) -> None:
-        # One run of chunks a thread: two threads that meet in one fresh huge page would both clear it.
-        begin, stop = (size * (first + (last - first) * i // THREADS) for i in (part, part + 1))
-        for at, upto in source.checked(begin, min(stop, end)):
+    def run(begin: int) -> None:
+        for at, upto in source.checked(begin, min(begin + step, end)):
             space.write(at, source.data[at:upto])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
-        list(pool.map(share, range(THREADS)))
+        list(pool.map(run, range(min(kept.offsets) // size * size, end, step)))
     space.finish()
     return not source.is_bad
 

@@ -62,7 +62,7 @@ class Held:
 
     @classmethod
     def of(cls, bindings: Bindings, placement: Placement, rank: int, cut: Cut, before: Share | None) -> Held:
-        leaves = bindings.layout().leaves
+        leaves = bindings.leaves()
         same = before.with_tensors(leaves, bindings.tensors) if before else None
         return cls(bindings, same or share_of(placement, rank, leaves, bindings.tensors, cut))
 

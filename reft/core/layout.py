@@ -152,7 +152,7 @@ def differences(held: Sequence[Leaf], live: Sequence[Leaf], limit: int = 8) -> l
     lines += [
         f"{name}: held {old[name].describe()}, {new[name].describe()} in the model"
         for name in old
-        if name in new and old[name].describe() != new[name].describe()
+        if name in new and old[name] != new[name] and old[name].describe() != new[name].describe()
     ]
     lines.sort()
     rest = len(lines) - limit

@@ -287,15 +287,17 @@ def kept_of(placement: Placement, rank: int) -> Layout:
     return Layout(part.kept.leaves, offsets, part.data_bytes)
 
 
+@pytest.mark.parametrize("run_bytes", [1, 32 << 20])
 @pytest.mark.parametrize("world", [1, 2])
-def test_kept_leaves_come_from_the_own_slot(world):
+def test_kept_leaves_come_from_the_own_slot(world, run_bytes):
     own = [{f"own{rank}.{n}": t for n, t in mixed(30).items() if t.nbytes > RIDERS_MAX} for rank in range(world)]
     job = Job(world, "aec", 1, ranks=own)
     for rank in range(world):
-        assert load_kept(job.slots[rank], kept_of(job.placement, rank), job.live[rank], lambda _: None)
+        kept = kept_of(job.placement, rank)
+        assert load_kept(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
         assert alike(job.live[rank], own[rank], [leaf.name for leaf in job.placement.part(rank).kept.leaves])
         job.slots[rank].data[job.placement.part(rank).kept_offset + 3] ^= 1
-        assert not load_kept(job.slots[rank], kept_of(job.placement, rank), job.live[rank], lambda _: None)
+        assert not load_kept(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
 
 
 def test_one_rank_needs_no_transport():
