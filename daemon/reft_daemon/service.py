@@ -99,10 +99,11 @@ class DaemonService(pb_grpc.DaemonServicer):
             )
         if request.agent_pid and _is_local(context):
             self._registry.stay_for(request.agent_pid)
-        me = self._identity
+        me, job = self._identity, self._registry.jobs.get(request.job)
+        held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
-            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line,
+            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line, held=held,
         )  # fmt: skip
 
     @translated

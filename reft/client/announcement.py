@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -10,10 +11,30 @@ from reft.client import hooks
 from reft.client.request import Request
 from reft.client.subjects import Subjects
 from reft.core.placement import Placement, exposed
-from reft.core.recovery import Plan
+from reft.core.recovery import Plan, describe
 from reft.core.version import Version
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
+
+
+def lost(job: str, findings: Findings, plan: Plan, erased: Iterable[tuple[str, str, Any]]) -> str:
+    """Why a job that had a whole version has none now.
+
+    Args:
+        job: its name.
+        findings: what all daemons said.
+        plan: without a base.
+        erased: node id, slot and version of what was found damaged.
+    """
+    names = {node.id: node.name for manifest in findings.manifests.values() for node in manifest.nodes}
+    parts = []
+    for shortfall in plan.partial[:1]:
+        manifest = findings.manifests[shortfall.version.epoch]
+        places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
+        parts += describe(shortfall, findings.placements[shortfall.version.epoch], places)
+    parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in sorted(erased, key=str)]
+    parts += [f"Node {name} does not answer." for name in findings.silent]
+    return f"job {job} was held whole, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
 
 
 def restored(

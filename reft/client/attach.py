@@ -24,7 +24,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -35,7 +34,7 @@ from reft.client.copier import Copier, CpuCopier, copy_cpus
 from reft.client.device import Device
 from reft.client.device_decoding import decoder_for
 from reft.client.exchange import Exchange, bytes_of, text_of
-from reft.client.fencing import agents_command, die_with_parent, dropped_backend, launch_mark
+from reft.client.fencing import agents_command, die_with_parent, dropped_backend
 from reft.client.host_state import HostState
 from reft.client.leasing import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.metronome import Metronome
@@ -44,6 +43,8 @@ from reft.client.reporter import Reporter
 from reft.client.request import Request
 from reft.client.reshaping import Reshaping, is_reshaped, leaves_by_rank
 from reft.client.restoration import Restoration
+from reft.client.restore import room_for
+from reft.client.room import Room
 from reft.client.roster import Roster
 from reft.client.session import Session
 from reft.client.snapshots import Counts, Snapshots
@@ -122,6 +123,7 @@ class Attachment:
     exchange: Exchange
     request: Request
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
+    room: Room = field(default_factory=lambda: Room(0))  # for state that is held, once it is likely that there is some
     _registered: bool = False
 
     def run(self) -> Session:
@@ -133,6 +135,8 @@ class Attachment:
                 with contextlib.suppress(ReftError):
                     self.leaser.release()
             raise
+        finally:
+            self.room.close()
 
     def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
@@ -171,18 +175,22 @@ class Attachment:
         leaves = [*self.bindings.leaves(), *self.subjects.predict()]
         self.predicted, self.symbolic = pack(leaves), symbolic.of(leaves)
         self.table = messages.table_to(self.predicted)
-        self.address, self.hello = starter.find(self.settings)
+        identity = roster.identity_facts(self.settings, self.launch)
+        self.address, self.hello = starter.find(self.settings, job=roster.job_of(identity).id)
+        if self.hello.held:
+            self._make_room()
         if self.launch.under_agent:
             die_with_parent()
         return {
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
-            "domain": self.hello.domain, "job": self.settings.job, "run_id": self.launch.run_id,
-            "slurm": self.launch.slurm_job,
-            "script": str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script", "user": os.getuid(),
-            "launch": launch_mark(self.launch), "unnamed": self.launch.unnamed_job, "pid": os.getpid(),
+            "domain": self.hello.domain, "pid": os.getpid(), **identity,
             **(self._secrets() if self.exchange.rank == 0 else {}),
             **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip
+
+    def _make_room(self) -> None:
+        """Begins to make memory for what will probably be restored; that goes on beside all else."""
+        self.room = room_for(self.predicted.leaves, self.subjects, self.bindings)
 
     def _secrets(self) -> dict[str, str]:
         return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
@@ -267,8 +275,13 @@ class Attachment:
         base = self.plan.base
         if base is None and (self.erased or self.findings.had_whole):
             raise RestoreError(
-                self._what_is_lost(), f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh"
+                announcement.lost(self.job.id, self.findings, self.plan, self.erased),
+                f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
             )
+        if base is None:
+            self.room.close()
+        elif not attempt and not self.room.nbytes:
+            self._make_room()
         # A fresh random id for each try: two decisions of one attach must not look the same.
         ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
         self.decision = recovery.Decision(recovery.next_epoch(self.findings.decisions, self.findings.held, ident), base)
@@ -285,23 +298,6 @@ class Attachment:
         """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""
         # Random values before a restore say nothing; what was found unequal when training began, does.
         return list(found if base is None else base.unequal)
-
-    def _what_is_lost(self) -> str:
-        """Why a job that had a whole version has none now."""
-        names = {node.id: node.name for manifest in self.findings.manifests.values() for node in manifest.nodes}
-        parts = []
-        for shortfall in self.plan.partial[:1]:
-            manifest = self.findings.manifests[shortfall.version.epoch]
-            places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-            parts += recovery.describe(shortfall, self.findings.placements[shortfall.version.epoch], places)
-        parts += [
-            f"{version} on node {names.get(node, node)} is damaged."
-            for node, _, version in sorted(self.erased, key=str)
-        ]
-        parts += [f"Node {name} does not answer." for name in self.findings.silent]
-        return (
-            f"job {self.job.id} was held whole, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
-        )
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
@@ -360,7 +356,7 @@ class Attachment:
         return Restoration(
             self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
             {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
-            self._remote(), self.subjects, self.host, decoder_for(self._device, self.settings.parity_scratch_bytes),
+            self._remote(), self.subjects, self.host, self.room, decoder_for(self._device, self.settings.parity_scratch_bytes),
         )  # fmt: skip
 
     def _reshaping_of(self, base: Version) -> Reshaping:
@@ -368,7 +364,7 @@ class Attachment:
         return Reshaping(
             self.plan, self.findings.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
             before.unequal, self.exchange.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
-            self.leaser, self._remote(), self.subjects, self.host, self.exchange,
+            self.leaser, self._remote(), self.subjects, self.host, self.room, self.exchange,
         )  # fmt: skip
 
     def _remote(self) -> Remote:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from reft.client.pages import POPULATE_READ, Pages
 from reft.core.slots import Slot
 from reft.wire.slot_format import Bytes, SlotMap
 
 log = logging.getLogger("reft")
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it
 _PINNED_PORTABLE = 1  # cudaHostRegisterPortable: usable from every context of this process
 
 
@@ -51,11 +51,13 @@ class MappedSlot:
 
     def touch(self) -> None:
         """Maps every page now: the first write through a new mapping costs four times the later ones."""
-        try:
-            self._pages.madvise(_POPULATE_WRITE)
-        except OSError:
+        if not Pages(self._bytes).wait():
             # An older kernel: read one byte a page, which maps it; the first write then costs a little more.
             self._bytes[:: mmap.PAGESIZE].sum()
+
+    def read_ahead(self) -> Pages:
+        """Begins to map its pages for reading, beside the caller."""
+        return Pages(self._bytes, POPULATE_READ)
 
     def register(self) -> None:
         """Pins the pages for CUDA, so that copies run beside the host."""

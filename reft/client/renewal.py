@@ -107,6 +107,9 @@ class Renewal(Attachment):
     def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         return sorted({*found, *self.known_unequal, *(base.unequal if base else ())})
 
+    def _make_room(self) -> None:
+        """Nothing is restored."""
+
     def _restore(self) -> list[int]:
         self.exchange.together(self._register)
         return []

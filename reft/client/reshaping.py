@@ -27,6 +27,7 @@ from reft.client.reading import Remote
 from reft.client.rebuilding import Proof
 from reft.client.reflow import Reflow
 from reft.client.restore import live_tensors
+from reft.client.room import Room
 from reft.client.subjects import Subjects
 from reft.client.transport import Transport
 from reft.core.layout import Layout, Leaf, pack
@@ -58,6 +59,7 @@ class Reshaping:
         rank: the new one.
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
+        room: memory for tensors that do not exist yet; another is made if it is too small.
 
     Attributes:
         lines: what was done with state that is each rank's own, for a person; the same on all ranks.
@@ -75,6 +77,7 @@ class Reshaping:
     remote: Remote
     subjects: Subjects
     host: HostState
+    room: Room
     exchange: Exchange
     lines: list[str] = field(default_factory=list)
     _slots: dict[int, SlotMap] = field(default_factory=dict)
@@ -277,7 +280,7 @@ class Reshaping:
     # make, load
 
     def _make(self) -> dict[str, Any]:
-        self._tensors = live_tensors(self._wanted, self.subjects)
+        self._tensors = live_tensors(self._wanted, self.subjects, self.room)
         return {}
 
     def _load(

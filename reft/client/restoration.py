@@ -19,8 +19,10 @@ from reft.client import load
 from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
+from reft.client.pages import Pages
 from reft.client.reading import Remote
 from reft.client.restore import live_tensors
+from reft.client.room import Room
 from reft.client.state import leaf_of
 from reft.client.subjects import Subjects
 from reft.client.transport import Transport
@@ -45,6 +47,7 @@ class Restoration:
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
         predicted: the leaves that this rank had when the base's epoch began.
+        room: memory for tensors that do not exist yet; another is made if it is too small.
         decoder: of lost shards.
     """
 
@@ -58,6 +61,7 @@ class Restoration:
     remote: Remote
     subjects: Subjects
     host: HostState
+    room: Room
     decoder: Decoder
     _slots: dict[int, SlotMap] = field(default_factory=dict)
     _own: SlotMap | None = None
@@ -66,6 +70,7 @@ class Restoration:
     _leaves: tuple[Leaf, ...] = ()
     _kept: Layout | None = None
     _order: dict[str, int] = field(default_factory=dict)
+    _ahead: list[Pages] = field(default_factory=list)
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def open(self) -> list[int]:
@@ -83,7 +88,7 @@ class Restoration:
         except FormatError:
             damaged.append(self.rank)
         if not damaged:
-            self._tensors = live_tensors(sorted(self._leaves, key=self._place_of), self.subjects)
+            self._tensors = live_tensors(sorted(self._leaves, key=self._place_of), self.subjects, self.room)
         return sorted(set(damaged))
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
@@ -92,6 +97,8 @@ class Restoration:
         Raises:
             RestoreError: what was decoded is not what the lost rank had.
         """
+        for pages in self._ahead:
+            pages.settle()
         lost = {} if self._digests is None else {self.rank: self._digests}
         done = load.load(
             transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
@@ -130,7 +137,9 @@ class Restoration:
 
     def _slot(self, held: Held) -> SlotMap:
         if held.node == self.node:
-            return self.leaser.take([held.slot])[0].map
+            slot = self.leaser.take([held.slot])[0]
+            self._ahead.append(slot.read_ahead())
+            return slot.map
         return self.remote.slot(held, needs_data=True)
 
     def _open_own(self) -> None:

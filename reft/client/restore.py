@@ -6,7 +6,7 @@ write into the slot, and it casts the moments of bf16 parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,13 +17,17 @@ from reft.core.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
 
 
-def live_tensors(leaves: Sequence[Leaf], subjects: Subjects) -> Mapping[str, torch.Tensor]:
+def live_tensors(leaves: Sequence[Leaf], subjects: Subjects, room: Room | None = None) -> Mapping[str, torch.Tensor]:
     """The live tensor of every held leaf, by name; optimizer state that does not exist yet is made.
+
+    Args:
+        leaves: held ones.
+        room: for what must be made; None, or one that is too small: another is made.
 
     Raises:
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
-    make_missing_state(leaves, subjects, subjects.bind())
+    room = make_missing_state(leaves, subjects, subjects.bind(), room)
     bindings = subjects.bind()
     lines = differences(leaves, bindings.layout().leaves)
     if lines:
@@ -31,16 +35,30 @@ def live_tensors(leaves: Sequence[Leaf], subjects: Subjects) -> Mapping[str, tor
             "the held state is of another model or optimizer:\n  " + "\n  ".join(lines),
             "start it under another job name, or drop what is held with reft-cli purge",
         )
+    room.settle()
     return bindings.tensors
 
 
-def make_missing_state(leaves: Sequence[Leaf], subjects: Subjects, bindings: Bindings) -> None:
-    """Makes the state tensors that are held but do not exist before a first step."""
+def room_for(leaves: Iterable[Leaf], subjects: Subjects, bindings: Bindings) -> Room:
+    """Room for those of the leaves that do not exist; where that is host memory, its pages are being made from now on."""
+    room = Room(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in bindings.tensors))
+    if subjects.makes_on_host:
+        room.make_pages()
+    return room
+
+
+def make_missing_state(
+    leaves: Sequence[Leaf], subjects: Subjects, bindings: Bindings, room: Room | None = None
+) -> Room:
+    """Makes the state tensors that are held but do not exist before a first step; the room that they were given."""
     missing = [leaf for leaf in leaves if leaf.name not in bindings.tensors]
-    subjects.make(missing, Room(sum(align(leaf.nbytes) for leaf in missing)))
+    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
+        room = room_for(missing, subjects, bindings)
+    subjects.make(missing, room)
     for leaf in missing:
         if leaf.name.startswith("state.") and leaf.name.endswith(("._scale", "._growth_tracker")):
             _make_scale(leaf, subjects)
+    return room
 
 
 def _make_scale(leaf: Leaf, subjects: Subjects) -> None:

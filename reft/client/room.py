@@ -8,6 +8,7 @@ import mmap
 import numpy as np
 import torch
 
+from reft.client.pages import Pages
 from reft.core.layout import Leaf, align
 
 HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
@@ -26,6 +27,7 @@ class Room:
     def __init__(self, nbytes: int) -> None:
         self._at = 0
         self._bytes = np.empty(0, np.uint8)
+        self._pages: Pages | None = None
         if nbytes >= HUGE_BYTES:
             pages = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -33,6 +35,35 @@ class Room:
             whole = np.frombuffer(pages, np.uint8)
             begin = -whole.ctypes.data % HUGE_BYTES
             self._bytes = whole[begin : begin + nbytes]
+
+    @property
+    def nbytes(self) -> int:
+        """What is left of it; 0 if it was not worth making."""
+        return len(self._bytes) - self._at
+
+    def make_pages(self) -> None:
+        """Begins to make its pages, beside the caller."""
+        if self._pages is None and len(self._bytes):
+            self._pages = Pages(self._bytes)
+
+    def wait(self) -> bool:
+        """Returns when all its pages are made; False if none are: they come when they are first written."""
+        return self._pages is not None and self._pages.wait()
+
+    def settle(self) -> None:
+        """Makes no more pages; returns when none is being made.
+
+        The others come when they are first written: zeros and then bytes while the page is in the cache cost less than all
+        zeros first.
+        """
+        if self._pages is not None:
+            self._pages.settle()
+
+    def close(self) -> None:
+        """Nothing more is wanted of it; what was made of it stays."""
+        if self._pages is not None:
+            self._pages.stop()
+        self._bytes = self._bytes[: self._at]
 
     def empty(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the leaf's shape and strides; from malloc if there is no room, or none was worth making."""

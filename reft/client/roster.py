@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from reft.client.exchange import bytes_of
+from reft.client.fencing import launch_mark
+from reft.config import Config, Launch
 from reft.core.identity import Job, identify
 from reft.core.layout import Layout
 from reft.core.symbolic import Symbolic
@@ -33,10 +38,7 @@ class Roster:
         for rank, facts in enumerate(self.facts):
             if facts["job"] != first["job"]:
                 raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
-        return identify(
-            chosen=first["job"], run_id=first["run_id"], slurm_job=first["slurm"], script=first["script"], user=first["user"],
-            launch=first["launch"], unnamed=first["unnamed"],
-        )  # fmt: skip
+        return job_of(first)
 
     def nodes(self) -> list[pb.Node]:
         """The nodes that the ranks run on, in the order of their lowest ranks."""
@@ -70,6 +72,27 @@ class Roster:
                 layouts.append(pb.RankLayout(table=number[facts["table"]], cuts=facts["cuts"], digest=digest))
             index.append(found[facts["layout"]])
         return tables, layouts, index
+
+
+def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
+    """What a rank says of the job that it belongs to."""
+    script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
+    return {
+        "job": settings.job, "run_id": launch.run_id, "slurm": launch.slurm_job, "script": script, "user": os.getuid(),
+        "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
+    }  # fmt: skip
+
+
+def job_of(facts: Mapping[str, Any]) -> Job:
+    """The job to which a rank belongs by its own facts; rank 0's count.
+
+    Raises:
+        ConfigError: its name is not allowed.
+    """
+    return identify(
+        chosen=facts["job"], run_id=facts["run_id"], slurm_job=facts["slurm"], script=facts["script"], user=facts["user"],
+        launch=facts["launch"], unnamed=facts["unnamed"],
+    )  # fmt: skip
 
 
 def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:

@@ -86,6 +86,11 @@ class Subjects:
         """All parameters, each once."""
         yield from self.names().values()
 
+    @property
+    def makes_on_host(self) -> bool:
+        """Whether `make` makes every large tensor in the room that it is given: none on a device, or of a flat parameter."""
+        return all(named.local.device.type == "cpu" and not named.runs for named in self.parameters())
+
     def extra_states(self) -> dict[str, ExtraState]:
         """What modules keep as `get_extra_state` (fp8 scales, …), by the module's name; small, so the capsule has it."""
         return {

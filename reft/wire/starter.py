@@ -26,11 +26,12 @@ START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
 
 
-def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0) -> pb.HelloReply:
-    """Who answers at `address`.
+def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0, job: str = "") -> pb.HelloReply:
+    """Who answers at `address`, and whether he holds `job`.
 
     Args:
         agent_pid: of a torchrun agent, for which the daemon stays as long as it lives.
+        job: that the answer says something of; empty: of none.
 
     Raises:
         DaemonUnavailable: nobody, in time.
@@ -38,25 +39,26 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
     """
     with rpc.channel(address) as channel:
         try:
-            request = pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=agent_pid)
+            request = pb.HelloRequest(protocol=messages.PROTOCOL, agent_pid=agent_pid, job=job)
             reply: pb.HelloReply = pb_grpc.DaemonStub(channel).Hello(request, timeout=deadline_s, wait_for_ready=False)
             return reply
         except grpc.RpcError as error:
             raise rpc.error_of(error, address) from error
 
 
-def find(config: Config, flags: Sequence[str] = ()) -> tuple[str, pb.HelloReply]:
+def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str, pb.HelloReply]:
     """The unix address of this node's daemon and its answer; starts a daemon if none was named and none runs.
 
     Args:
         flags: for a daemon that is started.
+        job: that the answer says something of; empty: of none.
 
     Raises:
         DaemonUnavailable: the named one does not answer, or none could be started.
         ConfigError: the named address is none, or belongs to a daemon of another host.
     """
     if config.daemon:
-        reply = hello(rpc.check_address(config.daemon))
+        reply = hello(rpc.check_address(config.daemon), job=job)
         if config.daemon.startswith("unix:"):
             return config.daemon, reply
         unix = [address for address in reply.addresses if address.startswith("unix:")]
@@ -69,7 +71,7 @@ def find(config: Config, flags: Sequence[str] = ()) -> tuple[str, pb.HelloReply]
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:
-        return address, hello(address)
+        return address, hello(address, job=job)
     except DaemonUnavailable:
         return address, _start(folder, address, flags)
 

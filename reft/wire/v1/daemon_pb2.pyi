@@ -150,15 +150,17 @@ class Decision(_message.Message):
     def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol", "agent_pid")
+    __slots__ = ("protocol", "job", "agent_pid")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     AGENT_PID_FIELD_NUMBER: _ClassVar[int]
     protocol: int
+    job: str
     agent_pid: int
-    def __init__(self, protocol: _Optional[int] = ..., agent_pid: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain", "line")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain", "held", "line")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +169,7 @@ class HelloReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
@@ -176,8 +179,9 @@ class HelloReply(_message.Message):
     version: str
     pid: int
     domain: str
+    held: bool
     line: str
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., line: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., line: _Optional[str] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "fence")

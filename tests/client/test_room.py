@@ -1,0 +1,91 @@
+"""Memory for held state that does not exist yet: made ahead, in time, and only where something is held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from reft.client import attach as attach_module
+from reft.client.pages import BLOCK_BYTES
+from reft.client.room import Room
+from reft.core.layout import Leaf
+from tests.client.test_state_kinds import state_bytes, train
+
+MIB = 1 << 20
+
+
+def resident(address: int) -> int:
+    """Bytes of the mapping at `address` that have pages."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(each, 16) for each in head.split("-"))
+            is_inside = begin <= address < end
+        elif is_inside and head == "Rss:":
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such mapping")
+
+
+def leaf_of(name: str, elements: int) -> Leaf:
+    return Leaf(name, "float32", (elements,), (1,), 4 * elements, False, (elements,), (0,))
+
+
+def test_pages_are_there_before_anything_is_written():
+    nbytes = 2 * BLOCK_BYTES + 5 * MIB
+    room = Room(nbytes)
+    room.make_pages()
+    if not room.wait():
+        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    tensor = room.empty(leaf_of("a", 1000), torch.float32)
+    assert resident(tensor.data_ptr()) >= nbytes
+
+
+def test_nothing_is_made_unasked_nor_after_close():
+    room = Room(64 * MIB)
+    tensor = room.empty(leaf_of("a", 1000), torch.float32)
+    assert resident(tensor.data_ptr()) < 4 * MIB
+    left = room.nbytes
+    room.close()
+    assert left > 63 * MIB and not room.nbytes
+    tensor.fill_(3)
+    other = room.empty(leaf_of("b", 1000), torch.float32)
+    other.fill_(4)
+    assert tensor.eq(3).all(), "a closed room hands out no memory of its own"
+
+
+@pytest.fixture
+def rooms(monkeypatch):
+    """The rooms that attach makes, in order."""
+    made = []
+
+    def noting(*arguments):
+        made.append(attach_module_room_for(*arguments))
+        return made[-1]
+
+    attach_module_room_for = attach_module.room_for
+    monkeypatch.setattr(attach_module, "room_for", noting)
+    return made
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 4))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none(attach, rooms):
+    model, optimizer = make()
+    train(attach(model, optimizer), model, optimizer)
+    assert not rooms, "nothing was held"
+
+    other, another = make()
+    assert attach(other, another).restored_from == "memory"
+    assert len(rooms) == 1, "the daemon says that it holds the job, before anybody asks what"
+    pages, made = rooms[0]._pages, rooms[0]._bytes
+    assert pages is not None and pages.wait()
+    moment = another.state[other[1].weight]["exp_avg"].data_ptr()
+    assert made.ctypes.data <= moment < made.ctypes.data + made.nbytes, "state lies where the pages were made"
+    assert state_bytes(other, another) == state_bytes(model, optimizer)
