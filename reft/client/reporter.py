@@ -19,7 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from reft.core.frequency import Pace
-from reft.core.round import Answer, Outcome
+from reft.core.round import Answer, Outcome, crowded_out
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
@@ -29,7 +29,6 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
-ANSWERS_MAX = 16
 CALLS_MAX = 4
 NO_CELLS: Mapping[int, int] = MappingProxyType({})
 MARGIN_S = 0.5  # by which a reply may come later than the daemon may hold it back
@@ -91,7 +90,7 @@ class Reporter:
         with self._changed:
             if step not in self._answers:
                 self._answers[step], self._digests[step] = answer, digests
-            for old in sorted(self._answers)[:-ANSWERS_MAX]:
+            for old in crowded_out(self._answers):
                 self._forget(old)
             self._trouble = trouble
         self._send()

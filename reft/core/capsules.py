@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from reft.core.recovery import Decision, counts
-from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Answer, Digests, Outcome
+from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Answer, Digests, Outcome, crowded_out
 from reft.core.version import Version
 
 DIGESTS_MAX = 8 << 20  # bytes that travel with one capsule: digests of a million chunks
@@ -62,7 +62,8 @@ class Deposits:
             missing = steps.setdefault(step, set() if answer is Answer.VOID else set(self.holders))
             if not missing:
                 due[step] = answer
-        for step in sorted(steps)[:-UNDECIDED_MAX]:
+        said = {step: Answer.SEALED if missing else Answer.VOID for step, missing in steps.items()}
+        for step in crowded_out(said | {step: answers[step] for step in steps if step in answers}):
             self.forget(rank, step)
         return due
 

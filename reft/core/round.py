@@ -17,6 +17,10 @@ Invariants
 
 A lost answer leaves s undecided: its slot is kept until a newer step is whole. Each message repeats all that is still
 undecided below its sender, so the next one repairs the loss. Late and repeated messages change nothing.
+
+While a daemon is away nothing is decided: ranks fill their slots with the first steps, and say void to all that follow. What
+was sealed then, and the voids of those first steps, are what the round goes on with, however long it stood still: so they
+outlast the voids in the middle, which nobody has a slot for (`ends_of`).
 One `Round` belongs to one epoch; messages of another epoch never reach it (the daemon refuses them).
 """
 
@@ -30,7 +34,7 @@ from types import MappingProxyType
 from reft.core.frequency import Pace, next_pace
 
 FAN_OUT = 16
-UNDECIDED_MAX = 16  # steps kept without a decision: more than a rank has slots, so nothing useful is forgotten
+UNDECIDED_MAX = 16  # sealed steps, and as many void ones, kept without a decision: more than a rank has slots
 VOIDS_MAX = 64  # voids remembered: a rank asks about at most as many as it has slots
 Digests = Mapping[int, Mapping[int, int]]  # step → cell → digest
 NO_DIGESTS: Digests = MappingProxyType({})
@@ -54,6 +58,18 @@ class Outcome:
 
     def decides(self, step: int) -> bool:
         return step <= self.whole or step in self.voids
+
+
+def ends_of(steps: Iterable[int], limit: int) -> list[int]:
+    """At most `limit` of the steps: the oldest and the newest, see the module."""
+    ordered, half = sorted(steps), limit // 2
+    return ordered if len(ordered) <= limit else ordered[:half] + ordered[-half:]
+
+
+def crowded_out(answers: Mapping[int, Answer]) -> set[int]:
+    """The undecided steps that are more than what is kept; sealed ones are never crowded out by void ones."""
+    kept = (step for wanted in Answer for step in ends_of(_steps(answers, wanted), UNDECIDED_MAX))
+    return set(answers).difference(kept)
 
 
 def parent_of(index: int) -> int | None:
@@ -133,7 +149,7 @@ class Round:
         whole = max(self.outcome.whole, outcome.whole)
         voids = frozenset(step for step in self.outcome.voids | outcome.voids if step > whole)
         unlike, pace = self.outcome.unlike | outcome.unlike, max(self.outcome.pace, outcome.pace)
-        merged = Outcome(whole, frozenset(sorted(voids)[-VOIDS_MAX:]), unlike, pace)
+        merged = Outcome(whole, frozenset(ends_of(voids, VOIDS_MAX)), unlike, pace)
         is_news = merged != self.outcome
         self.outcome = merged
         for step in [step for step in self._answers if merged.decides(step)]:
@@ -166,7 +182,9 @@ class Round:
                 self._compare(step, digests.get(step, {}))
                 changed = True
         self._void_left_out()
-        self._forget_oldest()
+        void = {step: Answer.VOID for step, heard in self._answers.items() if Answer.VOID in heard.values()}
+        for step in crowded_out(dict.fromkeys(self._answers, Answer.SEALED) | void):
+            self._forget(step)
         if changed and self.index == 0:
             self._decide()
         return changed
@@ -202,10 +220,6 @@ class Round:
         whole = max(_steps(answers, Answer.SEALED), default=-1)
         pace = next_pace(self.outcome.pace, self.wish, whole) if whole > self.outcome.whole else self.outcome.pace
         self.hear_outcome(Outcome(whole, frozenset(_steps(answers, Answer.VOID)), pace=pace))
-
-    def _forget_oldest(self) -> None:
-        for step in sorted(self._answers)[:-UNDECIDED_MAX]:
-            self._forget(step)
 
     def _forget(self, step: int) -> None:
         self._answers.pop(step, None)

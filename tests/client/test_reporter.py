@@ -109,6 +109,19 @@ def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
     assert "answers again" in caplog.text
 
 
+def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
+    reporter = Reporter("unix:/none", str(tmp_path / "line"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    for step in range(1, 200):
+        reporter.answer(step, SEALED if step in (3, 5) else VOID)
+    daemon = Played(tmp_path / "line")
+    reporter.answer(200, VOID)
+    said = daemon.next()
+    assert {step for step, answer in said.items() if answer == SEALED} == {3, 5} and len(said) < 40
+    reporter.close()
+    daemon.end()
+    daemon.listening.close()
+
+
 def test_a_daemon_that_is_gone_costs_an_error_and_no_time(tmp_path):
     reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
     reporter.answer(1, SEALED)

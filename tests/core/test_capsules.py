@@ -86,6 +86,16 @@ def test_what_the_slots_lost_never_counts():
     assert deposits.owed(4) == [] and deposits.acknowledge(4, [(0, 1)]) == {}
 
 
+def test_a_capsule_of_before_a_long_silence_still_counts_once_it_is_kept():
+    deposits = Deposits((4,))
+    for newest in range(10, 1000):
+        voids = dict.fromkeys(range(newest - 7, newest + 1), VOID)
+        deposits.hear_rank(0, {1: SEALED, 2: SEALED} | voids, {1: {0: 11}, 2: {0: 22}})
+    assert [step for _, step in deposits.owed(4)] == [1, 2]
+    assert deposits.acknowledge(4, [(0, 1), (0, 2)]) == {0: {1: SEALED, 2: SEALED}}
+    assert {1: {0: 11}, 2: {0: 22}}.items() <= dict(deposits.digests_of(0)).items()
+
+
 def test_the_oldest_step_of_all_ranks_goes_first_and_the_list_is_bounded():
     deposits = Deposits((4,))
     deposits.hear_rank(1, {5: SEALED, 3: SEALED})

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core import round as round_module
-from reft.core.round import UNDECIDED_MAX, VOIDS_MAX, Answer, Outcome, Round, children_of, parent_of
+from reft.core.round import UNDECIDED_MAX, VOIDS_MAX, Answer, Outcome, Round, children_of, crowded_out, parent_of
 
 SEALED, VOID = Answer.SEALED, Answer.VOID
 
@@ -100,7 +100,7 @@ def test_outcomes_are_merged_and_never_go_back():
     assert leaf.outcome == Outcome(5, frozenset({6, 7}))
 
 
-def test_undecided_steps_are_bounded_and_the_oldest_go_first():
+def test_undecided_steps_are_bounded():
     one = coordinator()
     for step in range(1, UNDECIDED_MAX + 10):
         one.hear_rank(0, {step: SEALED})
@@ -116,14 +116,49 @@ def test_one_message_with_very_many_steps_is_bounded_too():
     assert len(one._answers) == UNDECIDED_MAX
 
 
-def test_voids_are_bounded_and_the_oldest_go_first():
+def test_voids_are_bounded_and_those_in_the_middle_go_first():
+    half = VOIDS_MAX // 2
     one = coordinator()
     for step in range(VOIDS_MAX + 10):
         one.hear_rank(0, {step: VOID})
-    assert one.outcome.voids == frozenset(range(10, VOIDS_MAX + 10))
+    assert one.outcome.voids == frozenset(range(half)) | frozenset(range(half + 10, VOIDS_MAX + 10))
     leaf = Round(1, 2, frozenset({1}))
     leaf.hear_outcome(Outcome(-1, frozenset(range(1000))))
-    assert leaf.outcome.voids == frozenset(range(1000 - VOIDS_MAX, 1000))
+    assert leaf.outcome.voids == frozenset(range(half)) | frozenset(range(1000 - half, 1000))
+
+
+def said_while_nobody_listened(first: dict[int, Answer]) -> dict[int, Answer]:
+    """What a rank says after its daemon was away for a thousand steps: it filled its slots, and then skipped."""
+    answers: dict[int, Answer] = {}
+    for step in range(1, 1000):
+        answers[step] = first.get(step, VOID)
+        for old in crowded_out(answers):
+            del answers[old]
+    return answers
+
+
+def test_what_was_sealed_before_a_long_silence_is_decided_after_it():
+    one = coordinator()
+    for rank in (0, 1):
+        one.hear_rank(rank, said_while_nobody_listened({1: SEALED, 2: SEALED}))
+    assert one.outcome.whole == 2 and len(one.outcome.voids) <= VOIDS_MAX
+
+
+def test_ranks_that_sealed_other_steps_before_a_long_silence_get_their_slots_back():
+    """Else they would skip for ever, since nothing that they can still seal would ever become whole."""
+    one = coordinator()
+    for rank in (0, 1):
+        one.hear_rank(rank, said_while_nobody_listened({1 + rank: SEALED, 3 + rank: SEALED}))
+    assert one.outcome.whole == -1 and one.outcome.voids >= {1, 2, 3, 4}
+
+
+def test_a_node_passes_on_what_was_sealed_before_a_long_silence():
+    leaf = Round(1, 2, frozenset({1}))
+    for step in range(1, 1000):
+        leaf.hear_rank(1, {step: SEALED if step < 3 else VOID})
+        assert len(leaf.undecided()) <= 2 * UNDECIDED_MAX
+    assert {step for step, answer in leaf.undecided().items() if answer is SEALED} == {1, 2}
+    assert leaf.undecided()[3] is leaf.undecided()[999] is VOID
 
 
 # The tree
