@@ -30,10 +30,9 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.couriers import Peers, reason_of
 from reft_daemon.job import HeldJob
-from reft_daemon.vigil import Term, Vigil
+from reft_daemon.vigil import TICK_S, Term, Vigil
 
 log = logging.getLogger("reft.daemon")
-TICK_S = 0.1
 NEWS_S = 0.05
 DEADLINE_S = BEAT_S * MISSES
 UNDER_WAY_MAX = 3  # beats to one node without a reply
@@ -243,16 +242,15 @@ class Signalling:
 
     async def run(self) -> None:
         """Looks and beats, for ever."""
-        looked_s = beaten_s = time.monotonic()
+        beaten_s = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            late_s, looked_s = now_s - looked_s - TICK_S, now_s
             is_due = now_s - beaten_s >= BEAT_S - TICK_S / 2
             if is_due:
                 beaten_s = now_s
             for job, vigil in list(self._vigils.items()):
-                vigil.look(now_s, late_s)
+                vigil.look(now_s)
                 if vigil.is_over(now_s):
                     self.forget(job)
                 elif is_due:

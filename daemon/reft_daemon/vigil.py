@@ -29,6 +29,7 @@ from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
+TICK_S = 0.1
 LEFT_S = 5.0  # for which others must have said that they are in a newer round: a slow rendezvous is no loss
 LINGER_S = 60.0  # after the last trainer and the last word of an agent
 KILL_AFTER_S = 1.0  # after a rank was found to stand still: other nodes say by then what they know of theirs
@@ -80,6 +81,7 @@ class Vigil:
         self._agent: AgentProcess | None = None
         self.version = time.time_ns()  # so that one of a daemon before this one is never met again
         self.news = asyncio.Event()
+        self._looked_s = time.monotonic()
         self._late = (0.0, 0.0)  # by how much, and when
         self._left: tuple[float, str] | None = None
         self._paces: dict[int, Pace] = {}
@@ -175,12 +177,13 @@ class Vigil:
 
     # What follows
 
-    def look(self, now_s: float, late_s: float = 0.0) -> None:
-        """Judges all nodes anew; agents hear of it if something changed.
+    def look(self, now_s: float) -> None:
+        """Judges all nodes anew; agents hear of it if something changed. Called every TICK_S, and whenever there is news.
 
-        Args:
-            late_s: by how much the daemon's own loop was late just now.
+        Each look finds out by itself whether this daemon was late: after a stop the first one follows from whatever was
+        waiting at its sockets, such as its own agent's beat, and would find everybody silent.
         """
+        late_s, self._looked_s = now_s - self._looked_s - TICK_S, now_s
         if late_s > LATE_S:
             self._late = (late_s, now_s)
         facts = self._facts(now_s)

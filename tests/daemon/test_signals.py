@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
+from reft.core import signals
 from reft.core.progress import GAPS_MIN
 from reft.core.round import Answer
 from reft.core.signals import BEAT_S, MISSES, Signal
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.vigil import KILL_AFTER_S
+from reft_daemon.vigil import KILL_AFTER_S, Term, Vigil
 from tests.daemon.jobs import Code, Job, Trainer, refused, tcp_call
 from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
@@ -127,6 +128,32 @@ def test_a_stopped_or_killed_daemon_is_suspected_and_never_given_up(cluster):
     three.daemons[2].kill(signal.SIGCONT)
     three.daemons[1].start()
     three.await_well()
+
+
+def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
+    """That look may come from what was waiting at its sockets, such as its own agent's beat, before its own loop turns."""
+    now_s = 1000.0
+    monkeypatch.setattr("reft_daemon.vigil.time.monotonic", lambda: now_s)
+    nodes = {name: pb.Node(id=name, name=name) for name in ("here", "there")}
+    vigil = Vigil("job", "here", Term("", 1, bytes(32), nodes), lambda _: None, lambda _: None)
+    there = vigil.lookout.members["there"]
+
+    def hear() -> None:
+        vigil.lookout.spoke("there", [signals.Sign("there", Signal.HEALTHY)], {}, now_s)
+        vigil.lookout.agent_spoke("there", signals.Agent.TRAINING, now_s)
+
+    for _ in range(20):
+        now_s += 0.1
+        hear()
+        vigil.look(now_s)
+    assert there.signal is Signal.HEALTHY
+    now_s += 60
+    vigil.look(now_s)
+    assert there.signal is Signal.HEALTHY and vigil.word.reason.startswith("it is overloaded")
+    for _ in range(15):
+        now_s += 0.1
+        vigil.look(now_s)
+    assert there.signal is Signal.OFFLINE, "it listened, and the other is still silent"
 
 
 def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
