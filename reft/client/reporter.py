@@ -56,6 +56,7 @@ class Reporter:
         self._answers: dict[int, Answer] = {}
         self._digests: dict[int, Mapping[int, int]] = {}
         self._under_way = 0
+        self._held_back = False  # whether there is something to say for which the next reply is waited
         self._heard_s = 0.0  # the last reply, or the first report after it
         self._trouble = ""
         self._outcome = Outcome()
@@ -100,7 +101,8 @@ class Reporter:
         with self._changed:
             if self._under_way and now_s - self._heard_s > self._deadline_s + MARGIN_S:
                 self._failed(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
-            if self._under_way >= CALLS_MAX or self._failpoints.hit("report.send", rank=self._rank):
+            self._held_back = self._under_way >= CALLS_MAX
+            if self._held_back or self._failpoints.hit("report.send", rank=self._rank):
                 return
             request = pb.ReportRequest(
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
@@ -135,6 +137,8 @@ class Reporter:
                         self._failed(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
                     else:
                         self._heard(reply)
+                    if self._held_back and not self.is_fenced:
+                        self._send()  # nobody else would, if no step follows
                     self._changed.notify_all()
         except (ValueError, KeyError, DecodeError) as error:
             why = f"it said what can't be read: {error}"

@@ -83,13 +83,15 @@ def test_each_report_says_all_that_is_not_decided(reporter, played):
     assert played.next() == {3: SEALED}
 
 
-def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next(reporter, played):
+def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next_reply(reporter, played):
     for step in range(1, CALLS_MAX + 3):
         reporter.answer(step, SEALED)
     for _ in range(CALLS_MAX):
         last = played.next()
     assert set(last) == set(range(1, CALLS_MAX + 1))
     played.say(CALLS_MAX, whole=-1)
+    assert set(played.next()) == set(range(1, CALLS_MAX + 3)), "also if no step follows"
+    played.say(1, whole=-1)
     until(lambda: reporter._under_way == 0)
     reporter.answer(CALLS_MAX + 3, SEALED)
     assert set(played.next()) == set(range(1, CALLS_MAX + 4))
