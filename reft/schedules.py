@@ -6,6 +6,7 @@ does in a step, in order, and where it is idle.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +20,7 @@ __all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times
 
 
 @dataclass(frozen=True)
-class _Pipeline:
+class _Pipeline(ABC):
     """
     Attributes:
         stage: this process's place in the pipeline, from 0.
@@ -55,11 +56,13 @@ class _Pipeline:
         spans = actions.simulate([self._order(stage) for stage in range(self.stages)], times, self.is_v_shaped)
         return bubbles.between(spans[self.stage], max(each[-1].end for each in spans))
 
+    @abstractmethod
     def _order(self, stage: int) -> tuple[Action, ...]:
-        raise NotImplementedError
+        """What a stage does in one step."""
 
+    @abstractmethod
     def _closed(self, times: Times) -> tuple[Gap, ...] | None:
-        raise NotImplementedError
+        """The gaps by closed form; None if there is none."""
 
 
 class OneFOneB(_Pipeline):
