@@ -30,7 +30,7 @@ import grpc
 import torch
 
 from reft.client import announcement, host_state, likeness, pipeline, roster
-from reft.client.copier import Copier, CpuCopier, copy_cpus
+from reft.client.copier import Copier, CpuCopier
 from reft.client.device import Device
 from reft.client.device_decoding import decoder_for
 from reft.client.exchange import Exchange, bytes_of, text_of
@@ -50,6 +50,7 @@ from reft.client.session import Session
 from reft.client.snapshots import Counts, Snapshots
 from reft.client.surveying import Asker, surveyed
 from reft.client.transport import Transport, transport_of
+from reft.client.workers import copy_cpus, has_idle_cores
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
 from reft.core.frequency import Cadence, Frequency, History
@@ -153,6 +154,7 @@ class Attachment:
                 break
             # Together: an inventory must not find a rank that has not withdrawn yet.
             self.exchange.together(partial(self._erase, damaged))
+            self.bindings = self.subjects.bind()  # that try may have made what did not exist
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
@@ -356,7 +358,8 @@ class Attachment:
         return Restoration(
             self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
             {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
-            self._remote(), self.subjects, self.host, self.room, decoder_for(self._device, self.settings.parity_scratch_bytes),
+            self._remote(), self.subjects, self.bindings, self.host, self.room,
+            decoder_for(self._device, self.settings.parity_scratch_bytes),
         )  # fmt: skip
 
     def _reshaping_of(self, base: Version) -> Reshaping:
@@ -364,7 +367,7 @@ class Attachment:
         return Reshaping(
             self.plan, self.findings.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
             before.unequal, self.exchange.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
-            self.leaser, self._remote(), self.subjects, self.host, self.room, self.exchange,
+            self.leaser, self._remote(), self.subjects, self.bindings, self.host, self.room, self.exchange,
         )  # fmt: skip
 
     def _remote(self) -> Remote:
@@ -481,7 +484,7 @@ class Attachment:
 
             device, settings = Device(self._device), self.settings
             return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
-        return CpuCopier(copy_cpus())
+        return CpuCopier(copy_cpus(), has_idle=has_idle_cores(len(self._node.ranks)))
 
 
 def _placing(manifest: pb.Manifest) -> tuple[object, ...]:

@@ -12,15 +12,12 @@ after the last byte and `job.sealed(digests)` or `job.failed(error)` from a thre
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,8 +29,9 @@ from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
 from reft.client.tally import Tally
 from reft.client.timeline import COPYING, TIERS, Event
+from reft.client.workers import Worker, together
 from reft.core import coding
-from reft.core.course import Course, Passage, Task
+from reft.core.course import Course, Hands, Passage, Task
 from reft.core.layout import align
 from reft.core.pacing import Tier
 from reft.errors import ReftError
@@ -131,20 +129,6 @@ def by_chunk(pieces: list[Piece], chunk_bytes: int, chunks: int) -> list[list[Pi
             table[at // chunk_bytes].append(Piece(piece.source[at - piece.offset : stop - piece.offset], at))
             at = stop
     return table
-
-
-def copy_cpus() -> list[int]:
-    """The CPUs to bind copy threads to; empty: one thread, left to the scheduler.
-
-    A copy thread on a core that also computes makes the other threads of torch's team wait at their next barrier. Where
-    torch has a thread for every core, two copy threads on two cores halve that wait; where a core is free, one thread
-    finds it. Measured with bench/save.py.
-    """
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < 2 or torch.get_num_threads() < len(cpus):
-        return []
-    first = os.getpid() % len(cpus)  # trainers that share the machine should not choose the same two
-    return [cpus[first], cpus[(first + len(cpus) // 2) % len(cpus)]]
 
 
 @dataclass(frozen=True)
@@ -251,9 +235,10 @@ class CpuCopier:
     Args:
         cpus: one copy thread for each, bound to it; empty means one thread that runs anywhere.
         clock: seconds, as `time.perf_counter` gives them.
+        has_idle: whether gaps are for threads that give way to all others; not where these would hardly ever run.
     """
 
-    def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:
         self.tally = Tally()
         self.cut = Cut()
         self.compares_all = self.keeps_host_time = True
@@ -264,11 +249,15 @@ class CpuCopier:
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
+        self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
+        self._idle: list[Worker] = []  # there once a snapshot takes a course
 
     def begin(self, job: CopyJob) -> None:
         if self._plan is None or self._plan.share is not job.share:
-            self._plan = Plan.of(job.share, job.chunk_bytes, len(self._threads))
+            self._plan = Plan.of(job.share, job.chunk_bytes, 2 * len(self._threads))
         plan = self._plan
+        if job.course is not None and not self._idle:
+            self._idle = [Worker(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)]
         for copy_aside in plan.at_mark:
             copy_aside()
         self._gate.begin()
@@ -301,7 +290,7 @@ class CpuCopier:
         self._threads[0].submit(task)
 
     def close(self) -> None:
-        for thread in self._threads:
+        for thread in [*self._threads, *self._idle]:
             thread.close()
 
     def _take(self, job: CopyJob, plan: Plan) -> None:
@@ -327,49 +316,52 @@ class CpuCopier:
         # The optimizer may run now: only the slot is read from here on.
         parity = plan.share.parity_chunks
         if parity:
-            self._together(
+            self._shared_out(
                 lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
                 lambda _, chunks: _digest(slot, digests, chunks),
             )
         job.sealed(digests)
 
-    def _together(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
+    def _shared_out(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
         """Runs work(thread's index, its tasks) in all threads; returns when all have ended, and raises what one raised."""
         at = bounds(len(self._threads))
-        others = [
-            thread.submit(partial(work, i, range(at[i], at[i + 1]))) for i, thread in enumerate(self._threads[1:], 1)
-        ]
-        try:
-            work(0, range(at[0], at[1]))
-        finally:
-            # Whatever happened here, nothing may read the state once the fence is open.
-            failures = [other.exception() for other in others]
-        for failure in filter(None, failures):
-            raise failure
+        parts = [partial(work, i, range(begin, end)) for i, (begin, end) in enumerate(pairwise(at))]
+        together(parts[0], list(zip(self._threads[1:], parts[1:], strict=True)))
 
     def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
         """All chunks and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
         if job.course is None:
-            self._together(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
         passage = Passage(job.course, plan.weights, len(plan.runs))
         self._gate.open(passage)
 
-        def read(thread: int, _: range) -> None:
-            spent = dict.fromkeys(Tier, (0, 0.0))
+        def read(thread: int, hands: Hands) -> None:
+            try:
+                self._read_along(job, plan, data, digests, thread, passage, hands)
+            except BaseException:
+                self._gate.abandon(passage)  # the others may wait for a gap
+                raise
 
-            def note(task: Task, begin_s: float, end_s: float) -> None:
+        hands = [Hands.BUSY if self._idle else Hands.ALL] * len(self._threads) + [Hands.IDLE] * len(self._idle)
+        parts = [partial(read, i, each) for i, each in enumerate(hands)]
+        together(parts[0], list(zip([*self._threads[1:], *self._idle], parts[1:], strict=True)))
+
+    def _read_along(
+        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, passage: Passage, hands: Hands
+    ) -> None:
+        spent = dict.fromkeys(Tier, (0, 0.0))
+
+        def note(task: Task, begin_s: float, end_s: float, is_whole: bool) -> None:
+            if is_whole:  # else it also waited for what came after the gap
                 nbytes, seconds = spent[task.tier]
                 spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
-                name = "chunks" if task.number < len(plan.runs) else "parity"
-                track = f"{COPYING} {thread}"
-                self.tally.timeline.add(Event(track, name, begin_s, end_s, task.tier, task.number))
+            name = "chunks" if task.number < len(plan.runs) else "parity"
+            self.tally.timeline.add(Event(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number))
 
-            self._read(job, plan, data, digests, thread, self._gate.tasks(passage, note))
-            for tier, (nbytes, seconds) in spent.items():
-                self.tally.moved(tier, nbytes * len(self._threads), seconds)
-
-        self._together(lambda threads: [0] * (threads + 1), read)
+        self._read(job, plan, data, digests, thread, self._gate.tasks(passage, hands, note))
+        for tier, (nbytes, seconds) in spent.items():
+            self.tally.moved(tier, nbytes * len(self._threads), seconds)
 
     def _read_at_once(
         self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
@@ -449,37 +441,3 @@ def _compose(sources: list[Bytes], runs: tuple[Run, ...], target: Bytes) -> None
 def _digest(slot: SlotMap, digests: np.ndarray, chunks: range) -> None:
     for index in chunks:
         digests[index] = chunk_digest(slot.chunk(index))
-
-
-class Worker:
-    """A thread that runs tasks one after the other.
-
-    Args:
-        cpu: the only CPU that it runs on; None leaves it to the scheduler.
-    """
-
-    def __init__(self, name: str, cpu: int | None) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
-        self._cpu = cpu
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Callable[[], None]) -> Future[None]:
-        done: Future[None] = Future()
-        self._tasks.put((task, done))
-        return done
-
-    def close(self) -> None:
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})  # of this thread alone
-        while (item := self._tasks.get()) is not None:
-            task, done = item
-            try:
-                task()
-                done.set_result(None)
-            except Exception as error:
-                done.set_exception(error)

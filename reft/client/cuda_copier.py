@@ -32,13 +32,14 @@ import numpy as np
 import torch
 
 from reft.client.comparing import Sample, digest_of
-from reft.client.copier import CopyJob, Worker
+from reft.client.copier import CopyJob
 from reft.client.device import Device
 from reft.client.share import Cut
 from reft.client.state import flat_bytes, is_dense
 from reft.client.tally import Tally
 from reft.client.timeline import COPYING, Event
 from reft.client.transfers import TRANSFER_BYTES, Transfers, compute, plan_transfers
+from reft.client.workers import Worker
 from reft.core import pacing
 from reft.core.course import Course
 from reft.core.pacing import Tier

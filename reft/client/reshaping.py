@@ -28,6 +28,7 @@ from reft.client.rebuilding import Proof
 from reft.client.reflow import Reflow
 from reft.client.restore import live_tensors
 from reft.client.room import Room
+from reft.client.state import Bindings
 from reft.client.subjects import Subjects
 from reft.client.transport import Transport
 from reft.core.layout import Layout, Leaf, pack
@@ -59,6 +60,7 @@ class Reshaping:
         rank: the new one.
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
+        bindings: what the subjects have by now.
         room: memory for tensors that do not exist yet; another is made if it is too small.
 
     Attributes:
@@ -76,6 +78,7 @@ class Reshaping:
     leaser: Leaser
     remote: Remote
     subjects: Subjects
+    bindings: Bindings
     host: HostState
     room: Room
     exchange: Exchange
@@ -280,7 +283,7 @@ class Reshaping:
     # make, load
 
     def _make(self) -> dict[str, Any]:
-        self._tensors = live_tensors(self._wanted, self.subjects, self.room)
+        self._tensors = live_tensors(self._wanted, self.subjects, self.bindings, self.room)
         return {}
 
     def _load(

@@ -23,7 +23,7 @@ from reft.client.pages import Pages
 from reft.client.reading import Remote
 from reft.client.restore import live_tensors
 from reft.client.room import Room
-from reft.client.state import leaf_of
+from reft.client.state import Bindings, leaf_of
 from reft.client.subjects import Subjects
 from reft.client.transport import Transport
 from reft.core.gather import readers
@@ -47,6 +47,7 @@ class Restoration:
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
         predicted: the leaves that this rank had when the base's epoch began.
+        bindings: what the subjects have by now.
         room: memory for tensors that do not exist yet; another is made if it is too small.
         decoder: of lost shards.
     """
@@ -60,6 +61,7 @@ class Restoration:
     leaser: Leaser
     remote: Remote
     subjects: Subjects
+    bindings: Bindings
     host: HostState
     room: Room
     decoder: Decoder
@@ -88,7 +90,9 @@ class Restoration:
         except FormatError:
             damaged.append(self.rank)
         if not damaged:
-            self._tensors = live_tensors(sorted(self._leaves, key=self._place_of), self.subjects, self.room)
+            self._tensors = live_tensors(
+                sorted(self._leaves, key=self._place_of), self.subjects, self.bindings, self.room
+            )
         return sorted(set(damaged))
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:

@@ -17,17 +17,20 @@ from reft.core.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
 
 
-def live_tensors(leaves: Sequence[Leaf], subjects: Subjects, room: Room | None = None) -> Mapping[str, torch.Tensor]:
+def live_tensors(
+    leaves: Sequence[Leaf], subjects: Subjects, before: Bindings, room: Room | None = None
+) -> Mapping[str, torch.Tensor]:
     """The live tensor of every held leaf, by name; optimizer state that does not exist yet is made.
 
     Args:
         leaves: held ones.
+        before: what there is; looking for it once more would hold up who waits for the state.
         room: for what must be made; None, or one that is too small: another is made.
 
     Raises:
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
-    room = make_missing_state(leaves, subjects, subjects.bind(), room)
+    room = make_missing_state(leaves, subjects, before, room)
     bindings = subjects.bind()
     lines = differences(leaves, bindings.layout().leaves)
     if lines:

@@ -10,10 +10,13 @@ A `Passage` is one snapshot on its way along the course, for an engine that can 
 task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
 enqueues ahead of its device can't take back what a gap turns out not to hold: it follows a plan (core/pacing.py).
 
+A host may have two kinds of hands. Idle ones run only while nobody else wants their core: gaps are theirs, and nothing else.
+
 Invariants
   1. In a gap that is too short for the guard time nothing begins, nor in a stretch that is not on the course.
   2. Parity is computed in gaps, or right after the step, where the gaps ahead have no room for it.
-  3. Once the fence asks, or training has left the course, everything may go at once: no byte waits for a gap that does
+  3. Idle hands get nothing once everything goes at once: whoever waits then must not wait for them.
+  4. Once the fence asks, or training has left the course, everything may go at once: no byte waits for a gap that does
      not come.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -35,6 +39,14 @@ class Stretch(NamedTuple):
 
     tier: Tier
     seconds: float
+
+
+class Hands(Enum):
+    """Who asks for a task."""
+
+    ALL = auto()  # there is only one kind
+    IDLE = auto()
+    BUSY = auto()
 
 
 class Lengths:
@@ -183,11 +195,26 @@ class Passage:
         self._is_lifted = True
         self._tier = tier or self._tier
 
-    def take(self, now_s: float) -> Task | None:
-        """The next task, if one is due; None if not now, or if there is none."""
+    def abandon(self) -> None:
+        """Nothing more is to be copied."""
+        self._chunks.clear()
+        self._parity.clear()
+
+    @property
+    def wanted(self) -> frozenset[Hands]:
+        """The hands for which there may be something to do in this stretch."""
+        if self._is_lifted or self._course is None:
+            return frozenset({Hands.ALL, Hands.BUSY})
+        if self._tier is Tier.GAP:
+            return frozenset({Hands.ALL, Hands.IDLE})
+        owes = self._after_step > 0 or self._course.owed(self._index, self._at_entry) > 0
+        return frozenset({Hands.ALL, Hands.BUSY}) if owes else frozenset()
+
+    def take(self, now_s: float, hands: Hands) -> Task | None:
+        """The next task, if one is due for such hands; None if not now, or if there is none."""
         if not self._is_lifted and now_s > self._late_s:
             self._is_lifted = True
-        queue = self._due(now_s)
+        queue = self._due(now_s, hands)
         if queue is None:
             return None
         number = queue.popleft()
@@ -196,7 +223,7 @@ class Passage:
         return Task(number, self._tier)
 
     def due_s(self, now_s: float) -> float:
-        """Seconds until a task may become due by time alone; a change of the stretch may come first."""
+        """Seconds until a task may become due by time alone for hands that are not idle; a new stretch may come first."""
         latest = max(0.0, self._late_s - now_s)
         if self._tier is Tier.GAP or not self._chunks or self._course is None:
             return latest
@@ -214,14 +241,16 @@ class Passage:
         assert self._course is not None
         return self._began_s + self._course.seconds * LATE_FACTOR + LATE_S
 
-    def _due(self, now_s: float) -> deque[int] | None:
+    def _due(self, now_s: float, hands: Hands) -> deque[int] | None:
         """The queue whose first task may go now."""
+        any_left = self._parity or self._chunks or None
         if self._is_lifted:
-            return self._parity or self._chunks or None
+            return any_left if hands is not Hands.IDLE else None
         assert self._course is not None
         if self._tier is Tier.GAP:
-            queue = self._parity or self._chunks
-            return queue if queue and self._course.rooms[self._index] > 0 else None
+            return any_left if hands is not Hands.BUSY and self._course.rooms[self._index] > 0 else None
+        if hands is Hands.IDLE:
+            return None
         if self._after_step > 0 and self._index == 0 and self._parity:
             self._after_step -= self._weights[self._parity[0]]
             return self._parity

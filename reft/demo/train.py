@@ -1,9 +1,9 @@
 """The demo's training script: `torchrun … -m reft.demo.train --out DIR`. Only `attach` and `steps` know of reft.
 
 Every rank appends to DIR/rank-R.jsonl, one JSON object a line, times in seconds of the machine's monotonic clock:
-    {"event": "started",  "pid": …, "time_s": …}                                  the first line of this file has run
-    {"event": "attached", "restored_from": …, "step": …, "time_s": …}             what reft.attach brought back
-    {"event": "step",     "step": n, "loss": float.hex, "time_s": …}              n steps are completed with this one
+    {"event": "started",  "pid": …, "time_s": …}                                      the first line of this file has run
+    {"event": "attached", "restored_from": …, "step": …, "load_s": …, "time_s": …}   what reft.attach brought back
+    {"event": "step",     "step": n, "loss": float.hex, "time_s": …}                  n steps are completed with this one
 and at the end writes DIR/rank-R.digests.json: name → SHA-256 of the bytes of every tensor and random generator.
 """
 
@@ -64,8 +64,10 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
     loader = Loader(manual(), options.batch, Shape.context, rank, world, options.seed)
 
+    began_s = time.monotonic()
     session = reft.attach(ddp, optimizer, state={"lr": schedule, "data": loader}, tolerate=options.tolerate)
-    record.add("attached", restored_from=session.restored_from, step=session.step)
+    load_s = time.monotonic() - began_s
+    record.add("attached", restored_from=session.restored_from, step=session.step, load_s=load_s)
     for step in session.steps(options.steps):
         inputs, targets = next(loader)
         loss = ddp(inputs, targets)

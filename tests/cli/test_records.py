@@ -16,7 +16,7 @@ def attempt(first: int, last: int, started_s: float = 0.0, **changes: object) ->
     steps = [Step(n, (1 / n).hex(), started_s + n) for n in range(first, last + 1)]
     restored = "memory" if first > 1 else None
     return Attempt(**{"pid": 1, "started_s": started_s, "attached_s": started_s, "restored_from": restored,
-                      "base": first - 1, "steps": steps, **changes})  # fmt: skip
+                      "base": first - 1, "load_s": 0.5, "steps": steps, **changes})  # fmt: skip
 
 
 def result(*attempts: Attempt, digest: str = "aa") -> Result:
@@ -32,12 +32,12 @@ def test_lines_become_attempts():
     lines = [
         {"event": "started", "pid": 5, "time_s": 1.0},
         {"event": "started", "pid": 6, "time_s": 2.0},
-        {"event": "attached", "restored_from": "memory", "step": 3, "time_s": 3.0},
+        {"event": "attached", "restored_from": "memory", "step": 3, "load_s": 0.5, "time_s": 3.0},
         {"event": "step", "step": 4, "loss": "0x1.0p+0", "time_s": 4.0},
     ]
     died, lived = parse(map(json.dumps, lines))
     assert died == Attempt(5, 1.0)
-    assert lived == Attempt(6, 2.0, 3.0, "memory", 3, [Step(4, "0x1.0p+0", 4.0)])
+    assert lived == Attempt(6, 2.0, 3.0, "memory", 3, 0.5, [Step(4, "0x1.0p+0", 4.0)])
 
 
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
@@ -89,7 +89,7 @@ def test_one_altered_loss_is_found_even_where_a_step_was_trained_twice(step):
 
 def test_recovery_is_measured_from_the_kill():
     back = recovery(DISTURBED, killed_s=5.0)
-    assert (back.up_s, back.first_step_s, back.base, back.source) == (5.0, 9.0, 3, "memory")
+    assert (back.up_s, back.load_s, back.first_step_s, back.base, back.source) == (5.0, 0.5, 9.0, 3, "memory")
     assert recovery(PLAIN, killed_s=5.0) is None
     half = Result({0: DISTURBED.attempts[0], 1: [attempt(1, 4)]}, {})
     assert recovery(half, killed_s=5.0) is None

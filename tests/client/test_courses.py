@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
+import torch
 
 from reft.client import copier as copier_module
 from reft.client import transfers
 from reft.client.copier import CpuCopier
 from reft.client.cuda_copier import CudaCopier
 from reft.client.state import Bindings
-from reft.core.course import Course, Stretch
+from reft.client.workers import has_idle_cores
+from reft.core.course import Course, Hands, Stretch
 from reft.core.pacing import Tier
 from reft.errors import ReftError
 from tests.support.daemons import until
@@ -132,14 +135,82 @@ def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread
     copier.begin(taken.job)
     copier.enter(1, Tier.GAP)
     for _ in range(2):
-        until(lambda: ended.is_set() and len(copier._gate._changed._waiters) == threads)
+        until(lambda: ended.is_set() and len(copier._gate._changed[Hands.IDLE]._waiters) == threads)
         assert len(after) <= 2 * threads - 1
-        copier.enter(2, Tier.COMPUTE)  # wakes them all up
+        with copier._gate._lock:
+            copier._gate._changed[Hands.IDLE].notify_all()
     copier.enter(3, Tier.GAP)
     until(lambda: copier.tally.written() == taken.share.written_bytes)
     copier.fence()
     assert taken.ended.wait(20) and taken.error is None and len(after) > threads
     copier.close()
+
+
+@pytest.mark.parametrize("cpus", [[], [0, 0]])
+def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_do_not(cpus):
+    copier = CpuCopier(cpus)
+    for course, tier, policy in [
+        (course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.GAP, os.SCHED_IDLE),
+        (course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.FENCE, os.SCHED_OTHER),
+        (None, Tier.COMPUTE, os.SCHED_OTHER),
+    ]:
+        before = copier.tally.written(tier)
+        taken, policies = Taken(tensors_on("cpu"), set()), set()
+        taken.job.course = course
+        taken.job.at_chunk = lambda _, policies=policies: policies.add(os.sched_getscheduler(0))
+        copier.enter(0, Tier.COMPUTE)
+        copier.begin(taken.job)
+        if tier is Tier.GAP:
+            copier.enter(1, tier)
+            until(
+                lambda taken=taken, before=before: copier.tally.written(Tier.GAP) - before == taken.share.written_bytes
+            )
+        copier.fence()
+        assert taken.ended.wait(20) and taken.error is None and policies == {policy}
+    copier.close()
+
+
+@pytest.mark.parametrize("fails_in", [Tier.GAP, Tier.FENCE])
+def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, monkeypatch):
+    monkeypatch.setattr(copier_module, "TASK_BYTES", 4096)  # many tasks
+    copier, tensors = CpuCopier([]), tensors_on("cpu")
+    taken = Taken(tensors, set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+
+    def at_chunk(index: int) -> None:
+        raise ReftError("failpoint")
+
+    taken.job.at_chunk = at_chunk
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    if fails_in is Tier.GAP:
+        copier.enter(1, Tier.GAP)
+        assert taken.ended.wait(20), "without a fence"
+    copier.fence()
+    assert taken.ended.wait(20) and "failpoint" in str(taken.error)
+    Taken(tensors, set()).by(copier)
+    copier.close()
+
+
+def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
+    copier = CpuCopier([], has_idle=False)
+    taken, policies = Taken(tensors_on("cpu"), set()), set()
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.at_chunk = lambda _: policies.add(os.sched_getscheduler(0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    until(lambda: copier.tally.written(Tier.GAP) == taken.share.written_bytes)
+    copier.fence()
+    assert taken.ended.wait(20) and taken.error is None and policies == {os.SCHED_OTHER}
+    copier.close()
+
+
+@pytest.mark.parametrize("ranks, threads, expected", [(1, 2, True), (2, 1, True), (2, 2, False), (3, 1, False)])
+def test_where_threads_of_ranks_outnumber_cores_no_core_is_idle(ranks, threads, expected, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert has_idle_cores(ranks) is expected
 
 
 class Deaf(Late):

@@ -172,7 +172,7 @@ def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four
     assert described(foreseen) == described(held)
     other, another = build()
     fresh = Subjects({"model.0": other}, [another], {})
-    tensors = live_tensors(held, fresh)
+    tensors = live_tensors(held, fresh, fresh.bind())
     assert kinds(another) == kinds(optimizer)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in held}
 

@@ -20,6 +20,7 @@ from reft.client.copier import CpuCopier
 from reft.client.rhythm import OTHER, Rhythm
 from reft.core import actions
 from reft.core.actions import Kind, Times
+from reft.core.course import Hands
 from reft.core.pacing import Tier
 from reft.errors import ConfigError
 from tests.support.daemons import until
@@ -98,7 +99,7 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
         beside.append(len(taken.chunks))
 
     def at_gate() -> None:
-        until(lambda: taken.ended.is_set() or played.copier._gate._changed._waiters)
+        until(lambda: taken.ended.is_set() or played.copier._gate._changed[Hands.IDLE]._waiters)
 
     played = Played(kind, stage)
     taken, beside = Taken(tensors, set()), []

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.course import Course, Lengths, Passage, Stretch
+from reft.core.course import Course, Hands, Lengths, Passage, Stretch, Task
 from reft.core.pacing import Tier
 
 GAP, COMPUTE, COLLECTIVE, FENCE = Tier
+ALL, IDLE, BUSY = Hands
 
 
 def course(*stretches: tuple[Tier, float], guard_s: float = 0.0, beside: float = 1.0) -> Course:
@@ -17,14 +18,19 @@ def course(*stretches: tuple[Tier, float], guard_s: float = 0.0, beside: float =
     return Course(tuple(Stretch(*each) for each in stretches), 1.0, beside, guard_s)
 
 
+def ask(passage: Passage, now_s: float) -> Task | None:
+    """Hands of the only kind ask."""
+    return passage.take(now_s, Hands.ALL)
+
+
 def walk(passage: Passage, course: Course, weights: list[int], tick_s: float = 0.25) -> list[tuple[int, Tier, int]]:
     """One thread that copies at the course's rates, asking in every tick: (task, tier, stretch; -1 at the fence)."""
     passage.begin(0.0)
     found, now, free_s = [], 0.0, 0.0
 
-    def ask(stretch: int) -> None:
+    def copy(stretch: int) -> None:
         nonlocal free_s
-        if now >= free_s and (task := passage.take(now)):
+        if now >= free_s and (task := ask(passage, now)):
             found.append((*task, stretch))
             rate = course.bytes_per_s if task.tier is GAP else course.beside_bytes_per_s
             free_s = now + weights[task.number] / rate
@@ -33,11 +39,11 @@ def walk(passage: Passage, course: Course, weights: list[int], tick_s: float = 0
         if index:
             passage.enter(now, index, tier)
         for _ in range(int(seconds / tick_s)):
-            ask(index)
+            copy(index)
             now += tick_s
     passage.lift(FENCE)
     while not passage.is_done:
-        ask(-1)
+        copy(-1)
         now += tick_s
     return found
 
@@ -77,13 +83,13 @@ def test_what_a_short_gap_left_goes_into_the_gaps_ahead_or_beside_compute():
     road = course((COMPUTE, 1), (GAP, 4), (COMPUTE, 8), (GAP, 1), (COMPUTE, 8))
     passage = Passage(road, [1] * 5, 5)
     passage.begin(0.0)
-    assert passage.take(1.0) is None
+    assert ask(passage, 1.0) is None
     passage.enter(1.0, 1, GAP)
-    assert passage.take(1.0) == (0, GAP)
+    assert ask(passage, 1.0) == (0, GAP)
     passage.enter(2.0, 2, COMPUTE)  # three seconds too early: 4 bytes are left, 1 fits ahead, 3 go beside 16 s
-    assert passage.take(2.0) is None
+    assert ask(passage, 2.0) is None
     assert passage.due_s(2.0) == pytest.approx(0.9 * 16 / 3)
-    assert passage.take(2.0 + 0.9 * 16 / 3) == (1, COMPUTE)
+    assert ask(passage, 2.0 + 0.9 * 16 / 3) == (1, COMPUTE)
 
 
 def test_parity_waits_for_gaps_and_goes_first_in_them():
@@ -103,9 +109,34 @@ def test_the_fence_lets_everything_go():
     road = course((COMPUTE, 10), (GAP, 10))
     passage = Passage(road, [1] * 3, 3)
     passage.begin(0.0)
-    assert passage.take(0.0) is None
+    assert ask(passage, 0.0) is None
     passage.lift(FENCE)
-    assert [passage.take(0.0) for _ in range(4)] == [(0, FENCE), (1, FENCE), (2, FENCE), None]
+    assert [ask(passage, 0.0) for _ in range(4)] == [(0, FENCE), (1, FENCE), (2, FENCE), None]
+
+
+def test_gaps_are_for_idle_hands_and_all_else_for_busy_ones():
+    passage = Passage(course((COMPUTE, 4), (GAP, 2), (COMPUTE, 1)), [1] * 5, 5)
+    passage.begin(0.0)
+    assert passage.wanted == {ALL, BUSY}
+    assert passage.take(4.0, IDLE) is None and passage.take(4.0, BUSY) == (0, COMPUTE)
+    passage.enter(4.0, 1, GAP)
+    assert passage.wanted == {ALL, IDLE}
+    assert passage.take(4.0, BUSY) is None and passage.take(4.0, IDLE) == (1, GAP)
+    passage.lift(FENCE)
+    assert passage.wanted == {ALL, BUSY}
+    assert passage.take(4.0, IDLE) is None and passage.take(4.0, BUSY) == (2, FENCE)
+
+
+def test_what_fits_into_the_gaps_wakes_nobody_beside_training():
+    passage = Passage(course((COMPUTE, 1), (GAP, 5), (COMPUTE, 1)), [1] * 5, 5)
+    passage.begin(0.0)
+    assert passage.wanted == frozenset()
+
+
+def test_after_a_failure_nothing_is_left_to_wait_for():
+    passage = Passage(course((COMPUTE, 1), (GAP, 5)), [1] * 5, 3)
+    passage.abandon()
+    assert passage.is_done
 
 
 @pytest.mark.parametrize("index, tier", [(1, COMPUTE), (2, COLLECTIVE), (7, GAP)])
@@ -113,20 +144,20 @@ def test_whoever_leaves_the_course_waits_for_no_gap(index, tier):
     passage = Passage(course((COMPUTE, 1), (GAP, 9), (COMPUTE, 1)), [1] * 3, 3)
     passage.begin(0.0)
     passage.enter(1.0, index, tier)
-    assert passage.take(1.0) == (0, tier)
+    assert ask(passage, 1.0) == (0, tier)
 
 
 def test_a_window_that_does_not_end_waits_for_no_gap():
     passage = Passage(course((COMPUTE, 1), (GAP, 9)), [1] * 3, 3)
     passage.begin(100.0)
-    assert passage.take(120.9) is None and passage.due_s(120.9) == pytest.approx(0.1)
-    assert passage.take(121.1) == (0, COMPUTE)
+    assert ask(passage, 120.9) is None and passage.due_s(120.9) == pytest.approx(0.1)
+    assert ask(passage, 121.1) == (0, COMPUTE)
 
 
 def test_without_a_course_everything_goes_at_once():
     passage = Passage(None, [1] * 3, 2)
     passage.begin(0.0)
-    assert [passage.take(0.0).number for _ in range(3)] == [2, 0, 1]
+    assert [ask(passage, 0.0).number for _ in range(3)] == [2, 0, 1]
 
 
 stretches = st.lists(st.tuples(st.sampled_from([GAP, COMPUTE, COLLECTIVE]), st.integers(1, 20)), min_size=1, max_size=8)

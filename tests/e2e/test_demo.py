@@ -99,6 +99,7 @@ def test_both_kills_happen_and_nothing_is_lost(finished):
     assert [fault["restored_from"] for fault in document["faults"]] == ["memory", "memory"]
     assert STEPS // 3 - 3 <= one["restored_step"] < STEPS // 3
     assert all(0 < fault["ranks_up_s"] < fault["first_step_s"] for fault in document["faults"])
+    assert all(0 < fault["load_s"] < fault["first_step_s"] - fault["ranks_up_s"] for fault in document["faults"])
     assert (document["losses_compared"], document["ranks"]) == (4 * STEPS, 4)
     assert document["parameters_compared"] == 16 and document["optimizer_tensors_compared"] == 48
     assert document["steps_trained_twice"] >= 1

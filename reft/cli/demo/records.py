@@ -23,13 +23,17 @@ class Step:
 
 @dataclass
 class Attempt:
-    """One process of one rank. `attached_s` is None if it ended before; `base` is the step it began from."""
+    """One process of one rank; `base` is the step it began from, after `load_s` seconds in attach.
+
+    `attached_s` is None if it ended before.
+    """
 
     pid: int
     started_s: float
     attached_s: float | None = None
     restored_from: str | None = None
     base: int = 0
+    load_s: float = 0.0
     steps: list[Step] = field(default_factory=list)
 
 
@@ -88,6 +92,7 @@ def parse(lines: Iterable[str]) -> list[Attempt]:
         elif entry["event"] == "attached":
             attempts[-1].attached_s = entry["time_s"]
             attempts[-1].restored_from, attempts[-1].base = entry["restored_from"], entry["step"]
+            attempts[-1].load_s = entry.get("load_s", 0.0)  # not every trainer that is recorded so times it
         elif entry["event"] == "step":
             attempts[-1].steps.append(Step(entry["step"], entry["loss"], entry["time_s"]))
         else:
@@ -99,10 +104,12 @@ def parse(lines: Iterable[str]) -> list[Attempt]:
 class Recovery:
     """What followed a kill: seconds until all ranks ran the script again, and until all had trained a step.
 
-    `base` is the step that was restored, `source` where from; None if nothing was.
+    `load_s` of them the slowest rank spent in attach, which brings the state back. `base` is the step that was restored,
+    `source` where from; None if nothing was.
     """
 
     up_s: float
+    load_s: float
     first_step_s: float
     base: int
     source: str | None
@@ -121,6 +128,7 @@ def recovery(result: Result, killed_s: float) -> Recovery | None:
         return None
     return Recovery(
         max(attempt.started_s for attempt in following) - killed_s,
+        max(attempt.load_s for attempt in following),
         max(attempt.steps[0].time_s for attempt in following) - killed_s,
         first.base,
         first.restored_from,

@@ -80,6 +80,7 @@ def _fault_document(seen: Happened) -> dict[str, Any]:
         "restored_from": back.source if back else None,
         "restored_step": back.base if back else None,
         "ranks_up_s": round(back.up_s, 2) if back else None,
+        "load_s": round(back.load_s, 2) if back else None,
         "first_step_s": round(back.first_step_s, 2) if back else None,
     }
 
@@ -178,7 +179,7 @@ def sentence(seen: Happened) -> str:
         return "training did not come back"
     return (
         f"step {back.base} restored from {back.source}; all ranks run again after {back.up_s:.1f} s, "
-        f"first new step after {back.first_step_s:.1f} s"
+        f"first new step after {back.first_step_s:.1f} s, {back.load_s:.1f} s of it to load the state"
     )
 
 

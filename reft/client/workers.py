@@ -1,0 +1,95 @@
+"""Threads that copy: those that share the cores with training, and idle ones, which give way to whatever wants to run.
+
+A gap begins with a wait: the trainer's thread sleeps until a message comes, and its core rests. A copy thread on that core
+stands in the message's way: the thread that takes it in wakes up, and waits for a slice of the scheduler's time. Linux lets
+a thread of SCHED_IDLE run only while nobody else wants to, and takes the core from it at once. Beside training, and at the
+fence, such a thread would come last where training computes on every core: that is for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+log = logging.getLogger("reft")
+
+
+def copy_cpus() -> list[int]:
+    """The CPUs to bind copy threads to; empty: one thread, left to the scheduler.
+
+    A copy thread on a core that also computes makes the other threads of torch's team wait at their next barrier. Where
+    torch has a thread for every core, two copy threads on two cores halve that wait; where a core is free, one thread
+    finds it. Measured with bench/save.py.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2 or torch.get_num_threads() < len(cpus):
+        return []
+    first = os.getpid() % len(cpus)  # trainers that share the machine should not choose the same two
+    return [cpus[first], cpus[(first + len(cpus) // 2) % len(cpus)]]
+
+
+def has_idle_cores(ranks: int) -> bool:
+    """Whether a core ever rests while so many ranks, all of this node, compute.
+
+    Where they have more threads than cores, a thread that gives way to all others would stand still for long, perhaps with
+    the interpreter's lock.
+    """
+    return ranks * torch.get_num_threads() <= len(os.sched_getaffinity(0))
+
+
+class Worker:
+    """A thread that runs tasks one after the other.
+
+    Args:
+        cpu: the only CPU that it runs on; None leaves it to the scheduler.
+        is_idle: whether it gives way to all threads that are not.
+    """
+
+    def __init__(self, name: str, cpu: int | None, is_idle: bool = False) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._cpu, self._is_idle = cpu, is_idle
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._tasks.put((task, done))
+        return done
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})  # of this thread alone, as below
+        if self._is_idle:
+            try:
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            except OSError as error:
+                log.warning("copies in gaps may delay training: this process may not use SCHED_IDLE (%s).", error)
+        while (item := self._tasks.get()) is not None:
+            task, done = item
+            try:
+                task()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+
+def together(own: Callable[[], None], others: Sequence[tuple[Worker, Callable[[], None]]]) -> None:
+    """Runs each task in its thread, and the first in the caller's; returns when all have ended, and raises what one raised."""
+    running = [worker.submit(task) for worker, task in others]
+    try:
+        own()
+    finally:
+        # Whatever happened here, nothing may read the state once the fence is open.
+        failures = [each.exception() for each in running]
+    for failure in filter(None, failures):
+        raise failure
