@@ -2,9 +2,12 @@
 
     course     compute │ gap │ compute │ gap │ compute │ collective │      stretches, with the lengths that were measured
     rooms                9 MB            7 MB
+     6 MB left  ·········████······································  fence  the longest gap holds it: no other
     16 MB left  ·········████···········████·······················  fence  all of it fits into the gaps: nowhere else
     20 MB left  ··█···█··████·█···█···█·████···█···█···············  fence  4 MB are spread over compute, evenly
     after a gap that was shorter than it used to be, what is left is spread anew over what lies ahead
+
+As few gaps as hold it, the longest first: a host that copies drives what training works with out of its caches, each time.
 
 A `Passage` is one snapshot on its way along the course, for an engine that can stop. Whoever copies asks it for the next
 task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
@@ -85,6 +88,7 @@ class Task(NamedTuple):
 
 SEEN_LEAST = 2  # windows of one kind before there is an estimate
 KINDS_MAX = 4
+SPARE = 1.25  # times the bytes that are to be copied is what the gaps shall hold that are meant for them
 PACE = 0.9  # of the time that is left, in which what goes beside training shall be done
 LATE_FACTOR = 2.0  # a window that lasts so many times longer than expected has left its course …
 LATE_S = 1.0  # … and so many seconds longer
@@ -118,6 +122,16 @@ class Course:
     def rooms_from(self) -> list[int]:
         """Bytes that fit into the gaps from each stretch on; one more entry, 0, for the end."""
         return [*accumulate(reversed(self.rooms), initial=0)][::-1]
+
+    def longest(self, nbytes: int) -> list[int]:
+        """The rooms of as few gaps as hold so many bytes, and some more; 0 for each other stretch."""
+        found, wanted = [0] * len(self.rooms), nbytes * SPARE
+        for index in sorted(range(len(self.rooms)), key=lambda index: -self.rooms[index]):
+            if wanted <= 0:
+                break
+            found[index] = self.rooms[index]
+            wanted -= self.rooms[index]
+        return found
 
     @cached_property
     def _seconds_from(self) -> dict[Tier, list[float]]:
@@ -162,7 +176,11 @@ class Passage:
         self._parity = deque(range(parity, len(weights)))
         self._left = sum(weights)
         self._after_step = 0  # bytes of parity that no gap has room for
+        self._meant: list[int] = []  # what of each stretch's room is meant to be used, …
+        self._meant_from: list[int] = []  # … and from each stretch on
         if course is not None:
+            self._meant = course.longest(self._left)
+            self._meant_from = [*accumulate(reversed(self._meant), initial=0)][::-1]
             self._after_step = max(0, sum(weights[parity:]) - course.rooms_from[0])
         self._index, self._tier = 0, Tier.COMPUTE
         self._began_s = self._since_s = 0.0
@@ -206,7 +224,7 @@ class Passage:
         if self._is_lifted or self._course is None:
             return frozenset({Hands.ALL, Hands.BUSY})
         if self._tier is Tier.GAP:
-            return frozenset({Hands.ALL, Hands.IDLE})
+            return frozenset({Hands.ALL, Hands.IDLE}) if self._is_meant else frozenset()
         owes = self._after_step > 0 or self._course.owed(self._index, self._at_entry) > 0
         return frozenset({Hands.ALL, Hands.BUSY}) if owes else frozenset()
 
@@ -248,7 +266,7 @@ class Passage:
             return any_left if hands is not Hands.IDLE else None
         assert self._course is not None
         if self._tier is Tier.GAP:
-            return any_left if hands is not Hands.BUSY and self._course.rooms[self._index] > 0 else None
+            return any_left if hands is not Hands.BUSY and self._is_meant else None
         if hands is Hands.IDLE:
             return None
         if self._after_step > 0 and self._index == 0 and self._parity:
@@ -257,6 +275,13 @@ class Passage:
         if self._chunks and self._taken_here + self._weights[self._chunks[0]] <= self._allowance(now_s):
             return self._chunks
         return None
+
+    @property
+    def _is_meant(self) -> bool:
+        """Whether this gap is used: one of the longest, or any if those ahead don't hold what is left."""
+        assert self._course is not None
+        is_behind = self._left > self._meant_from[self._index + 1]
+        return self._meant[self._index] > 0 or (is_behind and self._course.rooms[self._index] > 0)
 
     def _allowance(self, now_s: float) -> float:
         """Bytes that may be copied in this stretch until now, beside what training does."""

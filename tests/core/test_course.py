@@ -133,6 +133,26 @@ def test_what_fits_into_the_gaps_wakes_nobody_beside_training():
     assert passage.wanted == frozenset()
 
 
+def test_the_longest_gaps_are_enough_if_they_hold_it_with_some_to_spare():
+    road = course((COMPUTE, 1), (GAP, 2), (COMPUTE, 1), (GAP, 9), (COMPUTE, 1), (GAP, 5))
+    assert [stretch for _, _, stretch in walked(road, [1] * 7)] == [3] * 7
+    assert [stretch for _, _, stretch in walked(road, [1] * 8)] == [3] * 8, "the third is meant too, but comes too late"
+    assert [stretch for _, _, stretch in walked(road, [1] * 15)] == [1] * 2 + [3] * 9 + [5] * 4
+    passage = Passage(road, [1] * 7, 7)
+    passage.enter(1.0, 1, GAP)
+    assert passage.wanted == frozenset(), "the short one"
+
+
+def test_a_long_gap_that_was_too_short_is_made_up_for_in_the_short_ones():
+    passage = Passage(course((COMPUTE, 1), (GAP, 9), (COMPUTE, 1), (GAP, 2)), [1] * 7, 7)
+    passage.begin(0.0)
+    passage.enter(1.0, 1, GAP)
+    assert ask(passage, 1.0) == (0, GAP)
+    passage.enter(2.0, 2, COMPUTE)
+    passage.enter(3.0, 3, GAP)
+    assert passage.wanted == {ALL, IDLE} and ask(passage, 3.0) == (1, GAP)
+
+
 def test_after_a_failure_nothing_is_left_to_wait_for():
     passage = Passage(course((COMPUTE, 1), (GAP, 5)), [1] * 5, 3)
     passage.abandon()
