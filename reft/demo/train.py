@@ -26,6 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import reft  # noqa: E402
+import reft.client.attach  # noqa: E402  (brings grpc: an import too, and no part of loading the state)
 from reft.demo.data import Loader, manual  # noqa: E402
 from reft.demo.model import Llama, Shape  # noqa: E402
 

@@ -91,6 +91,9 @@ def test_recovery_is_measured_from_the_kill():
     back = recovery(DISTURBED, killed_s=5.0)
     assert (back.up_s, back.load_s, back.first_step_s, back.base, back.source) == (5.0, 0.5, 9.0, 3, "memory")
     assert recovery(PLAIN, killed_s=5.0) is None
+    early, late = attempt(4, 6, 10.0, attached_s=14.0, load_s=4.0), attempt(4, 6, 10.0, attached_s=13.5, load_s=1.5)
+    apart = recovery(Result({0: [early], 1: [late]}, {}), killed_s=5.0)
+    assert apart.load_s == 2.0, "one waited for the other"
     half = Result({0: DISTURBED.attempts[0], 1: [attempt(1, 4)]}, {})
     assert recovery(half, killed_s=5.0) is None
 

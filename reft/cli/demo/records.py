@@ -104,8 +104,8 @@ def parse(lines: Iterable[str]) -> list[Attempt]:
 class Recovery:
     """What followed a kill: seconds until all ranks ran the script again, and until all had trained a step.
 
-    `load_s` of them the slowest rank spent in attach, which brings the state back. `base` is the step that was restored,
-    `source` where from; None if nothing was.
+    `load_s` of them passed between the last rank's call of attach, which brings the state back, and the last one's return.
+    `base` is the step that was restored, `source` where from; None if nothing was.
     """
 
     up_s: float
@@ -128,11 +128,16 @@ def recovery(result: Result, killed_s: float) -> Recovery | None:
         return None
     return Recovery(
         max(attempt.started_s for attempt in following) - killed_s,
-        max(attempt.load_s for attempt in following),
+        _load_s([(attempt.attached_s, attempt.load_s) for attempt in following if attempt.attached_s is not None]),
         max(attempt.steps[0].time_s for attempt in following) - killed_s,
         first.base,
         first.restored_from,
     )
+
+
+def _load_s(attached: Sequence[tuple[float, float]]) -> float:
+    """From (when attach returned, how long it took) of all ranks; those that called it first waited for the others."""
+    return max(end for end, _ in attached) - max(end - took for end, took in attached)
 
 
 @dataclass(frozen=True)
