@@ -21,12 +21,12 @@ from typing import Any
 
 STARTED_S = time.monotonic()
 
+import grpc  # noqa: E402, F401  (attach imports it: no part of loading the state, which the demo shows apart too)
 import torch  # noqa: E402  (torch takes a second to import: the demo shows that apart)
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import reft  # noqa: E402
-import reft.client.attach  # noqa: E402  (brings grpc: an import too, and no part of loading the state)
 from reft.demo.data import Loader, manual  # noqa: E402
 from reft.demo.model import Llama, Shape  # noqa: E402
 
