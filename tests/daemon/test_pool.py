@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ def spare_of(daemon) -> tuple[int, int]:
 def test_a_standby_daemon_has_slots_ready_and_its_first_arena_takes_them(start, trainer):
     daemon = start("--spare", "3x4MiB")
     until(lambda: spare_of(daemon) == (12 * MIB, 12 * MIB), what="spare memory")
-    ready = {os.stat(each).st_ino for each in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if is_nameless(each)}
+    ready = nameless(daemon.process.pid)
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid, slots=2)
     assert spare_of(daemon)[0] == 4 * MIB
@@ -156,9 +157,15 @@ def test_a_standby_daemon_has_slots_ready_and_its_first_arena_takes_them(start, 
     assert {state for state, _ in job.headers().values()} == {SlotState.SEALED}
 
 
-def is_nameless(descriptor: Path) -> bool:
-    target = os.readlink(descriptor)
-    return target.endswith("(deleted)") and "/reft-test-" in target
+def nameless(pid: int) -> set[int]:
+    """The inodes of the daemon's files that have no name."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a call's socket may close meanwhile
+            target = os.readlink(descriptor)
+            if target.endswith("(deleted)") and "/reft-test-" in target:
+                found.add(os.stat(descriptor).st_ino)
+    return found
 
 
 def test_a_daemon_without_room_for_its_spare_memory_serves(start, trainer):
