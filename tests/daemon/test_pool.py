@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import contextlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
