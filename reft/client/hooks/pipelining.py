@@ -14,15 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-    _PipelineSchedule,
-)
-
+from reft.client.extract.modules import is_a
 from reft.client.rhythm import OTHER, Rhythm
 from reft.core.actions import Kind
 from reft.core.pacing import Tier
@@ -36,8 +28,8 @@ WORK = {
 
 
 def is_schedule(value: Any) -> bool:
-    """Whether `follow` takes it."""
-    return isinstance(value, _PipelineSchedule)
+    """Whether `follow` takes it; torch.distributed.pipelining is not imported to ask."""
+    return is_a(value, "_PipelineSchedule")
 
 
 def stages_of(schedule: Any) -> list[Any]:
@@ -49,13 +41,13 @@ def description(schedule: Any) -> Pipeline | None:
     """What reft.schedules knows of a schedule; None of one that it has no name for."""
     stages = stages_of(schedule)
     microbatches, first = schedule._n_microbatches, stages[0]
-    if isinstance(schedule, Schedule1F1B):
+    if is_a(schedule, "Schedule1F1B"):
         return OneFOneB(first.stage_index, first.num_stages, microbatches)
-    if isinstance(schedule, ScheduleGPipe):
+    if is_a(schedule, "ScheduleGPipe"):
         return GPipe(first.stage_index, first.num_stages, microbatches)
-    if isinstance(schedule, ScheduleInterleaved1F1B):
+    if is_a(schedule, "ScheduleInterleaved1F1B"):
         return Interleaved(schedule.rank, schedule.pp_group_size, microbatches, len(stages))
-    if isinstance(schedule, ScheduleZBVZeroBubble):
+    if is_a(schedule, "ScheduleZBVZeroBubble"):
         return ZeroBubbleV(schedule.rank, schedule.pp_group_size, microbatches)
     return None
 
@@ -68,7 +60,7 @@ def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
     for stage in stages:
         part = f".{stage.stage_index}" if len(stages) > 1 else ""
         undo += [_wrap(stage, method, counted.work(kind, part)) for method, kind in WORK.items()]
-        shards = any(isinstance(module, FSDPModule) for module in stage.submod.modules())
+        shards = any(is_a(module, "FSDPModule") for module in stage.submod.modules())
         tier = Tier.COLLECTIVE if shards else Tier.COMPUTE
         undo.append(_wrap(stage, "perform_reduce_grad", counted.beside("reduce", tier)))
 
