@@ -158,7 +158,7 @@ def whole(example: Example, name: str, ranks: int) -> dict[str, bytes]:
     return {what: b"".join(runs[first] for first in sorted(runs)) for what, runs in found.items()}
 
 
-@pytest.mark.slow  # its end was not seen yet
+@pytest.mark.slow  # two minutes
 def test_megatron_comes_back_with_other_stages_and_another_number_of_ranks(daemon, tmp_path):
     """Two stages, then one rank, then two data parallel ones; none of the later ones trains."""
     shapes = {"stages": ("--pp 2", 2), "alone": ("", 1), "replicas": ("", 2)}
