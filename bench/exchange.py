@@ -174,7 +174,8 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
         node = rank // RANKS
         found.append({
             "node": f"node-{node:05}", "node_id": f"{node:032x}", "addresses": [f"10.{node >> 8}.{node & 255}.7:29401"],
-            "domain": f"rack-{node // 16:04}", "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
+            "domain": f"rack-{node // 16:04}", "threads": 14, "cpus": "f" * 28,
+            "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
             "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "unnamed": "", "pid": 100_000 + rank,
             **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine,
         })  # fmt: skip

@@ -50,7 +50,7 @@ from reft.client.session import Session
 from reft.client.snapshots import Counts, Snapshots
 from reft.client.surveying import Asker, surveyed
 from reft.client.transport import Transport, transport_of
-from reft.client.workers import copy_cpus, has_idle_cores
+from reft.client.workers import Team, copy_cpus, has_idle_cores
 from reft.config import Config, Launch
 from reft.core import recovery, symbolic
 from reft.core.frequency import Cadence, Frequency, History
@@ -185,7 +185,7 @@ class Attachment:
             die_with_parent()
         return {
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
-            "domain": self.hello.domain, "pid": os.getpid(), **identity,
+            "domain": self.hello.domain, "pid": os.getpid(), **roster.team_facts(Team.own()), **identity,
             **(self._secrets() if self.exchange.rank == 0 else {}),
             **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip
@@ -484,7 +484,8 @@ class Attachment:
 
             device, settings = Device(self._device), self.settings
             return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
-        return CpuCopier(copy_cpus(), has_idle=has_idle_cores(len(self._node.ranks)))
+        teams = [roster.team_of(self.roster.facts[rank]) for rank in self._node.ranks]
+        return CpuCopier(copy_cpus(), has_idle=has_idle_cores(Team.own(), teams))
 
 
 def _placing(manifest: pb.Manifest) -> tuple[object, ...]:

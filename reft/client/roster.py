@@ -13,6 +13,7 @@ import xxhash
 
 from reft.client.exchange import bytes_of
 from reft.client.fencing import launch_mark
+from reft.client.workers import Team
 from reft.config import Config, Launch
 from reft.core.identity import Job, identify
 from reft.core.layout import Layout
@@ -81,6 +82,17 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
         "job": settings.job, "run_id": launch.run_id, "slurm": launch.slurm_job, "script": script, "user": os.getuid(),
         "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
     }  # fmt: skip
+
+
+def team_facts(team: Team) -> dict[str, Any]:
+    """What a rank says of its threads; the CPUs as the bits of a number."""
+    return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
+
+
+def team_of(facts: Mapping[str, Any]) -> Team:
+    """The reverse."""
+    cpus = int(facts["cpus"], 16)
+    return Team(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
 
 
 def job_of(facts: Mapping[str, Any]) -> Job:

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 
@@ -34,13 +35,24 @@ def copy_cpus() -> list[int]:
     return [cpus[first], cpus[(first + len(cpus) // 2) % len(cpus)]]
 
 
-def has_idle_cores(ranks: int) -> bool:
-    """Whether a core ever rests while so many ranks, all of this node, compute.
+class Team(NamedTuple):
+    """The threads with which a rank computes, and the CPUs on which they may run."""
 
-    Where they have more threads than cores, a thread that gives way to all others would stand still for long, perhaps with
-    the interpreter's lock.
+    threads: int
+    cpus: frozenset[int]
+
+    @classmethod
+    def own(cls) -> Team:
+        return cls(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
+
+
+def has_idle_cores(own: Team, node: Sequence[Team]) -> bool:
+    """Whether this rank's cores ever rest while all ranks of its node, itself among them, compute.
+
+    Where these have more threads than cores, a thread that gives way to all others would stand still for long, perhaps with
+    the interpreter's lock. Ranks that are bound to cores of their own don't count.
     """
-    return ranks * torch.get_num_threads() <= len(os.sched_getaffinity(0))
+    return sum(each.threads * len(each.cpus & own.cpus) / len(each.cpus) for each in node) <= len(own.cpus)
 
 
 class Worker:

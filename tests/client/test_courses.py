@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 
 import pytest
-import torch
 
 from reft.client import copier as copier_module
 from reft.client import transfers
 from reft.client.copier import CpuCopier
 from reft.client.cuda_copier import CudaCopier
+from reft.client.roster import team_facts, team_of
 from reft.client.state import Bindings
-from reft.client.workers import has_idle_cores
+from reft.client.workers import Team, has_idle_cores
 from reft.core.course import Course, Hands, Stretch
 from reft.core.pacing import Tier
 from reft.errors import ReftError
@@ -95,9 +96,9 @@ def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(eng
     assert copier.tally.written(Tier.FENCE) == 0
 
 
-def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
-    copier, device = engine
-    taken = Taken(tensors_on(device), set())
+def failing(copier, tensors) -> Taken:
+    """A snapshot that has begun, and will fail with its first chunk, in the gap or after it."""
+    taken = Taken(tensors, set())
     taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
 
     def at_chunk(index: int) -> None:
@@ -106,6 +107,12 @@ def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
     taken.job.at_chunk = at_chunk
     copier.enter(0, Tier.COMPUTE)
     copier.begin(taken.job)
+    return taken
+
+
+def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
+    copier, device = engine
+    taken = failing(copier, tensors_on(device))
     copier.enter(1, Tier.GAP)
     copier.enter(2, Tier.COMPUTE)
     copier.fence()
@@ -174,15 +181,7 @@ def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_
 def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, monkeypatch):
     monkeypatch.setattr(copier_module, "TASK_BYTES", 4096)  # many tasks
     copier, tensors = CpuCopier([]), tensors_on("cpu")
-    taken = Taken(tensors, set())
-    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
-
-    def at_chunk(index: int) -> None:
-        raise ReftError("failpoint")
-
-    taken.job.at_chunk = at_chunk
-    copier.enter(0, Tier.COMPUTE)
-    copier.begin(taken.job)
+    taken = failing(copier, tensors)
     if fails_in is Tier.GAP:
         copier.enter(1, Tier.GAP)
         assert taken.ended.wait(20), "without a fence"
@@ -206,11 +205,21 @@ def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
     copier.close()
 
 
-@pytest.mark.parametrize("ranks, threads, expected", [(1, 2, True), (2, 1, True), (2, 2, False), (3, 1, False)])
-def test_where_threads_of_ranks_outnumber_cores_no_core_is_idle(ranks, threads, expected, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert has_idle_cores(ranks) is expected
+@pytest.mark.parametrize(
+    "others, threads, cpus, expected",
+    [
+        ([], 2, {0, 1}, True),
+        ([Team(1, frozenset({0, 1}))], 1, {0, 1}, True),
+        ([Team(2, frozenset({0, 1}))], 2, {0, 1}, False),
+        ([Team(1, frozenset({0, 1}))] * 2, 1, {0, 1}, False),
+        ([Team(1, frozenset({1}))], 1, {0}, True),
+        ([Team(1, frozenset({0}))], 1, {0}, False),
+    ],
+)
+def test_where_threads_of_ranks_outnumber_cores_no_core_is_idle(others, threads, cpus, expected):
+    own = Team(threads, frozenset(cpus))
+    assert has_idle_cores(own, [own, *others]) is expected
+    assert team_of(json.loads(json.dumps(team_facts(own)))) == own
 
 
 class Deaf(Late):

@@ -60,6 +60,13 @@ def test_nine_tenths_of_what_fits_into_gaps_is_copied_in_gaps(run):
         assert copied["gap_bytes"] >= 0.9 * sum(copied.values()), f"stage {stage}: {copied}"
 
 
+def test_where_each_stage_has_a_core_its_copies_in_gaps_give_way(run):
+    """Four stages on two cores are too many for that."""
+    is_pinned = len(run) == 2
+    cores = len(os.sched_getaffinity(0))
+    assert [result["idle_threads"] > 0 for result in run] == [is_pinned or cores >= len(run)] * len(run)
+
+
 def test_when_gaps_suffice_the_optimizer_hardly_waits(run):
     for stage, result in enumerate(run):
         before, after = result["before"], result["stats"]

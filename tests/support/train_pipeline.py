@@ -115,6 +115,7 @@ def train(own: dict[str, Any]) -> None:
     comparison = session._rhythm.comparison()
     result = {
         "stats": after, "before": before, "sealed": sealed, "steps": steps,
+        "idle_threads": len(session._snapshots.copier._idle),
         "gaps": [list(each) for each in comparison.differences] if comparison else [],
         "trace": session.timeline(),
     }  # fmt: skip
