@@ -73,7 +73,11 @@ def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", **options: obje
     spec.failpoints = failpoints
     trainers = Trainers(spec, len(daemons), [daemon.address for daemon in daemons])
     trainers.wait_for(STOP_AT)
-    until(lambda: daemons[0].status("job").whole == STOP_AT, what=f"step {STOP_AT}")
+    try:
+        until(lambda: daemons[0].status("job").whole == STOP_AT, what=f"step {STOP_AT}")
+    except AssertionError as error:
+        said = [f"{each.status('job')}\n{each.log.read_text()[-2000:]}" for each in daemons]
+        raise AssertionError("\n".join([str(error), *said, trainers.errors()])) from error
     trainers.kill()
 
 

@@ -102,6 +102,8 @@ def _train(spec: dict[str, Any]) -> None:
     )
     began, losses, longest = session.step, [], 0.0
     for step in session.steps(spec["steps"]):
+        if step in options.get("seal_at", ()):
+            session.seal(timeout=20)  # before the optimizer's step: after it, a snapshot without a slot is given up
         started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()
@@ -114,8 +116,6 @@ def _train(spec: dict[str, Any]) -> None:
         schedule.step()
         losses.append(loss.item().hex())
         longest = max(longest, time.monotonic() - started)
-        if step in options.get("seal_at", ()):
-            session.seal(timeout=20)
         _pause(spec, step)
         if step == options.get("die_at", -1) and session.restored_from is None:
             os.kill(os.getpid(), 9)
