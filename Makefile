@@ -5,7 +5,7 @@ READY := .venv/.ready
 BIN := .venv/bin
 QUICK := "not slow and not soak and not chaos and not trainers"
 
-.PHONY: demo test test-trainers check lint stubs soak chaos bench clean
+.PHONY: demo test trainers test-trainers check lint stubs soak chaos bench clean
 
 demo: $(READY)
 	$(BIN)/reft-cli demo
@@ -17,9 +17,11 @@ test: lint
 	$(BIN)/pytest -n 2 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
 # Each other trainer in an environment of its own; two at a time, since ranks wait for one another.
-test-trainers: $(READY)
+trainers: $(READY)
 	printf '%s\n' .ci/trainers/*.txt | xargs -P 2 -n 1 .ci/trainer
-	$(BIN)/pytest -n 2 -m "trainers and not slow"
+
+test-trainers: trainers
+	$(BIN)/pytest -n 2 -m "trainers and not slow and not chaos"
 
 check: lint
 	$(BIN)/pytest tests/house
@@ -32,7 +34,9 @@ lint: $(READY)
 stubs:
 	.ci/stubs
 
-soak chaos: $(READY)
+soak: $(READY)
+chaos: trainers
+soak chaos:
 	$(BIN)/pytest -m $@ --timeout=3600
 
 bench: $(READY)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.daemons import DaemonProcess
+from tests.support.daemons import DaemonProcess, Site
 
 
 @pytest.fixture
@@ -13,3 +13,11 @@ def daemon() -> Iterator[DaemonProcess]:
     process = DaemonProcess()
     yield process
     process.close()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Nodes for one test."""
+    made = Site()
+    yield made
+    made.close()

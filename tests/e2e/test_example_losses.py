@@ -10,7 +10,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +20,7 @@ from click.testing import CliRunner
 
 from reft.cli.demo.records import Result, compare, read_result
 from reft.cli.main import main
-from tests.e2e.test_moves import Site, vanish
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.nodes import Machine, Nodes, stop_at
 from tests.support.recorded import Ranks
 from tests.support.trainers import Spec
@@ -76,13 +75,6 @@ def moments(example: Example, seed: int) -> list[Moment]:
         Moment(kind, chance.randrange(example.world), chance.randrange(*span), chance.randrange(3))
         for kind, span in zip(kinds, SPANS, strict=False)
     ]
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.close()
 
 
 # Forked ranks

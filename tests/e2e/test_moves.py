@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,36 +10,12 @@ import pytest
 
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support.daemons import DaemonProcess, until
+from tests.support.daemons import DaemonProcess, until, vanish
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
 OPTIONS = {"seal_at": [4, 5, 6], "width": 96}
 STOP_AT = 6
-
-
-class Site:
-    """Daemons of pretend nodes: they reach each other over TCP, as nodes do."""
-
-    def __init__(self) -> None:
-        self.daemons: list[DaemonProcess] = []
-
-    def add(self, count: int) -> list[DaemonProcess]:
-        """New nodes, empty."""
-        made = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(count)]
-        self.daemons += made
-        return made
-
-    def close(self) -> None:
-        for daemon in self.daemons:
-            daemon.close()
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +54,6 @@ def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", **options: obje
         said = [f"{each.status('job')}\n{each.log.read_text()[-2000:]}" for each in daemons]
         raise AssertionError("\n".join([str(error), *said, trainers.errors()])) from error
     trainers.kill()
-
-
-def vanish(*daemons: DaemonProcess) -> None:
-    """Nodes that die with their memory."""
-    for daemon in daemons:
-        daemon.kill()
-        shutil.rmtree(daemon.folder)
 
 
 def flip(daemon: DaemonProcess) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.e2e.test_moves import Site, flip, vanish
-from tests.support.daemons import DaemonProcess
+from tests.e2e.test_moves import flip
+from tests.support.daemons import DaemonProcess, vanish
 from tests.support.reshaped import Ranks
 from tests.support.trainers import Spec
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.close()
 
 
 class Job:

@@ -130,3 +130,27 @@ class DaemonProcess:
             self.process.wait()
         for folder in (self.home, self.folder):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class Site:
+    """Daemons of pretend nodes: they reach each other over TCP, as nodes do."""
+
+    def __init__(self) -> None:
+        self.daemons: list[DaemonProcess] = []
+
+    def add(self, count: int) -> list[DaemonProcess]:
+        """New nodes, empty."""
+        made = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(count)]
+        self.daemons += made
+        return made
+
+    def close(self) -> None:
+        for daemon in self.daemons:
+            daemon.close()
+
+
+def vanish(*daemons: DaemonProcess) -> None:
+    """Nodes that die with their memory."""
+    for daemon in daemons:
+        daemon.kill()
+        shutil.rmtree(daemon.folder)

@@ -5,17 +5,22 @@ Each lives in a virtual environment of its own, which `make test-trainers` sets 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import random
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.support.daemons import ROOT, DaemonProcess
+from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
+from tests.support.trainers import free_port
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
@@ -69,12 +74,12 @@ class Example:
         folder: where results go.
     """
 
-    def __init__(self, example: str, daemon: DaemonProcess, folder: Path) -> None:
+    def __init__(self, example: str, folder: Path) -> None:
         trainer = EXAMPLES[example]
         self.python = ROOT / ".venv-trainers" / trainer / "bin/python"
-        assert self.python.exists(), "run make test-trainers, which sets it up"
+        assert self.python.exists(), "run make trainers, which sets it up"
         script, *arguments = example.split()
-        self.command, self.daemon, self.folder = [str(ROOT / script), *arguments], daemon, folder
+        self.command, self.folder = [str(ROOT / script), *arguments], folder
         self._torchrun = ["-m", "tests.support.warm_torchrun", IMPORTS[trainer], *TORCHRUN]
 
     def run_ranks(self, name: str, count: int = 2, **changes: str) -> subprocess.CompletedProcess[str]:
@@ -82,34 +87,62 @@ class Example:
         return self.run(name, *self._torchrun, f"--nproc-per-node={count}", **changes)
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        """To its end."""
+        with self.start(name, *launcher, **changes) as process:
+            return ended(process)
+
+    def start(self, name: str, *launcher: str, **changes: str) -> subprocess.Popen[str]:
+        """As a process in a session of its own."""
         path = os.pathsep.join(str(ROOT / each) for each in (".", "daemon", "examples"))
         paths = os.pathsep.join([str(self.python.parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
         environment = {
             **os.environ, "PATH": paths, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path,
-            "REFT_DAEMON": self.daemon.address, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
             "JE_ARROW_MALLOC_CONF": "background_thread:false",  # Arrow's allocator starts a thread, which no fork copies
             "TORCH_EXTENSIONS_DIR": str(self.python.parents[1] / "extensions"), **changes,
         }  # fmt: skip
         command = [self.python, *launcher, ROOT / "tests/support/run_example.py", self.folder / name, *self.command]
-        with subprocess.Popen(
+        return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=self.folder,
             start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                out, errors = process.communicate(timeout=280)
-            except BaseException:
-                os.killpg(process.pid, signal.SIGTERM)  # to torchrun, which ends its workers
-                raise
-        return subprocess.CompletedProcess(command, process.returncode, out, errors)
+        )  # fmt: skip
 
     def result(self, name: str, rank: int = 0) -> dict[str, Any]:
         return json.loads((self.folder / f"{name}.{rank}.json").read_text())
 
 
+def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    """What became of a process, at its end."""
+    try:
+        out, errors = process.communicate(timeout=280)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)  # to torchrun, which ends its workers
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
 @pytest.fixture
-def example(request, daemon, tmp_path) -> Example:
-    return Example(request.param, daemon, tmp_path)
+def example(request, tmp_path) -> Example:
+    return Example(request.param, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Callable[[Example], list[dict[str, Any]]]:
+    """What each rank of an example ends with without reft; run once."""
+    found: dict[tuple[str, ...], Example] = {}
+
+    def of(example: Example) -> list[dict[str, Any]]:
+        key = tuple(example.command)
+        if key not in found:
+            alone = copy.copy(example)
+            alone.folder = tmp_path_factory.mktemp("plain")
+            done = alone.run_ranks("plain", REFT_MODE="off")
+            assert done.returncode == 0, done.stderr
+            found[key] = alone
+        return [found[key].result("plain", rank) for rank in (0, 1)]
+
+    return of
 
 
 def restored(done: subprocess.CompletedProcess[str]) -> list[int]:
@@ -126,27 +159,91 @@ def assert_ends_alike(after: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("example", ALONE, indirect=True)
-def test_one_process_killed_and_started_again(example):
+def test_one_process_killed_and_started_again(example, daemon):
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine"}
     plain = example.run("plain", REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
-    killed = example.run("killed", REFT_JOB="mine", REFT_FAILPOINTS="snapshot.chunk:kill:from=21")
+    killed = example.run("killed", REFT_FAILPOINTS="snapshot.chunk:kill:from=21", **reft)
     assert killed.returncode == -9, killed.stderr
-    after = example.run("after", REFT_JOB="mine")
+    after = example.run("after", **reft)
     assert after.returncode == 0, after.stderr
     assert restored(after) and 5 < restored(after)[0] < 21
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
-@pytest.mark.parametrize("example", CASES, indirect=True)
-def test_a_killed_rank_and_then_all_of_them(example):
-    plain = example.run_ranks("plain", REFT_MODE="off")
-    assert plain.returncode == 0, plain.stderr
-    faults = "snapshot.chunk:kill:from=5:rank=1:epoch=1,snapshot.chunk:kill:from=15:epoch=2"
-    done = example.run_ranks("done", REFT_FAILPOINTS=faults)
+def lose_ranks(example: Example, seed: int, plain: list[dict[str, Any]], daemon: DaemonProcess) -> None:
+    """One rank dies in mid-copy, and later all do; torchrun starts them again."""
+    chance = random.Random(seed)
+    rank, first, second = chance.randrange(2), chance.randrange(4, 8), chance.randrange(11, 16)
+    faults = f"snapshot.chunk:kill:from={first}:rank={rank}:epoch=1,snapshot.chunk:kill:from={second}:epoch=2"
+    done = example.run_ranks("done", REFT_FAILPOINTS=faults, REFT_DAEMON=daemon.address)
     assert done.returncode == 0, done.stderr
     assert len(restored(done)) == 2
-    for rank in (0, 1):
-        assert_ends_alike(example.result("done", rank), example.result("plain", rank))
+    for each in (0, 1):
+        assert_ends_alike(example.result("done", each), plain[each])
+
+
+@pytest.mark.parametrize("example", CASES, indirect=True)
+def test_a_killed_rank_and_then_all_of_them(example, plain, daemon):
+    lose_ranks(example, 0, plain(example), daemon)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "example", [script for script in EXAMPLES if re.fullmatch(r"examples/\w+\.py", script)], indirect=True
+)
+def test_ranks_killed_at_other_moments(example, seed, plain, daemon):
+    lose_ranks(example, seed, plain(example), daemon)
+
+
+def start_on_nodes(
+    example: Example, name: str, nodes: list[DaemonProcess], **changes: str
+) -> list[subprocess.Popen[str]]:
+    """One rank on each node, without torchrun: the daemons are two, and the host is one."""
+    port = str(free_port())
+    return [
+        example.start(
+            name, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port, REFT_DAEMON=node.address, REFT_JOB="mine", **changes,
+        )
+        for rank, node in enumerate(nodes)
+    ]  # fmt: skip
+
+
+def lose_node(example: Example, seed: int, plain: list[dict[str, Any]], site: Site) -> None:
+    """A node dies with its rank, in mid-copy, and its memory; a new one takes its place."""
+    chance = random.Random(f"node {seed}")
+    lost, step = chance.randrange(2), chance.randrange(6, 15)
+    nodes = site.add(2)
+    ranks = start_on_nodes(example, "lost", nodes, REFT_FAILPOINTS=f"snapshot.chunk:stop:rank={lost}:from={step}")
+    stands = psutil.Process(ranks[lost].pid)
+    with ranks[0], ranks[1]:
+        try:
+            until(lambda: stands.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE), 200, "the rank in mid-copy")
+            whole = nodes[0].status("mine").whole
+        finally:
+            for rank in ranks:
+                rank.kill()
+    vanish(nodes[lost])
+    nodes[lost] = site.add(1)[0]
+    done = [ended(rank) for rank in start_on_nodes(example, "done", nodes)]
+    assert [each.returncode for each in done] == [0, 0], "".join(each.stderr for each in done)
+    assert restored(done[0])[0] >= whole > 0
+    for each in (0, 1):
+        assert_ends_alike(example.result("done", each), plain[each])
+
+
+@pytest.mark.parametrize("example", ALONE, indirect=True)
+def test_a_lost_node(example, plain, site):
+    lose_node(example, 0, plain(example), site)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("example", ALONE, indirect=True)
+def test_nodes_lost_at_other_moments(example, seed, plain, site):
+    lose_node(example, seed, plain(example), site)
 
 
 def whole(example: Example, name: str, ranks: int) -> dict[str, bytes]:
@@ -164,9 +261,9 @@ def test_megatron_comes_back_with_other_stages_and_another_number_of_ranks(daemo
     shapes = {"stages": ("--pp 2", 2), "alone": ("", 1), "replicas": ("", 2)}
     states = {}
     for name, (arguments, ranks) in shapes.items():
-        example = Example(f"examples/megatron_gpt.py {arguments}".strip(), daemon, tmp_path)
+        example = Example(f"examples/megatron_gpt.py {arguments}".strip(), tmp_path)
         example.command += ["--steps", "6"]
-        done = example.run_ranks(name, ranks)
+        done = example.run_ranks(name, ranks, REFT_DAEMON=daemon.address)
         assert done.returncode == 0, done.stderr
         assert restored(done) == ([] if name == "stages" else [6])
         states[name] = whole(example, name, ranks)
