@@ -333,8 +333,13 @@ class SlotMap:
 
 
 def chunk_digest(chunk: Bytes) -> int:
-    """The digest of one chunk, kind DIGEST_KIND_XXH3_64."""
-    return int(xxhash.xxh3_64_intdigest(chunk.data))
+    """The digest of one chunk, kind DIGEST_KIND_XXH3_64.
+
+    It lets go of the interpreter's lock meanwhile; the one-shot functions of xxhash before 4.0 hold it.
+    """
+    state = xxhash.xxh3_64()
+    state.update(chunk.data)
+    return state.intdigest()
 
 
 def _store(slot: Bytes, header: Header) -> None:

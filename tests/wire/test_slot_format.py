@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import struct
+import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -359,3 +361,32 @@ def test_parts_never_overlap_and_begin_at_pages():
         ends = [*offsets[1:], geometry.file_bytes]
         for offset, size, end in zip(offsets, sizes, ends, strict=True):
             assert offset % PAGE == 0 and offset + size <= end
+
+
+@pytest.fixture
+def quick_switches():
+    """Threads of Python take turns at once, so that none runs on because another has only just asked for its turn."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_a_digest_lets_other_threads_run_meanwhile(quick_switches):
+    """What scales with bytes must not hold the interpreter's lock: training would wait for it."""
+    begun, done = threading.Event(), threading.Event()
+
+    def digest() -> None:
+        data = np.zeros(1 << 30, np.uint8)  # pages of zeros that nobody has to make
+        begun.set()
+        chunk_digest(data)
+        done.set()
+
+    thread = threading.Thread(target=digest)
+    thread.start()
+    begun.wait()
+    turns = 0
+    while not done.is_set():
+        turns += 1
+    thread.join()
+    assert turns > 10_000
