@@ -132,8 +132,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--example", required=True)
+    parser.add_argument("--seal-at", type=int, nargs="*", default=[])
     options = parser.parse_args()
-    record(options.example, options.steps, options.out, started_s, [])
+    record(options.example, options.steps, options.out, started_s, options.seal_at)
 
 
 if __name__ == "__main__":
