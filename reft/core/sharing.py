@@ -16,9 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.layout import SMALL_BYTES, Leaf
-from reft.core.symbolic import WHOLE, Pattern, Symbolic, Table
+from reft.core.symbolic import WHOLE, Pattern, Symbolic, Table, leaves_of
 
-Family = tuple[int, ...]  # indices of patterns in one table
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Patterns of one table that lie alike; every layout that has them names this one object, and compares it by identity.
+
+    Attributes:
+        indices: of the patterns.
+    """
+
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Own:
     """Leaves of one layout, made on demand.
 
     Attributes:
-        families: as indices of patterns in the layout's table.
+        families: of the layout's table.
     """
 
     layout: Symbolic
@@ -48,7 +57,8 @@ class Own:
 
     def leaves(self) -> list[Leaf]:
         """The leaves."""
-        return [self.layout.table.patterns[i].leaf(self.layout.cuts) for family in self.families for i in family]
+        patterns = self.layout.table.patterns
+        return leaves_of([patterns[i] for family in self.families for i in family.indices], self.layout.cuts)
 
     def kept_bytes(self, room: int) -> int:
         """Bytes of what is left when the small and the staged leaves ride, smallest first, while there is room for them."""
@@ -79,7 +89,7 @@ class Sizes:
         """See `Own.kept_bytes`. Ranks whose shards are equally large have one answer."""
         key = (sizes, families, room)
         if key not in self._known:
-            chosen = np.array([i for family in families for i in family], np.int64)
+            chosen = np.array([i for family in families for i in family.indices], np.int64)
             nbytes = self.of(sizes)[chosen]
             riding = np.sort(nbytes[self._staged[chosen] | (nbytes < SMALL_BYTES)]).cumsum()
             self._known[key] = int(nbytes.sum()) - int(riding[riding <= room].max(initial=0))
@@ -136,7 +146,7 @@ class _Member:
     kind: int
     never_shared: bool
     patterns: tuple[Pattern, ...]
-    indices: Family
+    family: Family
 
 
 def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Member]]:
@@ -158,7 +168,7 @@ def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Me
         alike.setdefault(key, []).append(found)
     return [
         [
-            _Member(*place, tuple(found[i][2] for found in names), tuple(found[i][1] for found in names))
+            _Member(*place, tuple(found[i][2] for found in names), Family(tuple(found[i][1] for found in names)))
             for i, place in enumerate(key)
         ]
         for key, names in alike.items()
@@ -174,19 +184,21 @@ def _divide(
     unshared: set[object] = set()
     for member in members:
         used = [axis for axis in member.axes if axis != WHOLE]
+        kind = member.kind, tuple(axis == WHOLE for axis in member.axes)
         for index in users[member.table]:
             cuts = layouts[index].cuts
-            run: object = (member.kind, *(None if axis == WHOLE else cuts[axis] for axis in member.axes))
+            runs = [cuts[axis] for axis in used]
+            run = (kind, *runs)
             holders.setdefault(run, []).append((index, member))
-            if member.never_shared or any(not cuts[axis].size for axis in used):
+            if member.never_shared or not all(size for _, size in runs):
                 unshared.add(run)
     for each, found in holders.items():
         index, member = found[0]
         if each in unshared or (len(found) == 1 and ranks[index] == 1):
-            yield from ((index, member.indices) for index, member in found)
+            yield from ((index, member.family) for index, member in found)
         else:
             group = groups.setdefault(tuple(sorted(number for number, _ in found)), [])
-            group += [pattern.leaf(layouts[index].cuts) for pattern in member.patterns]
+            group += leaves_of(member.patterns, layouts[index].cuts)
 
 
 def _kind(pattern: Pattern) -> object:

@@ -112,14 +112,19 @@ class Symbolic:
 
     def leaves(self) -> list[Leaf]:
         """All leaves, in the order in which they were found."""
-        places: dict[object, Place] = {}  # a model has thousands of leaves, and few ways in which they are cut
-        found = []
-        for pattern in self.table.patterns:
-            key = pattern.global_shape, pattern.axes, pattern.order
-            if pattern.literal is None and key not in places:
-                places[key] = _place(pattern, self.cuts)
-            found.append(pattern.literal or pattern.placed(places[key]))
-        return found
+        return leaves_of(self.table.patterns, self.cuts)
+
+
+def leaves_of(patterns: Iterable[Pattern], cuts: Sequence[Cut]) -> list[Leaf]:
+    """The leaves of a rank that has these cuts, in the order of their patterns."""
+    places: dict[object, Place] = {}  # a model has thousands of leaves, and few ways in which they are cut
+    found = []
+    for pattern in patterns:
+        key = pattern.global_shape, pattern.axes, pattern.order
+        if pattern.literal is None and key not in places:
+            places[key] = _place(pattern, cuts)
+        found.append(pattern.literal or pattern.placed(places[key]))
+    return found
 
 
 def of(leaves: Iterable[Leaf]) -> Symbolic:
