@@ -184,7 +184,7 @@ def _divide(
     unshared: set[object] = set()
     for member in members:
         used = [axis for axis in member.axes if axis != WHOLE]
-        kind = member.kind, tuple(axis == WHOLE for axis in member.axes)
+        kind = member.kind, tuple(axis == WHOLE for axis in member.axes)  # rows and columns may be cut alike
         for index in users[member.table]:
             cuts = layouts[index].cuts
             runs = [cuts[axis] for axis in used]

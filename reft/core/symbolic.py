@@ -60,10 +60,6 @@ class Pattern:
     order: tuple[int, ...] = ()
     literal: Leaf | None = None
 
-    def leaf(self, cuts: Sequence[Cut]) -> Leaf:
-        """The leaf of a rank that has these cuts."""
-        return self.literal or self.placed(_place(self, cuts))
-
     def placed(self, place: Place) -> Leaf:
         """The leaf at a place of its kind."""
         nbytes = place.elements * self.item_bytes
@@ -158,7 +154,7 @@ def _pattern(leaf: Leaf, axes: dict[tuple[int, Cut], int]) -> Pattern:
     count = math.prod(leaf.shape)
     item_bytes = leaf.nbytes // count if count else _item_bytes(leaf.dtype)
     found = Pattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, number, _order(leaf))
-    if found.leaf([cut for _, cut in (*axes, *new)]) != leaf:
+    if found.placed(_place(found, [cut for _, cut in (*axes, *new)])) != leaf:
         return literal
     axes.update(new)
     return found

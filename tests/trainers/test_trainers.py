@@ -12,14 +12,15 @@ import random
 import re
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.daemons import ROOT, DaemonProcess, Site, until, vanish
+from tests.support.daemons import ROOT, DaemonProcess, until, vanish
 from tests.support.trainers import free_port
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
@@ -45,9 +46,7 @@ EXAMPLES = {
 }
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
-CASES = [
-    pytest.param(script, marks=pytest.mark.slow if any(word in script for word in SLOW) else ()) for script in EXAMPLES
-]
+OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
 ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
 # What a trainer's workers import; each run imports it once, and forks.
 IMPORTS = {
@@ -171,79 +170,65 @@ def test_one_process_killed_and_started_again(example, daemon):
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
-def lose_ranks(example: Example, seed: int, plain: list[dict[str, Any]], daemon: DaemonProcess) -> None:
-    """One rank dies in mid-copy, and later all do; torchrun starts them again."""
+def cases() -> Iterator[Any]:
+    """Example and seed: one moment of each, three more of each as it is started without arguments."""
+    for script in EXAMPLES:
+        yield pytest.param(script, 0, marks=pytest.mark.slow if any(word in script for word in SLOW) else ())
+        if script.startswith("examples/") and " " not in script:
+            yield from (pytest.param(script, *seed.values, marks=seed.marks) for seed in OTHER_MOMENTS)
+
+
+@pytest.mark.parametrize(("example", "seed"), list(cases()), indirect=["example"])
+def test_a_killed_rank_and_then_all_of_them(example, seed, plain, daemon):
+    """Each in mid-copy; torchrun starts them again."""
     chance = random.Random(seed)
     rank, first, second = chance.randrange(2), chance.randrange(4, 8), chance.randrange(11, 16)
     faults = f"snapshot.chunk:kill:from={first}:rank={rank}:epoch=1,snapshot.chunk:kill:from={second}:epoch=2"
     done = example.run_ranks("done", REFT_FAILPOINTS=faults, REFT_DAEMON=daemon.address)
     assert done.returncode == 0, done.stderr
     assert len(restored(done)) == 2
-    for each in (0, 1):
-        assert_ends_alike(example.result("done", each), plain[each])
+    for each, expected in enumerate(plain(example)):
+        assert_ends_alike(example.result("done", each), expected)
 
 
-@pytest.mark.parametrize("example", CASES, indirect=True)
-def test_a_killed_rank_and_then_all_of_them(example, plain, daemon):
-    lose_ranks(example, 0, plain(example), daemon)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(
-    "example", [script for script in EXAMPLES if re.fullmatch(r"examples/\w+\.py", script)], indirect=True
-)
-def test_ranks_killed_at_other_moments(example, seed, plain, daemon):
-    lose_ranks(example, seed, plain(example), daemon)
-
-
-def start_on_nodes(
-    example: Example, name: str, nodes: list[DaemonProcess], **changes: str
-) -> list[subprocess.Popen[str]]:
-    """One rank on each node, without torchrun: the daemons are two, and the host is one."""
+@contextmanager
+def one_on_each(
+    nodes: list[DaemonProcess], example: Example, name: str, **changes: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A rank on each of two nodes, without torchrun: the daemons are two, the host is one. At the end none is left."""
     port = str(free_port())
-    return [
-        example.start(
-            name, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port, REFT_DAEMON=node.address, REFT_JOB="mine", **changes,
-        )
-        for rank, node in enumerate(nodes)
-    ]  # fmt: skip
+    with ExitStack() as stack:
+        ranks = []
+        for rank, node in enumerate(nodes):
+            process = example.start(
+                name, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port, REFT_DAEMON=node.address, REFT_JOB="mine", **changes,
+            )  # fmt: skip
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        yield ranks
 
 
-def lose_node(example: Example, seed: int, plain: list[dict[str, Any]], site: Site) -> None:
-    """A node dies with its rank, in mid-copy, and its memory; a new one takes its place."""
+@pytest.mark.parametrize("seed", [0, *OTHER_MOMENTS])
+@pytest.mark.parametrize("example", ALONE, indirect=True)
+def test_a_lost_node(example, seed, plain, site):
+    """It dies with its rank, in mid-copy, and its memory; a new one takes its place."""
     chance = random.Random(f"node {seed}")
     lost, step = chance.randrange(2), chance.randrange(6, 15)
     nodes = site.add(2)
-    ranks = start_on_nodes(example, "lost", nodes, REFT_FAILPOINTS=f"snapshot.chunk:stop:rank={lost}:from={step}")
-    stands = psutil.Process(ranks[lost].pid)
-    with ranks[0], ranks[1]:
-        try:
-            until(lambda: stands.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE), 200, "the rank in mid-copy")
-            whole = nodes[0].status("mine").whole
-        finally:
-            for rank in ranks:
-                rank.kill()
+    with one_on_each(nodes, example, "lost", REFT_FAILPOINTS=f"snapshot.chunk:stop:rank={lost}:from={step}") as ranks:
+        victim = psutil.Process(ranks[lost].pid)
+        until(lambda: victim.status() == psutil.STATUS_STOPPED or ranks[lost].poll() is not None, 200, f"step {step}")
+        assert ranks[lost].poll() is None, ended(ranks[lost]).stderr
+        whole = nodes[0].status("mine").whole
     vanish(nodes[lost])
     nodes[lost] = site.add(1)[0]
-    done = [ended(rank) for rank in start_on_nodes(example, "done", nodes)]
+    with one_on_each(nodes, example, "done") as ranks:
+        done = [ended(rank) for rank in ranks]
     assert [each.returncode for each in done] == [0, 0], "".join(each.stderr for each in done)
     assert restored(done[0])[0] >= whole > 0
-    for each in (0, 1):
-        assert_ends_alike(example.result("done", each), plain[each])
-
-
-@pytest.mark.parametrize("example", ALONE, indirect=True)
-def test_a_lost_node(example, plain, site):
-    lose_node(example, 0, plain(example), site)
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("example", ALONE, indirect=True)
-def test_nodes_lost_at_other_moments(example, seed, plain, site):
-    lose_node(example, seed, plain(example), site)
+    for each, expected in enumerate(plain(example)):
+        assert_ends_alike(example.result("done", each), expected)
 
 
 def whole(example: Example, name: str, ranks: int) -> dict[str, bytes]:
