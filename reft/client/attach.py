@@ -330,14 +330,15 @@ class Attachment:
             if not damaged:
                 self._tree = self._reshaping.finish()
             return damaged
-        restoration = self._restoration(self.plan.base)
-        damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.open()}))
-        if damaged:
+        with contextlib.closing(self._restoration(self.plan.base)) as restoration:
+            damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.open()}))
+            if damaged:
+                return damaged
+            load = lambda: {"damaged": restoration.load(self._transport(), hit)}  # noqa: E731
+            damaged = self._damaged(self.exchange.together(load))
+            if not damaged:
+                self._tree = restoration.finish()
             return damaged
-        damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.load(self._transport(), hit)}))
-        if not damaged:
-            self._tree = restoration.finish()
-        return damaged
 
     def _transport(self) -> Transport | None:
         """How bytes travel while they are loaded; all ranks call it together."""

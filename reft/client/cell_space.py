@@ -74,13 +74,13 @@ class CellSpace:
 
     def scatter(self, begin: int, data: torch.Tensor) -> None:
         """Enqueues writing uint8 [n] of the device to bytes begin..begin+n."""
-        for run, first, last, at in self._parts(begin, begin + data.nbytes):
+        for run, first, last, at in self.parts(begin, begin + data.nbytes):
             _as_tensor(run[first:last]).copy_(data[at : at + last - first], non_blocking=True)
 
     def gather(self, begin: int, out: torch.Tensor) -> None:
         """Enqueues reading bytes begin..begin+n into uint8 [n] of the device; what is no leaf's is zero."""
         done = 0
-        for run, first, last, at in self._parts(begin, begin + out.nbytes):
+        for run, first, last, at in self.parts(begin, begin + out.nbytes):
             if done < at:
                 out[done:at].zero_()
             done = at + last - first
@@ -90,7 +90,7 @@ class CellSpace:
 
     def write(self, begin: int, data: Bytes) -> None:
         """Writes uint8[n] to bytes begin..begin+n."""
-        for run, first, last, at in self._parts(begin, begin + data.nbytes):
+        for run, first, last, at in self.parts(begin, begin + data.nbytes):
             if isinstance(run, torch.Tensor):
                 run[first:last].copy_(torch.from_numpy(data[at : at + last - first]))
             else:
@@ -99,7 +99,7 @@ class CellSpace:
     def read(self, begin: int, out: Bytes) -> None:
         """Reads bytes begin..begin+n into uint8[n]; what is no leaf's is zero."""
         done = 0
-        for run, first, last, at in self._parts(begin, begin + out.nbytes):
+        for run, first, last, at in self.parts(begin, begin + out.nbytes):
             out[done:at] = 0
             done = at + last - first
             if isinstance(run, torch.Tensor):
@@ -121,7 +121,7 @@ class CellSpace:
             return None
         return self._runs[at][begin - self._begins[at] : end - self._begins[at]]
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[Bytes | torch.Tensor, int, int, int]]:
+    def parts(self, begin: int, end: int) -> Iterator[tuple[Bytes | torch.Tensor, int, int, int]]:
         """(run, first, last, at) of each leaf in begin..end: its bytes first..last stand `at` bytes after begin."""
         index = max(bisect_right(self._begins, begin) - 1, 0)
         while index < len(self._begins) and self._begins[index] < end:

@@ -64,13 +64,13 @@ class _UnderWay:
 
     works: list[Work] = field(default_factory=list)
     nbytes: int = 0
-    copying: Future[None] | None = None
+    copying: Future[Bytes] | None = None
     staging: Bytes | None = None
     place: tuple[CellSpace, int, int] | None = None  # where the staging's bytes go: space, offset, size
     coded: _Coded | None = None
 
 
-Reading = dict[int, Future[None]]  # by the piece's place in its group
+Reading = dict[int, Future[Bytes]]  # by the piece's place in its group
 
 
 class Flow:
@@ -167,23 +167,20 @@ class Flow:
                 yield first[:2]
         yield from (each[:2] for each in waiting)
 
-    def _read_piece(self, piece: Piece) -> None:
-        """Checks what a piece has in a slot here; copies it if it is data of a cell that this rank holds."""
+    def _read_piece(self, piece: Piece) -> Bytes:
+        """What a piece has in a slot here, checked; in live memory if it is data of a cell that this rank holds."""
         lane = self._lanes[piece.stream.lane]
         source, offset = self._at_hand(piece)
-        space = self._spaces.get(lane.cell)
         end = offset + piece.end - piece.begin
-        if space is None or piece.stream.shard >= lane.code.k:
-            for _ in source.checked(offset, end):
-                pass
-            return
-        begin = self._target(piece)
-        view = space.view(begin, begin + end - offset)
+        space = self._spaces.get(lane.cell) if piece.stream.shard < lane.code.k else None
+        view = None if space is None else space.view(self._target(piece), self._target(piece) + end - offset)
+        if view is not None:
+            source.copy(offset, view)
+            return view
         for first, last in source.checked(offset, end):
-            if view is None:
-                space.write(begin + first - offset, source.data[first:last])
-            else:
-                view[first - offset : last - offset] = source.data[first:last]
+            if space is not None:
+                space.write(self._target(piece) + first - offset, source.data[first:last])
+        return source.data[offset:end]
 
     def _at_hand(self, piece: Piece) -> tuple[Source, int]:
         """The slot from which this rank reads a piece, and where it begins there."""
@@ -198,16 +195,14 @@ class Flow:
 
     # Sending and receiving
 
-    def _post(self, piece: Piece, tag: int, copying: Future[None] | None, coded: _Coded | None) -> None:
+    def _post(self, piece: Piece, tag: int, copying: Future[Bytes] | None, coded: _Coded | None) -> None:
         """Begins this rank's part in a piece, if it has one."""
         stream, nbytes = piece.stream, piece.end - piece.begin
         entry = _UnderWay(copying=copying)
         if stream.sender == self._rank:
             assert copying is not None, "the sender has it at hand"
             if stream.receivers:
-                copying.result()  # nothing is sent before its digest was compared
-                source, offset = self._at_hand(piece)
-                data = source.data[offset : offset + nbytes]
+                data = copying.result()  # nothing is sent before its digest was compared
                 entry.works = [self._peers.send(data, to, tag) for to in stream.receivers]
                 self._receivers.update(stream.receivers)
         elif self._rank in stream.receivers:

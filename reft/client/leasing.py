@@ -58,19 +58,19 @@ class Leaser:
             self.settings.slots, align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
         )
         reply = self._call(request)
-        slots = self.take([slot.name for slot in reply.slots], is_memfd=reply.backing == "memfd")
+        slots = self.take([slot.name for slot in reply.slots], keeps=reply.backing == "memfd")
         for slot in slots:
             slot.touch()
             if self.pins:
                 slot.register()
         return slots
 
-    def take(self, names: list[str], is_memfd: bool = False) -> list[MappedSlot]:
-        """Maps slots of this rank by name."""
+    def take(self, names: list[str], keeps: bool = False) -> list[MappedSlot]:
+        """Maps slots of this rank by name; `keeps`: their descriptors stay open until they are closed."""
         request = pb.HandoutRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
         descriptors = handout.ask(self.handout_path, request, [], self.settings.attach_deadline_s)
         return [
-            MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, is_memfd)
+            MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, keeps)
             for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True))
         ]
 

@@ -39,7 +39,7 @@ from reft.client.transport import Transport
 from reft.core.layout import Layout, align
 from reft.core.placement import Placement
 from reft.errors import RestoreError
-from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
 RUN_BYTES = 32 << 20  # of kept leaves
@@ -134,13 +134,22 @@ def load_kept(
     step = align(run_bytes, size)
 
     def run(begin: int) -> None:
-        for at, upto in source.checked(begin, min(begin + step, end)):
-            space.write(at, source.data[at:upto])
+        for memory, first, last, at in space.parts(begin, min(begin + step, end)):
+            load_run(source, begin + at, memory[first:last])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         list(pool.map(run, range(min(kept.offsets) // size * size, end, step)))
     space.finish()
     return not source.is_bad
+
+
+def load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None:
+    """Copies a slot's data from `begin` on into live memory, of the host or a device."""
+    if not isinstance(memory, torch.Tensor):
+        source.copy(begin, memory)
+        return
+    for at, stop in source.checked(begin, begin + memory.nbytes):
+        memory[at - begin : stop - begin].copy_(torch.from_numpy(source.data[at:stop]))
 
 
 def _verify(

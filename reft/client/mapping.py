@@ -25,7 +25,7 @@ class MappedSlot:
     Attributes:
         index: its place among this rank's slots.
         name: its name in the daemon's arena.
-        descriptor: kept open only for a memfd, which a restarted daemon needs back; else -1.
+        descriptor: kept open only for a memfd, which a restarted daemon needs back, and while the slot is restored; else -1.
         map: its parts.
     """
 
@@ -38,26 +38,25 @@ class MappedSlot:
     _registered: bool = False
 
     @classmethod
-    def open(cls, index: int, name: str, descriptor: int, file_bytes: int, is_memfd: bool) -> MappedSlot:
-        """Maps a slot; takes the descriptor over."""
+    def open(cls, index: int, name: str, descriptor: int, file_bytes: int, keeps: bool) -> MappedSlot:
+        """Maps a slot; takes the descriptor over, and keeps it open if asked to."""
         pages = mmap.mmap(descriptor, file_bytes)
         # A DataLoader's forked workers must neither keep the pages alive nor pay for their page tables.
         pages.madvise(mmap.MADV_DONTFORK)
-        if not is_memfd:
+        if not keeps:
             os.close(descriptor)
-            descriptor = -1
         whole = np.frombuffer(pages, np.uint8)
-        return cls(index, name, descriptor, SlotMap(whole), pages, whole)
+        slot = SlotMap(whole, descriptor if keeps else None)
+        return cls(index, name, descriptor if keeps else -1, slot, pages, whole)
 
     def touch(self) -> None:
-        """Maps every page now: the first write through a new mapping costs four times the later ones."""
-        if not Pages(self._bytes).wait():
-            # An older kernel: read one byte a page, which maps it; the first write then costs a little more.
-            self._bytes[:: mmap.PAGESIZE].sum()
+        """Maps every page now: the first write through a new mapping costs four times the later ones.
 
-    def read_ahead(self) -> Pages:
-        """Begins to map its pages for reading, beside the caller."""
-        return Pages(self._bytes, POPULATE_READ)
+        By reading: the kernel maps many pages at a time then, a third of the work, and pages of a shared mapping of shared
+        memory may be written from then on.
+        """
+        if not Pages(self._bytes, POPULATE_READ).wait():
+            self._bytes[:: mmap.PAGESIZE].sum()  # a kernel before 5.14
 
     def register(self) -> None:
         """Pins the pages for CUDA, so that copies run beside the host."""

@@ -19,7 +19,7 @@ from reft.client import load
 from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
-from reft.client.pages import Pages
+from reft.client.mapping import MappedSlot
 from reft.client.reading import Remote
 from reft.client.restore import live_tensors
 from reft.client.room import Room
@@ -72,7 +72,7 @@ class Restoration:
     _leaves: tuple[Leaf, ...] = ()
     _kept: Layout | None = None
     _order: dict[str, int] = field(default_factory=dict)
-    _ahead: list[Pages] = field(default_factory=list)
+    _taken: list[MappedSlot] = field(default_factory=list)
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def open(self) -> list[int]:
@@ -101,8 +101,6 @@ class Restoration:
         Raises:
             RestoreError: what was decoded is not what the lost rank had.
         """
-        for pages in self._ahead:
-            pages.settle()
         lost = {} if self._digests is None else {self.rank: self._digests}
         done = load.load(
             transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
@@ -130,6 +128,11 @@ class Restoration:
         self.host.restore(self._tree)
         return self._tree
 
+    def close(self) -> None:
+        """Nothing more is read."""
+        for slot in self._taken:
+            slot.close()
+
     def _place_of(self, leaf: Leaf) -> int:
         """Where a leaf stood when it was predicted, so that optimizers get their state back in the order that they made it in."""
         if not self._order:
@@ -141,9 +144,8 @@ class Restoration:
 
     def _slot(self, held: Held) -> SlotMap:
         if held.node == self.node:
-            slot = self.leaser.take([held.slot])[0]
-            self._ahead.append(slot.read_ahead())
-            return slot.map
+            self._taken += self.leaser.take([held.slot], keeps=True)
+            return self._taken[-1].map
         return self.remote.slot(held, needs_data=True)
 
     def _open_own(self) -> None:

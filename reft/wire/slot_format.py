@@ -25,6 +25,7 @@ format 1 all leaves lay in the data, each at its offset; since format 2 they may
 
 from __future__ import annotations
 
+import os
 import struct
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -200,13 +201,15 @@ class SlotMap:
 
     Args:
         slot: all bytes of the slot's file, writable if anything is to be written.
+        file: descriptor of that file, whose owner keeps it open; None if there is none.
 
     Raises:
         FormatError: the bytes are no slot.
     """
 
-    def __init__(self, slot: Bytes) -> None:
+    def __init__(self, slot: Bytes, file: int | None = None) -> None:
         self._slot = slot
+        self._file = file
         self.header = newest_header(slot)
         self.is_new_layout = True
         self._coming: dict[str, object] = {}
@@ -234,6 +237,22 @@ class SlotMap:
         """The digest of each chunk, one for each chunk of the capacity."""
         geometry = self.header.geometry
         return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
+
+    def read(self, begin: int, out: Bytes) -> None:
+        """Copies the data from `begin` on into uint8 [n]; from the file if it is known, which maps no page of it.
+
+        Raises:
+            FormatError: the file ends too early.
+        """
+        if self._file is None:
+            np.copyto(out, self.data[begin : begin + out.nbytes])
+            return
+        done, offset = 0, self.header.geometry.data_offset + begin
+        while done < out.nbytes:
+            count = os.preadv(self._file, [out[done:].data], offset + done)
+            if not count:
+                raise FormatError(f"the file of rank {self.header.rank}'s slot ends after {offset + done} bytes.")
+            done += count
 
     def chunk(self, index: int) -> Bytes:
         """The bytes of one chunk of the version that the slot holds."""
