@@ -330,9 +330,9 @@ def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> I
 
 
 @contextmanager
-def daemon() -> Iterator[tuple[str, int]]:
-    """A daemon of its own, with its slots in /dev/shm; its address and pid. Everything is gone at the end."""
-    with folder() as home, folder(SHM) as slots:
+def daemon(memory: Path = SHM) -> Iterator[tuple[str, int]]:
+    """A daemon of its own, with its slots in that tmpfs; its address and pid. Everything is gone at the end."""
+    with folder() as home, folder(memory) as slots:
         flags = [
             "--node",
             "bench",

@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
     )
+    parser.add_argument("--slots", type=Path, default=common.SHM, help="a tmpfs for the daemon's slots")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--role", choices=["train", "first", "restore", "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="busy", help=argparse.SUPPRESS)
@@ -462,15 +463,15 @@ def main() -> int:
     for mode in modes:
         firsts = []
         for _ in range(options.firsts):
-            with common.daemon() as (address, pid):
+            with common.daemon(options.slots) as (address, pid):
                 firsts.append(run("first", address, pid, mode))
-        with common.daemon() as (address, pid):
+        with common.daemon(options.slots) as (address, pid):
             found["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
             if mode == modes[-1]:
                 both = [backed for _ in range(options.restores) for backed in ([], ["--backed"])]
                 found["restores"] = [run("restore", address, pid, more=backed) for backed in both]
     if options.restores:
-        with common.daemon() as (address, pid):
+        with common.daemon(options.slots) as (address, pid):
             found["memory"] = run("memory", address, pid)
     found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
     if options.json:

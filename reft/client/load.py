@@ -1,7 +1,8 @@
 """REFT-load: every rank gets all bytes of its cells, from the shards that lie in the slots of all ranks.
 
-    slot (mapped) ─► digest of each chunk, ahead of time ─┬─► own tensors                         ┌────────────────────────┐
-                     (wrong: noted, and still sent)       └─► messages ═► live memory of others   │ list of pieces: pieces │
+    slot's file ─► own tensors ─► digest of each chunk there ─┐                                   ┌────────────────────────┐
+    slot, mapped: what is not theirs ─► digest of each chunk ─┴─► messages ═► live memory of others│ list of pieces: pieces │
+                     (wrong: noted, and still sent)                                               │                        │
     parity of lost shards ════════════════════════════════════► buffer ─► decoded into live memory└────────────────────────┘
     at the end: senders tell whether all was right; who lost its slot compares what it has now with its old digests
 

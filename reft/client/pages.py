@@ -13,7 +13,7 @@ import threading
 from reft.wire.slot_format import Bytes
 
 THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
-BLOCK_BYTES = 16 << 20  # a multiple of a huge page, so that no two threads meet in one
+BLOCK_BYTES = 2 << 20  # one huge page, so that no two threads meet in one
 POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_…, Linux 5.14; Python has no names for them
 
 
