@@ -86,6 +86,20 @@ def test_the_order_in_memory_goes_along():
     assert [form.leaves() for form in forms] == [[by_columns], [other]]
 
 
+def test_leaves_that_are_cut_alike_may_lie_in_another_order():
+    by_rows = piece("v", (8, 8), 0, 2, 0)
+    leaves = [by_rows, replace(by_rows, name="w", stride=(1, 4)), replace(by_rows, name="x")]
+    assert of(leaves).leaves() == leaves
+
+
+def test_rows_are_no_columns_though_both_are_cut_alike():
+    ranks = [[piece("w", (8, 8), dim, 2, 0), piece("norm", (8,), -1, 1, 0)] for dim in (0, 1)]
+    digests = [pack(leaves).digest for leaves in ranks]
+    division = divide({digest: of(leaves) for digest, leaves in zip(digests, ranks, strict=True)}, digests, (), 0)
+    assert [[leaf.name for leaf in cell.leaves] for cell in division.cells] == [["norm"]]
+    assert [division.kept[digest].leaves for digest in digests] == [(ranks[0][0],), (ranks[1][0],)]
+
+
 @pytest.mark.parametrize(
     "changes", [{"stride": (7, 1)}, {"nbytes": 5}, {"shape": (2,)}, {"global_offset": (0,)}, {"stride": ()}]
 )
