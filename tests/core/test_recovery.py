@@ -117,6 +117,15 @@ def test_what_an_older_history_wrote_after_the_base_does_not_count():
     assert found.base == at(3) and found.dropped == tuple(late)
 
 
+def test_what_led_to_an_older_base_does_not_count():
+    """Step 7 of epoch 1 was given up when epoch 2 began at 5; epoch 3 begins at step 8 of epoch 2."""
+    dead, base = both(7), both(8, TWO, n=1)
+    decision = Decision(THREE, at(8, TWO))
+    assert plan([*dead, *base], 2, decision).base == at(8, TWO)
+    found = plan([*dead, base[0]], 2, decision)
+    assert found.base is None and set(found.dropped) == {*dead, base[0]}
+
+
 def test_a_newer_epoch_counts_even_with_a_smaller_step():
     old, new = both(3), both(2, TWO, n=1)
     found = plan([*old, *new], 2, Decision(TWO, at(1)))
@@ -349,9 +358,10 @@ def test_capsules_of_a_dead_history_do_not_count():
 def test_nodes_may_have_other_names_and_a_rank_two_slots():
     placement = placed(range(3), 1, "aec")
     slots = [held(0, 1, node="x"), held(1, 1, node="z"), held(1, 1, node="y", n=1), held(1, 1, node="y", n=0)]
-    copies = [Copy("z", 2, at(1), 0), Copy("x", 2, at(1), 0)]
-    found = recovery.plan(slots, copies, {ONE: placement}, FRESH)
-    assert found.sources == {0: slots[0], 1: slots[3]} and found.capsules == {2: copies[1]}
+    copies = [Copy("z", 2, at(1), 0), Copy("x", 2, at(1), 0), Copy("a", 2, at(1), 9)]  # the last stands in for no slot
+    for given_slots, given_copies in itertools.product(itertools.permutations(slots), itertools.permutations(copies)):
+        found = recovery.plan(given_slots, given_copies, {ONE: placement}, FRESH)
+        assert found.sources == {0: slots[0], 1: slots[3]} and found.capsules == {2: copies[1]}
 
 
 def test_the_newest_that_can_be_decoded_beats_an_older_that_all_have():
