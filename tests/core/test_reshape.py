@@ -59,6 +59,7 @@ def test_of_own_copies_each_rank_takes_its_own_and_a_new_one_that_of_the_lowest(
         ([in_cell(rows("w", 0, 8, dtype="int32"))], [[rows("w", 0, 8)]], "w: held int32 [8, 4], float32 [8, 4] in the new job"),
         ([in_cell(rows("w", 0, 9, 9))], [[rows("w", 0, 8)]], "w: held float32 [9, 4], float32 [8, 4] in the new job"),
         ([at(rows("w", 0, 5), 0), at(rows("w", 4, 4), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
+        ([at(rows("w", 0, 3), 0), at(rows("w", 2, 3), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(pieces, wanted, said):
@@ -87,6 +88,14 @@ def test_optimizer_state_that_was_never_made_is_not_wanted():
     leaves = [rows("model.w", 0, 8), rows("optimizer.0.m.model.w", 0, 8)]
     assert wanted_leaves([leaves], [in_cell(leaves[0])]) == [(leaves[0],)]
     assert wanted_leaves([leaves], [in_cell(leaf) for leaf in leaves]) == [tuple(leaves)]
+
+
+def test_a_layer_that_is_new_is_wanted_and_named():
+    """Without it the layer would train on from random values, and nobody would know."""
+    leaves, held = [rows("model.w", 0, 8), rows("model.new", 0, 8)], [in_cell(rows("model.w", 0, 8))]
+    wanted = wanted_leaves([leaves], held)
+    assert wanted == [tuple(leaves)]
+    assert match(held, wanted).problems == ["model.new: not held, float32 [8, 4] in the new job"]
 
 
 def test_the_same_shape_is_told_from_another():
@@ -159,6 +168,16 @@ def test_leaves_that_lie_elsewhere_than_foreseen_are_found_there():
     assert found == {
         "a": [(Where.CELL, 0)], "own0": [(Where.SLOT, 0)], "late": [(Where.SLOT, 0), (Where.CAPSULE, 1)],
     }  # fmt: skip
+
+
+def test_small_leaves_that_did_not_exist_are_in_no_capsule():
+    leaves = [[rows("a", 0, 8), rows(f"own{rank}", 0, 8), rows(f"more{rank}", 0, 8)] for rank in range(2)]
+    placement = placement_for(leaves, [0, 1], "none", None, 4096)
+    tables = [{leaf.name: leaf for leaf in each} for each in leaves]
+    owns = {0: Own(frozenset({"own0"})), 1: Own()}
+    pieces, _ = pieces_of(placement, lambda rank: tables[rank], owns)
+    capsules = {piece.leaf.name for piece in pieces if piece.seats[0].where is Where.CAPSULE}
+    assert capsules == {"more0", "own1", "more1"}
 
 
 def test_a_replica_that_some_holders_did_not_have_is_a_contradiction():
