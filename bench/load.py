@@ -17,6 +17,7 @@ of processor time, summed over ranks, says more where the machine is shared. End
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -28,7 +29,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,6 +44,7 @@ from reft.client.load import Loaded, load
 from reft.client.pieces import Piece, Sequencer, Sizes
 from reft.client.transport import GlooTransport
 from reft.core.placement import Placement
+from reft.wire.slot_format import SlotMap
 from tests.support.shards import make_slot, placed
 
 CHUNK = 256 << 10
@@ -101,11 +103,17 @@ def state(mib: int) -> dict[str, torch.Tensor]:
     return found | {f"layer{i}.norm": torch.rand((width,), generator=generator) for i in range(count)}
 
 
-def pages(nbytes: int) -> np.ndarray:
-    """Memory of a file of a tmpfs that has no name any more; processes forked later share it."""
-    with tempfile.TemporaryFile(dir=common.SHM) as file:
+def held(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
+    """A sealed slot in a file, mapped and with its descriptor, as a restore has it; processes forked later share both."""
+    mapped = []
+
+    def pages(nbytes: int) -> np.ndarray:
         os.ftruncate(file.fileno(), nbytes)
-        return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+        mapped.append(np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8))
+        return mapped[0]
+
+    make_slot(placement, rank, tensors, pages)
+    return SlotMap(mapped[0], file.fileno())
 
 
 class Rank:
@@ -215,8 +223,9 @@ def measure(case: Case, mib: int, rounds: int) -> dict[str, Any]:
     """One case, in fresh processes."""
     tensors = state(mib)
     placement = placed([tensors] * case.ranks, list(range(case.ranks)), case.scheme, case.tolerate, CHUNK)
-    slots = [make_slot(placement, rank, tensors, pages) for rank in range(case.ranks)]
-    with common.folder() as home:
+    with common.folder() as home, contextlib.ExitStack() as files:
+        nameless = [files.enter_context(tempfile.TemporaryFile(dir=common.SHM)) for _ in range(case.ranks)]
+        slots = [held(placement, rank, tensors, file) for rank, file in enumerate(nameless)]
         arguments = (case, placement, slots, tensors, str(home), rounds)
         processes.start_processes(work, arguments, nprocs=case.ranks, start_method="fork")
         return dict(json.loads((home / "result").read_text()))
