@@ -44,7 +44,7 @@ class Checked:
     def copy(self, begin: int, out: Bytes) -> None:
         """Copies data from `begin` on into uint8 [n]; of whole chunks, what has arrived there is compared.
 
-        The kernel copies those, and none of the slot's pages is mapped here: mapping them costs half as much as a copy. A page
+        The kernel copies those, and none of the slot's pages is mapped here, which would be a good part of a copy's cost. A page
         whose memory has failed is an error then, not a signal.
         """
         size, end = self._size, begin + out.nbytes

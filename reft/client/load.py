@@ -136,7 +136,7 @@ def load_kept(
 
     def run(begin: int) -> None:
         for memory, first, last, at in space.parts(begin, min(begin + step, end)):
-            load_run(source, begin + at, memory[first:last])
+            _load_run(source, begin + at, memory[first:last])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         list(pool.map(run, range(min(kept.offsets) // size * size, end, step)))
@@ -144,7 +144,7 @@ def load_kept(
     return not source.is_bad
 
 
-def load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None:
+def _load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None:
     """Copies a slot's data from `begin` on into live memory, of the host or a device."""
     if not isinstance(memory, torch.Tensor):
         source.copy(begin, memory)

@@ -52,7 +52,7 @@ class MappedSlot:
     def touch(self) -> None:
         """Maps every page now: the first write through a new mapping costs four times the later ones.
 
-        By reading: the kernel maps many pages at a time then, a third of the work, and pages of a shared mapping of shared
+        By reading: the kernel maps many pages at a time then, and pages of a shared mapping of shared
         memory may be written from then on.
         """
         if not Pages(self._bytes, POPULATE_READ).wait():
