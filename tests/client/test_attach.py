@@ -210,6 +210,15 @@ def test_a_named_job_goes_on_and_an_unnamed_one_starts_fresh_and_says_what_is_he
     assert "began 5 memory" in resumed.stdout
 
 
+def test_a_restore_leaves_no_descriptor_of_a_slot(tmp_path, daemon):
+    links = "[os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')]"
+    command = script(tmp_path, LOOP + f"print('open', sum('slot-' in link for link in {links}))\n")
+    kept = {"REFT_DAEMON": daemon.address, "REFT_JOB": "named"}
+    first, second = (execute(command, **kept).stdout for _ in range(2))
+    assert "began 0 None" in first and "began 5 memory" in second
+    assert first.splitlines()[-1] == second.splitlines()[-1] != "open 0", "the mappings hold some; a restore adds none"
+
+
 def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
     home = tmp_path / "run"
     environment = {"REFT_RUNTIME_DIR": str(home), "REFT_JOB": "auto", "HOME": "/nonexistent"}
