@@ -3,13 +3,16 @@ plain blocking copy into mapped memory, with a core free and with every core bus
 
     python bench/save.py [--quick] [--rounds N] [--json FILE]
 
-One run, one daemon a mode, real `reft.attach`. In each round, the four ways take turns in blocks of a few steps, in
+One run, one daemon a mode, real `reft.attach`. In each round, the ways take turns in blocks of a few steps, in
 random order; what counts is the difference to the plain blocks of the same round, in memcpys of the state:
 
     extra = median over rounds of (median step with - median step without) / median memcpy
 
 What others do on the machine disturbs it: a block waits until they are quiet (--patience), and steps in which they were
 not count only where a round has no others.
+
+`--ways plain,bare,reft` adds a thread that copies and digests the same bytes beside training and does nothing else: what any
+snapshot on another core costs, mostly by the memory that both want.
 
 Fresh processes take a first snapshot each, others restore what is held, and one measures the memory that reft takes.
 A restore needs fresh pages for the optimizer's state, which cost more than the copy into them where a hypervisor backs them
@@ -26,6 +29,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +45,7 @@ import reft
 from bench import common
 from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
 
+STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
 NEVER = 1 << 40  # as `every`: no snapshot
 STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
 QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
@@ -57,12 +62,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--firsts", type=int, help="fresh processes of each mode that take a first snapshot (5)")
     parser.add_argument("--restores", type=int, help="fresh processes that restore, of each kind (5)")
     parser.add_argument("--modes", default="free,busy", help="free: one core is left alone; busy: all compute")
-    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns")
+    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns; bare is another")
     parser.add_argument("--patience", type=float, default=120, help="seconds a mode may wait for others to be quiet")
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
     )
-    parser.add_argument("--slots", type=Path, default=common.SHM, help="a tmpfs for the daemon's slots")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--role", choices=["train", "first", "restore", "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="busy", help=argparse.SUPPRESS)
@@ -100,6 +104,8 @@ class Bench:
         self.mapped.copy()
         self.patience_s = options.patience
         self.upload: Any = None
+        self.bare = threading.Thread()
+        self.bare.start()
         self.group = self._group() if "dcp" in self.ways else None
         self.steps: dict[str, list[list[float]]] = {way: [] for way in self.ways}
         self.quiet: dict[str, list[list[bool]]] = {way: [] for way in self.ways}
@@ -133,6 +139,12 @@ class Bench:
 
     def after_copy(self) -> None:
         self.mapped.copy()
+        self.session.step_end()
+
+    def after_bare(self) -> None:
+        self.bare.join()
+        self.bare = threading.Thread(target=self.mapped.copy_and_digest)
+        self.bare.start()
         self.session.step_end()
 
     def after_dcp(self) -> None:
@@ -203,6 +215,7 @@ class Bench:
                 raise RuntimeError(
                     f"{taken} of {self.session.step - first} snapshots were taken: {self.session.stats()}"
                 )
+        self.bare.join()
         if self.upload is not None:
             self.upload.result()
             self.upload = None
@@ -309,20 +322,21 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     """What a trainer takes more once it is attached and has taken snapshots; slots and state not counted."""
     set_threads("busy")
     training = Training(common.QUICK if options.quick else common.FULL)
-    for _ in range(4):
+    peaks = []
+    for _ in range(STEPS_OF_MEMORY):
         training.step()
-    before = common.own_bytes()
+        peaks.append(common.own_bytes())
     session = reft.attach(training.model, training.optimizer, job=f"{JOB}-memory", daemon=options.daemon)
-    found = []
-    for _ in range(6):
+    for _ in range(STEPS_OF_MEMORY):
         training.step()
         session.step_end()
-        found.append(common.own_bytes() - before)
+        peaks.append(common.own_bytes())
     if not session.seal():
         raise RuntimeError(f"not sealed: {session.stats()}")
     daemon_bytes = common.own_bytes(options.daemon_pid)
     session.close()
-    return {"trainer_bytes": max(found[1:]), "daemon_bytes": daemon_bytes}
+    before, after = peaks[:STEPS_OF_MEMORY], peaks[STEPS_OF_MEMORY:]
+    return {"trainer_bytes": max(after) - max(before), "daemon_bytes": daemon_bytes}
 
 
 # Figures
@@ -463,16 +477,17 @@ def main() -> int:
     for mode in modes:
         firsts = []
         for _ in range(options.firsts):
-            with common.daemon(options.slots) as (address, pid):
+            with common.daemon() as (address, pid):
                 firsts.append(run("first", address, pid, mode))
-        with common.daemon(options.slots) as (address, pid):
+        with common.daemon() as (address, pid):
             found["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
             if mode == modes[-1]:
                 both = [backed for _ in range(options.restores) for backed in ([], ["--backed"])]
                 found["restores"] = [run("restore", address, pid, more=backed) for backed in both]
     if options.restores:
-        with common.daemon(options.slots) as (address, pid):
-            found["memory"] = run("memory", address, pid)
+        with common.daemon() as (address, pid):
+            several = [run("memory", address, pid) for _ in range(3)]
+            found["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
     found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

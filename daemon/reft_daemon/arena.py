@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 import re
 import secrets
@@ -23,15 +22,15 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from reft.core.budget import Limit, refusal
 from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
+from reft.wire.mapped import map_file
 from reft.wire.messages import MANIFEST_MAX
-from reft.wire.slot_format import PAGE, Geometry, SlotMap
+from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
+from reft_daemon.huge import make_huge
 from reft_daemon.pool import Pool, Spare
 
 log = logging.getLogger("reft.daemon")
@@ -178,8 +177,7 @@ class Arena:
     def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
         if size < 2 * PAGE:
             raise FormatError(f"{size} bytes are no slot.")
-        pages = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-        header_map = SlotMap(pages)
+        header_map = SlotMap(map_file(descriptor, size)[1])
         return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
     def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
@@ -254,7 +252,7 @@ class Arena:
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            pages = self._filled(descriptor, size, name)
         except OSError:
             os.close(descriptor)
             if path:
@@ -262,11 +260,21 @@ class Arena:
             raise
         if not path:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        pages = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank))
         if path:
             draft.rename(path)
         return slot
+
+    def _filled(self, descriptor: int, size: int, name: str) -> Bytes:
+        """The mapping of a file with all its pages, huge ones as far as they can be had."""
+        present = os.fstat(descriptor).st_size  # of a file of the pool
+        if present < size:
+            os.ftruncate(descriptor, size)
+        pages = map_file(descriptor, size)[1]
+        huge = make_huge(descriptor, pages, present)
+        os.posix_fallocate(descriptor, 0, size)
+        log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
+        return pages
 
     def free(self, slot: SlotFile) -> None:
         """Gives one slot back."""

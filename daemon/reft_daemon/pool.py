@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.core.budget import Limit, refusal, size
+from reft.wire.mapped import map_file
+from reft.wire.slot_format import Bytes
+from reft_daemon.huge import make_huge
 
 log = logging.getLogger("reft.daemon")
-CHUNK = 64 << 20  # is asked for, and written, at a time
+CHUNK = 64 << 20  # is asked for, and made, at a time
 PIECE = bytes(1 << 20)
 
 
@@ -87,10 +90,14 @@ class Pool:
         wanted, descriptor = self.want.file_bytes, -1
         try:
             descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.ftruncate(descriptor, wanted)
+            pages = map_file(descriptor, wanted)[1]
             while self._growing < wanted and self.want.count:
-                if self._growing % CHUNK == 0 and (reason := self._refusal(min(CHUNK, wanted - self._growing))):
+                end = min(self._growing + CHUNK, wanted)
+                if reason := self._refusal(end - self._growing):
                     return reason
-                self._growing += os.pwrite(descriptor, PIECE[: wanted - self._growing], self._growing)
+                _fill(descriptor, pages[:end], self._growing)
+                self._growing = end
             with self._lock:
                 self._growing = 0
                 if self.want.count:  # else it was closed meanwhile
@@ -130,3 +137,11 @@ class Pool:
             self.want = Spare()  # ends a refill in another thread
             while self._ready:
                 os.close(self._ready.pop())
+
+
+def _fill(descriptor: int, pages: Bytes, begin: int) -> None:
+    """Makes the pages from `begin` on, and has the machine back and clear each."""
+    if make_huge(descriptor, pages, begin) == pages.nbytes - begin:
+        return
+    while begin < pages.nbytes:
+        begin += os.pwrite(descriptor, PIECE[: pages.nbytes - begin], begin)

@@ -7,11 +7,11 @@ import mmap
 import os
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from reft.client.pages import POPULATE_READ, Pages
+from reft.client.pages import Pages, map_shared
 from reft.core.slots import Slot
+from reft.wire.mapped import map_file
 from reft.wire.slot_format import Bytes, SlotMap
 
 log = logging.getLogger("reft")
@@ -40,12 +40,11 @@ class MappedSlot:
     @classmethod
     def open(cls, index: int, name: str, descriptor: int, file_bytes: int, keeps: bool) -> MappedSlot:
         """Maps a slot; takes the descriptor over, and keeps it open if asked to."""
-        pages = mmap.mmap(descriptor, file_bytes)
+        pages, whole = map_file(descriptor, file_bytes)
         # A DataLoader's forked workers must neither keep the pages alive nor pay for their page tables.
         pages.madvise(mmap.MADV_DONTFORK)
         if not keeps:
             os.close(descriptor)
-        whole = np.frombuffer(pages, np.uint8)
         slot = SlotMap(whole, descriptor if keeps else None)
         return cls(index, name, descriptor if keeps else -1, slot, pages, whole)
 
@@ -55,8 +54,7 @@ class MappedSlot:
         By reading: the kernel maps many pages at a time then, and pages of a shared mapping of shared
         memory may be written from then on.
         """
-        if not Pages(self._bytes, POPULATE_READ).wait():
-            self._bytes[:: mmap.PAGESIZE].sum()  # a kernel before 5.14
+        Pages(self._bytes, map_shared).wait()
 
     def register(self) -> None:
         """Pins the pages for CUDA, so that copies run beside the host."""

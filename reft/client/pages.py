@@ -1,20 +1,41 @@
 """Pages of memory, made or mapped ahead of their first use, by threads that keep nobody from Python.
 
-memory   | block | block | block | …     each thread takes the next block and has the kernel make its pages
-            ^       ^
-         thread  thread                  blocks are short: whoever maps memory meanwhile waits for one of them
+memory   | block          | block          | …     each thread takes the next block and has the kernel make its pages
+            ^                ^
+         thread           thread                   blocks are long: for each one a thread waits for the interpreter's lock,
+                                                   5 ms if another thread computes in Python meanwhile
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
+from collections.abc import Callable
 
 from reft.wire.slot_format import Bytes
 
 THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
-BLOCK_BYTES = 2 << 20  # one huge page, so that no two threads meet in one
-POPULATE_READ, POPULATE_WRITE = 22, 23  # MADV_…, Linux 5.14; Python has no names for them
+BLOCK_BYTES = 64 << 20
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; Python has no name for it
+
+
+def make(block: Bytes) -> None:
+    """Makes the pages of fresh private memory, uint8 [n] that nobody has written yet: what is there becomes zeros.
+
+    By writing, a byte in each small page: the kernel makes the page that is written to, huge or small, and holds
+    nothing that a thread needs that maps memory meanwhile, which MADV_POPULATE_WRITE does for as long as it runs.
+    """
+    block[:: mmap.PAGESIZE] = 0
+
+
+def map_shared(block: Bytes) -> None:
+    """Maps pages that are there, uint8 [n] from a page's begin on. They may be written from then on, which costs no fault."""
+    # Not mmap.madvise: that holds the interpreter's lock for as long as the kernel takes.
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if madvise(block.ctypes.data, block.nbytes, _POPULATE_READ):
+        block[:: mmap.PAGESIZE].sum()  # a kernel before 5.14
 
 
 class Pages:
@@ -22,13 +43,12 @@ class Pages:
 
     Args:
         memory: uint8 [n], beginning at a page; kept until the threads have ended.
-        advice: POPULATE_WRITE, or POPULATE_READ for memory that is only read.
+        treat: `make` or `map_shared`.
     """
 
-    def __init__(self, memory: Bytes, advice: int = POPULATE_WRITE) -> None:
-        self._memory, self._advice = memory, advice
+    def __init__(self, memory: Bytes, treat: Callable[[Bytes], None]) -> None:
+        self._memory, self._treat = memory, treat
         self._blocks = iter(range(0, memory.nbytes, BLOCK_BYTES))
-        self._refused = False
         count = min(THREADS, -(-memory.nbytes // BLOCK_BYTES))
         self._threads = [threading.Thread(target=self._run, name=f"reft-pages-{i}", daemon=True) for i in range(count)]
         for thread in self._threads:
@@ -43,17 +63,11 @@ class Pages:
         self.stop()
         self.wait()
 
-    def wait(self) -> bool:
-        """Returns when all is done; False if the kernel makes no pages ahead: they come when they are first written."""
+    def wait(self) -> None:
+        """Returns when all is done."""
         for thread in self._threads:
             thread.join()
-        return not self._refused
 
     def _run(self) -> None:
-        # Not mmap.madvise: that holds the interpreter's lock for as long as the kernel takes.
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        begin, end = self._memory.ctypes.data, self._memory.nbytes
-        while not self._refused and (at := next(self._blocks, end)) < end:
-            if madvise(begin + at, min(BLOCK_BYTES, end - at), self._advice):
-                self._refused = True
+        while (at := next(self._blocks, None)) is not None:
+            self._treat(self._memory[at : at + BLOCK_BYTES])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,21 +11,9 @@ from reft.client.pages import BLOCK_BYTES
 from reft.client.room import Room
 from reft.core.layout import Leaf
 from tests.client.test_state_kinds import state_bytes, train
+from tests.support.smaps import bytes_of
 
 MIB = 1 << 20
-
-
-def resident(address: int) -> int:
-    """Bytes of the mapping at `address` that have pages."""
-    is_inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head and not head.endswith(":"):
-            begin, end = (int(each, 16) for each in head.split("-"))
-            is_inside = begin <= address < end
-        elif is_inside and head == "Rss:":
-            return int(line.split()[1]) << 10
-    raise AssertionError("no such mapping")
 
 
 def leaf_of(name: str, elements: int) -> Leaf:
@@ -38,16 +24,15 @@ def test_pages_are_there_before_anything_is_written():
     nbytes = 2 * BLOCK_BYTES + 5 * MIB
     room = Room(nbytes)
     room.make_pages()
-    if not room.wait():
-        pytest.skip("this kernel has no MADV_POPULATE_WRITE")
+    room.wait()
     tensor = room.empty(leaf_of("a", 1000), torch.float32)
-    assert resident(tensor.data_ptr()) >= nbytes
+    assert bytes_of(tensor.data_ptr(), "Rss") >= nbytes
 
 
 def test_nothing_is_made_unasked_nor_after_close():
     room = Room(64 * MIB)
     tensor = room.empty(leaf_of("a", 1000), torch.float32)
-    assert resident(tensor.data_ptr()) < 4 * MIB
+    assert bytes_of(tensor.data_ptr(), "Rss") < 4 * MIB
     left = room.nbytes
     room.close()
     assert left > 63 * MIB and not room.nbytes
@@ -85,7 +70,8 @@ def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none
     assert attach(other, another).restored_from == "memory"
     assert len(rooms) == 1, "the daemon says that it holds the job, before anybody asks what"
     pages, made = rooms[0]._pages, rooms[0]._bytes
-    assert pages is not None and pages.wait()
+    assert pages is not None
+    pages.wait()
     moment = another.state[other[1].weight]["exp_avg"].data_ptr()
     assert made.ctypes.data <= moment < made.ctypes.data + made.nbytes, "state lies where the pages were made"
     assert state_bytes(other, another) == state_bytes(model, optimizer)

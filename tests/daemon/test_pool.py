@@ -110,7 +110,7 @@ def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, capl
     node, write = make(2, 4 * MIB), os.pwrite
 
     def full(descriptor: int, data: bytes, at: int) -> int:
-        if len(node.pool._ready) == 1 and at == 3 * MIB:
+        if len(node.pool._ready) == 1 and at == 2 * MIB:
             raise OSError(28, "No space left on device")
         return write(descriptor, data, at)
 

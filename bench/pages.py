@@ -1,0 +1,118 @@
+"""What pages cost: of slots, small and huge, and of fresh memory that is made ahead while another thread computes in Python.
+
+    slot    make | first and later memcpy into it, through a mapping | read back from its file, and through a new mapping
+    room    make, alone | make beside a thread that computes in Python, in short and in long blocks
+
+`python bench/pages.py [--gib 1]`. Each figure is the median of five rounds, and the least and the most. A first one is
+not counted: a hypervisor must back the memory then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.common import SHM, median
+from reft.client import pages
+from reft.client.mapping import MappedSlot
+from reft.client.room import Room
+from reft.wire.mapped import map_file
+from reft.wire.slot_format import Bytes, Geometry, SlotMap
+from reft_daemon.huge import make_huge
+
+ROUNDS = 5
+UNIT = 4 << 20  # bytes read or copied at a time
+
+
+def seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def copy(to: Bytes, source: Bytes) -> None:
+    for at in range(0, len(source), UNIT):
+        np.copyto(to[at : at + UNIT], source[at : at + UNIT])
+
+
+def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
+    """One slot's life: made, mapped by a trainer, written twice, read back."""
+    geometry = Geometry(table_capacity=0, data_capacity=len(memory), chunk_bytes=256 << 10)
+    descriptor = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
+    os.ftruncate(descriptor, geometry.file_bytes)
+    _, whole = map_file(descriptor, geometry.file_bytes)
+    made = 0
+
+    def make() -> None:
+        nonlocal made
+        made = make_huge(descriptor, whole, 0) if is_huge else 0
+        os.posix_fallocate(descriptor, 0, geometry.file_bytes)
+
+    found = {"make": seconds(make), "huge": made / geometry.file_bytes}
+    SlotMap.create(whole, geometry, "bench", 0)
+    mapped = MappedSlot.open(0, "slot", os.dup(descriptor), geometry.file_bytes, keeps=True)
+    found["touch"] = seconds(mapped.touch)
+    for name in ("first copy", "copy"):
+        found[name] = seconds(lambda: copy(mapped.map.data, memory))
+
+    def read() -> None:
+        for at in range(0, len(memory), UNIT):
+            mapped.map.read(at, memory[at : at + UNIT])
+
+    found["read"] = seconds(read)
+    fresh = map_file(descriptor, geometry.file_bytes)[1][geometry.data_offset :]
+    found["new mapping"] = seconds(lambda: copy(memory, fresh[: len(memory)]))
+    mapped.close()
+    os.close(descriptor)
+    return found
+
+
+def room(nbytes: int, block_bytes: int, is_busy: bool) -> float:
+    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python."""
+    with mock.patch.object(pages, "BLOCK_BYTES", block_bytes):
+        began = time.perf_counter()
+        made = Room(nbytes)
+        made.make_pages()
+        waiter = threading.Thread(target=made.wait)
+        waiter.start()
+        while is_busy and waiter.is_alive():
+            sum(range(100))
+        waiter.join()
+        return time.perf_counter() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gib", type=float, default=1.0, help="of memory")
+    nbytes = int(parser.parse_args().gib * 1024) << 20
+    memory = np.ones(nbytes + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][:nbytes]  # as torch's tensors lie: else the kernel copies at half the speed
+    found: dict[str, list[float]] = defaultdict(list)
+    for is_huge in (False, True):
+        slot(memory, is_huge)
+        for _ in range(ROUNDS):
+            for name, value in slot(memory, is_huge).items():
+                found[f"slot, {'huge' if is_huge else 'small'}: {name}"].append(value)
+    room(nbytes, pages.BLOCK_BYTES, False)
+    for _ in range(ROUNDS):
+        found["room: alone"].append(room(nbytes, pages.BLOCK_BYTES, False))
+        for mib in (2, 16, 64):
+            found[f"room: beside Python, blocks of {mib} MiB"].append(room(nbytes, mib << 20, True))
+    for name, values in found.items():
+        print(f"{name:40} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
