@@ -97,7 +97,9 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="of memory")
     nbytes = int(parser.parse_args().gib * 1024) << 20
     whole = np.ones(nbytes + 64, np.uint8)
-    memory = whole[-whole.ctypes.data % 64 :][:nbytes]  # as torch's tensors lie: else the kernel copies at half the speed
+    memory = whole[-whole.ctypes.data % 64 :][
+        :nbytes
+    ]  # as torch's tensors lie: else the kernel copies at half the speed
     found: dict[str, list[float]] = defaultdict(list)
     for is_huge in (False, True):
         slot(memory, is_huge)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reft.core.budget import Limit
@@ -104,6 +105,19 @@ def test_what_does_not_fit_is_not_begun_and_is_said_once(make, caplog):
     node.room = 9 * MIB
     node.pool.refill()
     assert node.pool.bytes == 8 * MIB
+
+
+def test_room_is_asked_for_before_each_chunk(make, monkeypatch):
+    node, fill, present = make(1, 6 * MIB), pool._fill, []
+
+    def shrinking(descriptor: int, pages: np.ndarray, begin: int) -> None:
+        fill(descriptor, pages, begin)
+        present.append(os.fstat(descriptor).st_blocks * 512)
+        node.room = 3 * MIB  # somebody else took the rest
+
+    monkeypatch.setattr(pool, "_fill", shrinking)
+    node.pool.refill()
+    assert present == [2 * MIB] and node.pool.bytes == 0
 
 
 def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, caplog):
