@@ -16,8 +16,9 @@ Invariants
      which beats to the same daemons, is silent too. Where no agent was ever heard of a node whose daemon was, the witness
      is the training: ranks of the judging node stand still.
   3. No node is OFFLINE while another one still hears its daemon: then the link between is broken.
-  4. Who was late himself judges nobody until he has listened for a while. Who watches several gives one up only if he
-     has heard another one since; else he may be the one who is cut off, and waits for CUT_OFF_S.
+  4. Who was late himself, or had heard nobody at all, judges nobody until he has listened for a while. Who watches several
+     gives one up only if he has heard another one's daemon since; else he may be the one who is cut off, and waits for
+     CUT_OFF_S. Who was given up is not believed about others: he may have been cut off for longer than that.
   5. Of a node that was never heard in this term nothing is judged before JOIN_S: daemons learn of a term one by one.
   6. A node hung, slow or suspected is never given up for that.
 
@@ -209,10 +210,18 @@ class Member:
         return self.calls.last_s is not None or self.answers.last_s is not None
 
     @property
+    def daemon_s(self) -> float:
+        """When its daemon was last heard; -inf: never."""
+        return max(_moment(self.calls), _moment(self.answers))
+
+    @property
     def newest_s(self) -> float:
         """When the node was last heard, in whatever way; -inf: never."""
-        moments = [line.last_s for line in (self.calls, self.answers, self.agent) if line.last_s is not None]
-        return max(moments, default=-inf)
+        return max(self.daemon_s, _moment(self.agent))
+
+
+def _moment(line: Line) -> float:
+    return -inf if line.last_s is None else line.last_s
 
 
 @dataclass(frozen=True)
@@ -301,17 +310,27 @@ class Lookout:
     def _heard(
         self, node: str, line: Line, signs: Iterable[Sign], heard_s: Mapping[str, float], now_s: float
     ) -> list[Change]:
+        self._listen_anew(node, now_s)
         line.heard(now_s)
         changes = []
+        is_given_up = self.members[node].signal is Signal.OFFLINE
         for sign in signs:
             if sign.node == node:
                 self.members[node].word = sign
-            changes += self.told(sign, now_s)
+            if not is_given_up or sign.node in (node, self.own):
+                changes += self.told(sign, now_s)
         for other, age_s in heard_s.items():
             each = self.members.get(other)
             if each is not None and now_s - age_s > (each.others_s or 0.0):
                 each.others_s, each.other = now_s - age_s, self.members[node].name
         return changes
+
+    def _listen_anew(self, node: str, now_s: float) -> None:
+        """Before a daemon's sign of life is noted: whoever had heard none of those he watches may have been cut off. Then the
+        others' silence counts from now on, since connections come back one by one."""
+        watched = self.watched()
+        if node in watched and all(self._is_silent(each, now_s) for each in watched):
+            self._since_s = now_s
 
     # What follows
 
@@ -342,8 +361,11 @@ class Lookout:
         return each.calls.is_silent(now_s, self._since_s) and each.answers.is_silent(now_s, self._since_s)
 
     def _is_outlived(self, node: str, watched: Iterable[str]) -> bool:
-        """Whether another node was heard well after this one: who is cut off hears the last of all within one beat."""
-        newest_s = max(self.members[other].newest_s for other in watched if other != node)
+        """Whether another daemon was heard well after this node: who is cut off hears the last of all within one beat.
+
+        Agents don't count: they don't say whom they hear.
+        """
+        newest_s = max(self.members[other].daemon_s for other in watched if other != node)
         return newest_s - self.members[node].newest_s > 2 * BEAT_S
 
     def _judge(self, node: str, now_s: float, is_alone: bool, is_still: bool) -> tuple[Signal, str, str]:

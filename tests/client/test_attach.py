@@ -216,7 +216,7 @@ def test_a_restore_leaves_no_descriptor_of_a_slot(tmp_path, daemon):
     kept = {"REFT_DAEMON": daemon.address, "REFT_JOB": "named"}
     first, second = (execute(command, **kept).stdout for _ in range(2))
     assert "began 0 None" in first and "began 5 memory" in second
-    assert first.splitlines()[-1] == second.splitlines()[-1] != "open 0", "the mappings hold some; a restore adds none"
+    assert first.splitlines()[-1] == second.splitlines()[-1] == "open 0", "a mapping holds none, a restore leaves none"
 
 
 def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
