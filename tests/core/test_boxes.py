@@ -78,6 +78,21 @@ def test_rows_are_one_run_and_columns_as_many_as_rows():
     assert columns == Copy(128, 0, 128, (1000,), (256,), (128,))
 
 
+@pytest.mark.parametrize(
+    "sizes, counts, steps",
+    [
+        ((6, 6), (24,), ((8,), (8,))),
+        ((6, 3), (4, 3), ((48, 8), (24, 8))),
+        ((3, 6), (4, 3), ((24, 8), (48, 8))),
+    ],
+)
+def test_dimensions_are_one_only_if_they_follow_one_another_in_both_pieces(sizes, counts, steps):
+    """Columns 4 to 8 of both pieces, whose planes have as many rows as `sizes` says."""
+    whole = (4, 6, 12)
+    old, new = (leaf(whole, (0, 0, at), (4, rows, 8), (0, 1, 2), 1) for rows, at in zip(sizes, (0, 4), strict=True))
+    assert overlap(old, new) == Copy(4, 0, 4, counts, *steps)
+
+
 def test_a_range_of_a_piece_costs_what_lies_in_it():
     """A billion runs; a few of them are looked at."""
     whole = (1 << 15, 1 << 15, 2)
