@@ -5,12 +5,11 @@
                                        what it refuses, and the end, are left to the caller: small pages
 
 MADV_COLLAPSE heeds neither the mount's huge= nor shmem_enabled, but for "deny". A place of which no page is present is refused,
-one of which all are is copied page by page, which takes forty times as long as clearing it.
+one of which all are is copied page by page, which takes far longer than clearing it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from reft.wire.mapped import huge_bytes
+from reft.wire.mapped import advise, huge_bytes
 
 _COLLAPSE = 25  # MADV_COLLAPSE; Python has no name for it
 _PLACES = 32  # are asked for at a time
@@ -64,9 +63,6 @@ def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], places: range) -> i
             os.pwrite(descriptor, b"\0", place)
     except OSError as error:  # no room: the caller finds out, and says so
         return error.errno or errno.EIO
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for _ in range(2):  # what was on its way is where it belongs by then
-        if not madvise(pages.ctypes.data + places.start, places.step * len(places), _COLLAPSE):
-            return 0
-    return ctypes.get_errno()
+    some = pages[places.start : places.stop]
+    # Twice: what was on its way is where it belongs by then.
+    return advise(some, _COLLAPSE) and advise(some, _COLLAPSE)

@@ -1,6 +1,6 @@
 """`reft-daemon --spare COUNTxSIZE`: files that a standby node has ready to become slots, with every page present and cleared.
 
-    idle    COUNT files of SIZE, without a name, every page written ──► the machine has backed and cleared each page
+    idle    COUNT files of SIZE, without a name, every page made    ──► the machine has backed and cleared each page
     slots   are made: each takes a file, which is cut or extended to the slot's size and gets its name ──► no page is new
     freed   filled again, as far as the arena leaves room below COUNT x SIZE
 

@@ -8,11 +8,11 @@ memory   | block          | block          | …     each thread takes the next 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable
 
+from reft.wire.mapped import advise
 from reft.wire.slot_format import Bytes
 
 THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
@@ -31,10 +31,7 @@ def make(block: Bytes) -> None:
 
 def map_shared(block: Bytes) -> None:
     """Maps pages that are there, uint8 [n] from a page's begin on. They may be written from then on, which costs no fault."""
-    # Not mmap.madvise: that holds the interpreter's lock for as long as the kernel takes.
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if madvise(block.ctypes.data, block.nbytes, _POPULATE_READ):
+    if advise(block, _POPULATE_READ):
         block[:: mmap.PAGESIZE].sum()  # a kernel before 5.14
 
 

@@ -30,15 +30,20 @@ def live_tensors(
     Raises:
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
-    room = make_missing_state(leaves, subjects, before, room)
-    bindings = subjects.bind()
+    missing = [leaf for leaf in leaves if leaf.name not in before.tensors]
+    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
+        room = room_for(missing, subjects, before)
+    try:
+        make_missing_state(missing, subjects, room)
+        bindings = subjects.bind()
+    finally:
+        room.settle()  # pages are made by writing zeros: nobody may have a tensor there meanwhile
     lines = differences(leaves, bindings.layout().leaves)
     if lines:
         raise LayoutChanged(
             "the held state is of another model or optimizer:\n  " + "\n  ".join(lines),
             "start it under another job name, or drop what is held with reft-cli purge",
         )
-    room.settle()
     return bindings.tensors
 
 
@@ -50,18 +55,12 @@ def room_for(leaves: Iterable[Leaf], subjects: Subjects, bindings: Bindings) -> 
     return room
 
 
-def make_missing_state(
-    leaves: Sequence[Leaf], subjects: Subjects, bindings: Bindings, room: Room | None = None
-) -> Room:
-    """Makes the state tensors that are held but do not exist before a first step; the room that they were given."""
-    missing = [leaf for leaf in leaves if leaf.name not in bindings.tensors]
-    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        room = room_for(missing, subjects, bindings)
+def make_missing_state(missing: Sequence[Leaf], subjects: Subjects, room: Room) -> None:
+    """Makes the state tensors that are held but do not exist before a first step."""
     subjects.make(missing, room)
     for leaf in missing:
         if leaf.name.startswith("state.") and leaf.name.endswith(("._scale", "._growth_tracker")):
             _make_scale(leaf, subjects)
-    return room
 
 
 def _make_scale(leaf: Leaf, subjects: Subjects) -> None:

@@ -61,9 +61,8 @@ class Room:
             self._pages.settle()
 
     def close(self) -> None:
-        """Nothing more is wanted of it; what was made of it stays."""
-        if self._pages is not None:
-            self._pages.stop()
+        """Nothing more is wanted of it; what was made of it stays, and nobody writes into it any more."""
+        self.settle()
         self._bytes = self._bytes[: self._at]
 
     def empty(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:

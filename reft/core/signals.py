@@ -394,8 +394,7 @@ class Lookout:
     def _soft(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
         """Of a node that is not silent, or that others watch; None if nothing is known anew."""
         each = self.members[node]
-        moments = [line.last_s for line in (each.calls, each.answers) if line.last_s is not None]
-        if moments and self._since_s > max(moments):
+        if each.was_heard and self._since_s > each.daemon_s:
             return None  # we were late, and have not heard it since: that is no sign of life
         if each.was_heard and (half := self._half_open(each, now_s)):
             return Signal.SUSPECT, "half", half
@@ -452,7 +451,6 @@ class Lookout:
         found = {}
         for node in self.watched():
             each = self.members[node]
-            moments = [line.last_s for line in (each.calls, each.answers) if line.last_s is not None]
-            if moments:
-                found[node] = now_s - max(moments)
+            if each.was_heard:
+                found[node] = now_s - each.daemon_s
         return found

@@ -55,3 +55,13 @@ def map_file(descriptor: int, nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.ui
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     pages.owner = reserved  # type: ignore[attr-defined]  # whose end unmaps all of it
     return reserved, np.ctypeslib.as_array(pages)
+
+
+def advise(pages: npt.NDArray[np.uint8], advice: int) -> int:
+    """Gives the kernel advice on some memory, which begins at a page; 0, or the errno with which it is refused.
+
+    Not mmap.madvise: that holds the interpreter's lock for as long as the kernel takes.
+    """
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return ctypes.get_errno() if madvise(pages.ctypes.data, pages.nbytes, advice) else 0

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 from reft.client import attach as attach_module
+from reft.client import room as room_module
 from reft.client.pages import BLOCK_BYTES
+from reft.client.restore import live_tensors, room_for
 from reft.client.room import Room
+from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
 from tests.client.test_state_kinds import state_bytes, train
 from tests.support.smaps import bytes_of
@@ -75,3 +81,44 @@ def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none
     moment = another.state[other[1].weight]["exp_avg"].data_ptr()
     assert made.ctypes.data <= moment < made.ctypes.data + made.nbytes, "state lies where the pages were made"
     assert state_bytes(other, another) == state_bytes(model, optimizer)
+
+
+@pytest.mark.parametrize("fails_in", ["", "make", "bind"])
+def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
+    model, optimizer = make()
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    before = subjects.bind()
+    held = [*before.leaves(), *subjects.predict()]
+    began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(block) -> None:
+        began.set()
+        handed_out.wait(0.3)
+        ended.set()
+
+    monkeypatch.setattr(room_module, "make", slow)
+    room = room_for(held, subjects, before)
+    assert began.wait(10)
+    if fails_in:
+        monkeypatch.setattr(Subjects, fails_in, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) if fails_in else contextlib.nullcontext():
+        live_tensors(held, subjects, before, room)
+    assert ended.is_set()
+    handed_out.set()
+
+
+def test_a_closed_room_is_written_by_nobody(monkeypatch):
+    began, ended, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(block) -> None:
+        began.set()
+        closed.wait(0.3)
+        ended.set()
+
+    monkeypatch.setattr(room_module, "make", slow)
+    room = Room(4 * MIB)
+    room.make_pages()
+    assert began.wait(10)
+    room.close()
+    assert ended.is_set()
+    closed.set()
