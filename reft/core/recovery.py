@@ -13,7 +13,7 @@ Invariants
   2. A version can be restored only if every lane can be decoded from slots that are sealed at exactly that (epoch, step),
      and every rank has such a slot, or a capsule of exactly that version and no kept leaves. The newest one is the base.
   3. A slot that is torn, stale, damaged or of a foreign history is an erasure: it counts as if its node were lost.
-  4. Only versions of the newest decision's epoch count, and its base with what led to it: whatever an older history
+  4. Only versions of the epoch of the decision in force count, and its base with what led to it: whatever an older history
      wrote after the base, on a node that came back or in an orphan, is dropped. Capsules count by the same rule.
   5. A version is read by the placement of the epoch that wrote it, whatever the nodes are called now: a rank's slot may
      be found on any node.
@@ -124,15 +124,29 @@ class Plan:
     partial: tuple[Shortfall, ...] = ()
 
 
-def newest_decision(decisions: Iterable[Decision | None]) -> Decision | None:
-    """The decision that holds: the one with the greatest epoch counter."""
-    found = [decision for decision in decisions if decision is not None]
-    return max(found, key=lambda decision: (decision.epoch.counter, decision.epoch.ident), default=None)
+def decision_in_force(remembered: Mapping[str, Decision], members: Mapping[Epoch, Collection[str]]) -> Decision | None:
+    """The newest decision that may have been carried out: the one with the greatest epoch counter.
+
+    Nobody writes under a decision before the daemons of all its nodes have it, and a daemon only takes greater ones. So one
+    that a daemon of its own nodes lacks, which has a lower one or another of the same counter, was never carried out: its
+    attach died while it was told. It must not outrank the history that went on without the node that heard of it.
+
+    Args:
+        remembered: node id → what its daemon remembers.
+        members: epoch → ids of the nodes that its decision was for, as far as they still hold the same job.
+    """
+
+    def is_torn(decision: Decision) -> bool:
+        others = (remembered.get(node, decision).epoch for node in members.get(decision.epoch, ()))
+        return any(epoch != decision.epoch and epoch.counter <= decision.epoch.counter for epoch in others)
+
+    found = sorted(remembered.values(), key=lambda decision: (decision.epoch.counter, decision.epoch.ident))
+    return next((each for each in reversed(found) if not is_torn(each)), found[-1] if found else None)
 
 
-def next_epoch(decisions: Iterable[Decision | None], held: Iterable[Held], ident: bytes) -> Epoch:
-    """An epoch above all that were ever seen."""
-    counters = [decision.epoch.counter for decision in decisions if decision is not None]
+def next_epoch(decisions: Iterable[Decision], held: Iterable[Held], ident: bytes) -> Epoch:
+    """An epoch above all that were ever seen, those of decisions that were never carried out included."""
+    counters = [decision.epoch.counter for decision in decisions]
     counters += [slot.version.epoch.counter for slot in held if slot.version is not None]
     return Epoch(max(counters, default=0) + 1, ident)
 

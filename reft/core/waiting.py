@@ -73,7 +73,7 @@ def is_settled(plan: Plan, decision: Decision | None) -> bool:
 
     Args:
         plan: made from all answers that there are.
-        decision: the newest among them.
+        decision: the one in force, by these answers.
     """
     if plan.base is None or decision is None or plan.partial:
         return False

@@ -38,12 +38,28 @@ class Findings:
     @cached_property
     def decisions(self) -> list[Decision]:
         """Every decision that a daemon remembers."""
-        return [messages.decision_from(r.decision) for r in self.replies.values() if r.HasField("decision")]
+        return list(self._remembered.values())
+
+    @cached_property
+    def _remembered(self) -> dict[str, Decision]:
+        """Node id → the decision that its daemon remembers."""
+        return {
+            node: messages.decision_from(reply.decision)
+            for node, reply in self.replies.items()
+            if reply.HasField("decision")
+        }
 
     @cached_property
     def decision(self) -> Decision | None:
         """The one in force."""
-        return recovery.newest_decision(self.decisions)
+        # A node that was purged and holds another job of this name says nothing of this one.
+        known = {node: self.manifests.get(each.epoch) for node, each in self._remembered.items()}
+        tokens = {node: manifest.token for node, manifest in known.items() if manifest is not None}
+        members = {
+            epoch: [node.id for node in manifest.nodes if tokens.get(node.id) == manifest.token]
+            for epoch, manifest in self.manifests.items()
+        }
+        return recovery.decision_in_force(self._remembered, members)
 
     @cached_property
     def manifests(self) -> dict[Epoch, pb.Manifest]:
@@ -92,8 +108,7 @@ class Findings:
         """What the job has lived through, the epoch in force included."""
         if self.manifest is None or self.decision is None:
             return History()
-        replies = [r for r in self.replies.values() if r.HasField("decision")]
-        last = [r for r in replies if messages.decision_from(r.decision).epoch == self.decision.epoch]
+        last = [self.replies[node] for node, each in self._remembered.items() if each.epoch == self.decision.epoch]
         has_failed = bool(self.silent) or any(reply.failed for reply in last)
         before = History(self.manifest.trained_s, self.manifest.failures)
         return before.after(max(reply.trained_s for reply in last), has_failed)

@@ -9,6 +9,7 @@ of capsules as soon as they may.
 At any moment all trainers may die, and one node with them: its slots vanish, and the capsules that it kept. An empty node
 takes its place, and all attach: plan, decision, capsules of the base sent again, and a new epoch. After a loss its first
 snapshot is that of the base. A lost node may have been silent only, and come back at any later attach, with all it held.
+Before it went silent, an attach of all nodes may have died when only this one had been told its decision.
 
 In every reachable state, with *newest* the newest version that was announced whole, or the base:
   1. if only trainers die, recovery finds *newest* or a newer version;
@@ -52,6 +53,7 @@ from tests.model.commit_model import (
 )
 
 Pair = tuple[int, int]  # a version: epoch, step
+TORN_EPOCH = recovery.Epoch(len(EPOCHS), b"torn" * 4)  # above any that was carried out: attaches died again and again
 
 
 class Node(NamedTuple):
@@ -63,6 +65,15 @@ class Node(NamedTuple):
     copies: tuple[Pair, ...]  # versions of this rank whose capsule lies on the next node
 
 
+class Ghost(NamedTuple):
+    """A silent node."""
+
+    index: int
+    slots: tuple[Kept, ...]
+    copies: tuple[Pair, ...]  # capsules that it keeps
+    torn: Pair | None  # the base of a decision that nobody else was told
+
+
 class State(NamedTuple):
     epoch: int
     base: Pair | None
@@ -70,9 +81,7 @@ class State(NamedTuple):
     is_exposed: bool  # a node was lost, and nothing was whole since
     voids: int
     nodes: tuple[Node, ...]
-    ghost: (
-        tuple[int, tuple[Kept, ...], tuple[Pair, ...]] | None
-    )  # a silent node: index, its slots, capsules that it keeps
+    ghost: Ghost | None
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Rules:
     resends: bool = True  # attach sends the base's capsules again before anything is written
     decides_first: bool = True  # the decision is on the daemons before anyone loads; else nobody wrote it in time
     reads_decision: bool = True  # versions of older histories don't count
+    spots_torn: bool = True  # a decision that its own nodes lack is not in force; else the newest is, whoever has it
     settles: str = (
         "is_settled"  # when a silent node is not waited for; else where there is any "base", or nothing "newer"
     )
@@ -118,10 +128,23 @@ def decision_of(decision: tuple[int, Pair | None]) -> Decision:
     return Decision(EPOCHS[epoch], version_of((*base, SEALED)) if base else None)
 
 
+def in_force_of(
+    decision: tuple[int, Pair | None], count: int, lost: int | None, ghost: Ghost, spots_torn: bool
+) -> Decision:
+    """The decision in force where a node has come back with one of its own: of the same counter, or a greater one."""
+    newest, torn = decision_of(decision), Decision(TORN_EPOCH, version_of((*ghost.torn, SEALED)))
+    others = {f"n{rank}": newest for rank in range(count) if rank != lost}
+    was_for = [f"n{rank}" for rank in range(count) if rank != ghost.index] + [f"old{ghost.index}"]
+    members = {newest.epoch: [f"n{rank}" for rank in range(count)], TORN_EPOCH: was_for} if spots_torn else {}
+    found = recovery.decision_in_force({**others, f"old{ghost.index}": torn}, members)
+    assert found is not None
+    return found
+
+
 @functools.cache
 def planned(
-    slots: tuple[tuple[Kept, ...], ...], copies: tuple[tuple[Pair, ...], ...], ghost: tuple | None,
-    decision: tuple[int, Pair | None], reads_decision: bool,
+    slots: tuple[tuple[Kept, ...], ...], copies: tuple[tuple[Pair, ...], ...], lost: int | None,
+    ghost: Ghost | None, decision: tuple[int, Pair | None], reads_decision: bool, spots_torn: bool,
 ) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:  # fmt: skip
     """What recovery loads, (rank, slot) of what is emptied, and by which of the rules `settles` it is settled."""
     count = len(slots)
@@ -136,19 +159,22 @@ def planned(
         for rank, own in enumerate(copies)
         for pair in own
     ]
+    in_force = decision_of(decision)
     if ghost is not None:
-        index, old_slots, old_copies = ghost
+        index, old_slots, old_copies, torn = ghost
+        if torn is not None:
+            in_force = in_force_of(decision, count, lost, ghost, spots_torn)
         held += [
             Held(f"old{index}", index, f"{i}", STATES[kept[2]], version_of(kept))
             for i, kept in enumerate(old_slots)
             if kept != EMPTY
         ]
         kept_copies += [Copy(f"old{index}", (index - 1) % count, version_of((*p, SEALED)), 0) for p in old_copies]
-    known = decision_of(decision) if reads_decision else None
+    known = in_force if reads_decision else None
     plan = recovery.plan(held, kept_copies, dict.fromkeys(EPOCHS, lane(count)), known)
     dropped = frozenset((slot.rank, int(slot.slot)) for slot in plan.dropped if slot.node == f"n{slot.rank}")
     rules = {
-        "is_settled": is_settled(plan, decision_of(decision)),
+        "is_settled": is_settled(plan, in_force),
         "newer": plan.base is not None and not plan.partial,
         "base": plan.base is not None,
     }
@@ -230,7 +256,7 @@ class Model:
             nodes.append(Node(tuple(sorted(node.slots)), node.step, node.said & said, copies))
         turns = []
         for turn in range(count):
-            ghost = state.ghost and ((state.ghost[0] - turn) % count, *state.ghost[1:])
+            ghost = state.ghost and state.ghost._replace(index=(state.ghost.index - turn) % count)
             turns.append((tuple(nodes[turn:] + nodes[:turn]), ghost))
         least = min(turns, key=lambda each: (each[0], each[1] or ()))
         exposed = state.is_exposed and not whole
@@ -276,23 +302,33 @@ class Model:
         nodes = _without(state.nodes, lost)
         slots = tuple(node.slots for node in nodes)
         ghost = state.ghost if with_ghost else None
-        return planned(slots, tuple(n.copies for n in nodes), ghost, state.decision, self.rules.reads_decision)
+        copies, rules = tuple(node.copies for node in nodes), self.rules
+        return planned(slots, copies, lost, ghost, state.decision, rules.reads_decision, rules.spots_torn)
 
     def attached(self, state: State) -> Iterator[State]:
         """All trainers die, and a node with them or none; a silent node comes back or does not."""
         for lost in (None, *range(len(state.nodes))):
-            for with_ghost in {False, state.ghost is not None}:
+            for with_ghost in {False, state.ghost is not None and _is_known_better(state, lost)}:
                 base, dropped, _ = self.recovered(state, lost, with_ghost)
                 if base is None:
                     continue  # refused; or nothing was ever whole: a fresh start is the first state again
                 after = self.begun_epoch(state, lost, base, dropped)
                 yield after if not with_ghost else after._replace(ghost=None)
                 if lost is not None and self.size.returns and not with_ghost:
-                    # of what comes back, only what a dead history wrote can do harm
-                    slots = tuple(kept for kept in state.nodes[lost].slots if kept[2] == SEALED and kept[:2] > base)
-                    copies = tuple(pair for pair in state.nodes[lost - 1].copies if pair > base)
-                    if slots:
-                        yield after._replace(ghost=(lost, slots, copies))
+                    yield from (after._replace(ghost=ghost) for ghost in self.ghosts(state, lost, base))
+
+    def ghosts(self, state: State, lost: int, base: Pair) -> Iterator[Ghost]:
+        """What may come back of a node that the next attach did without; base: that attach's."""
+        # Only what a dead history wrote can do harm, and a decision that was not carried out.
+        slots = tuple(kept for kept in state.nodes[lost].slots if kept[2] == SEALED and kept[:2] > base)
+        copies = tuple(pair for pair in state.nodes[lost - 1].copies if pair > base)
+        if slots:
+            yield Ghost(lost, slots, copies, None)
+        torn, dropped, _ = self.recovered(state, None, False)
+        if torn is not None:
+            at_hand = (kept for at, kept in enumerate(state.nodes[lost].slots) if (lost, at) not in dropped)
+            left = tuple(kept for kept in at_hand if kept[2] == SEALED and kept[:2] > base)
+            yield Ghost(lost, left, copies, torn)
 
     def begun_epoch(self, state: State, lost: int | None, base: Pair, dropped: frozenset[tuple[int, int]]) -> State:
         exposed = lost is not None or (state.is_exposed and not self.whole(state))
@@ -312,7 +348,7 @@ class Model:
     def check(self, state: State) -> None:
         newest = self.newest(state)
         for lost in (None, *range(len(state.nodes))):
-            for with_ghost in {False, state.ghost is not None}:
+            for with_ghost in {False, state.ghost is not None and _is_known_better(state, lost)}:
                 found, _, settled = self.recovered(state, lost, with_ghost)
                 answered = self.recovered(state, None, with_ghost)[0]
                 if self.rules.settles in settled and answered != found:
@@ -329,7 +365,7 @@ class Model:
         if found != state.base and found[0] != state.epoch:
             raise Violation(f"recovery finds {found} of a dead history, the base is {state.base}: {state}")
         nodes, count = _without(state.nodes, lost), len(state.nodes)
-        index, old_slots, old_copies = state.ghost if with_ghost and state.ghost else (-1, (), ())
+        index, old_slots, old_copies, _ = state.ghost if with_ghost and state.ghost else (-1, (), (), None)
         lacking = [
             rank
             for rank, node in enumerate(nodes)
@@ -357,6 +393,12 @@ class Model:
         """Whether a capsule is still on its way."""
         owed = [k for k in node.slots if k[0] == state.epoch and k[2] == SEALED and k[:2] not in node.copies]
         return any(not state.voids >> step & 1 and step > self.whole(state) for _, step, _ in owed)
+
+
+def _is_known_better(state: State, lost: int | None) -> bool:
+    """Whether a node is left that could have been told what the silent one was told, and was not."""
+    ghost = state.ghost
+    return ghost is None or ghost.torn is None or len(state.nodes) > 2 or lost in (None, ghost.index)
 
 
 def _put(slots: tuple[Kept, ...], at: int, kept: Kept) -> tuple[Kept, ...]:

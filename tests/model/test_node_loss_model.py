@@ -10,11 +10,11 @@ from tests.model.node_loss_model import Model, Rules, Size, lane
 # size, number of states up to rotation of the ring: a number that changes says that the model did
 SIZES = {
     "two nodes, three steps": (Size(nodes=2, slots=2, steps=3), 6_035),
-    "two nodes, silent ones return": (Size(nodes=2, slots=2, steps=2, returns=True), 1_627),
-    "two nodes, two attaches": (Size(nodes=2, slots=2, steps=2, attaches=2, returns=True), 10_547),
+    "two nodes, silent ones return": (Size(nodes=2, slots=2, steps=2, returns=True), 3_236),
+    "two nodes, two attaches": (Size(nodes=2, slots=2, steps=2, attaches=2, returns=True), 23_776),
     "two nodes, three slots": (Size(nodes=2, slots=3, steps=2), 1_258),
     "three nodes": (Size(nodes=3, slots=2, steps=2), 10_400),
-    "three nodes, two attaches": (Size(nodes=3, slots=2, steps=1, attaches=2, returns=True), 1_096),
+    "three nodes, two attaches": (Size(nodes=3, slots=2, steps=1, attaches=2, returns=True), 2_831),
 }
 
 
@@ -35,6 +35,7 @@ MUTANTS = {
     "capsules of the base not sent again": (Rules(resends=False), LOSS),
     "loaded before the decision is written": (Rules(decides_first=False), ANY),
     "older histories count": (Rules(reads_decision=False), "dead history"),
+    "a decision counts that only one node was told": (Rules(spots_torn=False), "dead history"),
     "no wait where there is any base": (Rules(settles="base"), SILENT),
     "a restored version taken for protected": (Rules(snapshot_protects=False), LOSS),
 }
