@@ -202,6 +202,7 @@ class HeldJob:
 
         Raises:
             StaleEpoch, AlreadyAttached, NoRoom: see each class.
+            AttachError: the process has closed its session, or can't be seen.
         """
         self.check_epoch(request.epoch)
         if request.rank not in self.ranks:
@@ -214,9 +215,7 @@ class HeldJob:
                 "attach with a larger chunk_bytes",
             )
         process = Process(request.pid, request.pid_start)
-        before = self.leases.get(request.rank)
-        if before and before.watch and before.process != process:
-            raise AlreadyAttached(f"rank {request.rank} of job {self.id} is attached by process {before.process.pid}.")
+        self._check_free(request.rank, process)
         if not process.is_alive:
             raise AttachError(
                 f"the daemon can't see process {request.pid}: it lives in another pid namespace.",
@@ -224,11 +223,22 @@ class HeldJob:
             )
         async with self.allocating:
             slots = await self._slots_for(request)
+        self.check_epoch(request.epoch)  # memory has taken its time: there may be a newer attach, or the session closed
+        self._check_free(request.rank, process)
+        before = self.leases.get(request.rank)
         if before is None or before.watch is None:
             lease = self.leases[request.rank] = Lease(process, request.parent)
             self._watch(request.rank, lease)
             self.save()
         return slots
+
+    def _check_free(self, rank: int, process: Process) -> None:
+        """Raises unless the process is the rank's trainer, or may become it: not again, once it has closed its session."""
+        lease = self.leases.get(rank)
+        if lease and lease.watch and lease.process != process:
+            raise AlreadyAttached(f"rank {rank} of job {self.id} is attached by process {lease.process.pid}.")
+        if lease and lease.closed and lease.process == process:
+            raise AttachError(f"process {process.pid} has closed its session as rank {rank} of job {self.id}.")
 
     async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
         wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)

@@ -31,6 +31,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 log = logging.getLogger("reft")
 CALLS_MAX = 4
 NO_CELLS: Mapping[int, int] = MappingProxyType({})
+RELEASE_DEADLINE_S = 10.0  # not beside training; a process that the daemon thinks attached can't attach again
 MARGIN_S = 0.5  # by which a reply may come later than the daemon may hold it back
 T = TypeVar("T")
 
@@ -203,9 +204,11 @@ class Reporter:
         request = pb.ReleaseRequest(job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank)
         try:
             with rpc.channel(self._address) as channel:
-                pb_grpc.DaemonStub(channel).Release(request, timeout=self._deadline_s)
+                pb_grpc.DaemonStub(channel).Release(request, timeout=RELEASE_DEADLINE_S)
         except grpc.RpcError as error:
-            log.info("the daemon did not hear that the session was closed: %s", rpc.error_of(error, self._address))
+            level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
+            why = rpc.error_of(error, self._address)
+            log.log(level, "the daemon did not hear that the session was closed: %s", why)
 
     def close(self) -> None:
         with self._changed:

@@ -325,7 +325,7 @@ class Session:
             hook.remove()
         if self.reviews is not None:
             self.reviews.close()
-        snapshots.reporter.release()
+        snapshots.release()
         snapshots.close()
 
     def __enter__(self) -> Session:
@@ -388,4 +388,4 @@ def _drain(reference: weakref.ref[Session]) -> None:
         session._close_window()
         if getattr(sys, "last_value", None) is None:
             # A script that ends without an error need not close its session: its end is no failure of its node.
-            session._snapshots.reporter.release()
+            session._snapshots.release()

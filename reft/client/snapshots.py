@@ -310,7 +310,8 @@ class Snapshots:
         try:
             self._leased = self.leaser.lease(held.share.data_bytes, len(held.share.table))
         except Exception as error:
-            log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
+            if self._leasing is threading.current_thread():  # else the session was closed meanwhile
+                log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
 
     def bytes_per_snapshot(self) -> int:
         """Bytes that one snapshot writes into its slot: live ones, parity, and the capsule's riders."""
@@ -341,15 +342,22 @@ class Snapshots:
         self.copier.submit(ended.set)
         if not ended.wait(deadline_s):
             return False
-        self.reporter.release()
+        self.release()
         self.reporter.close()
-        for slot in (*self.slots, *self._outgrown):
-            slot.close()
+        self._unmap()
         return True
+
+    def release(self) -> None:
+        """Tells the daemon that the session was closed; slots that are still being made are not wanted any more."""
+        self._leasing = None
+        self.reporter.release()
 
     def close(self) -> None:
         """Ends the engine's thread and the line to the daemon; the slots stay with the daemon."""
         self.copier.close()
         self.reporter.close()
-        for slot in (*self.slots, *self._outgrown):
+        self._unmap()
+
+    def _unmap(self) -> None:
+        for slot in (*self.slots, *self._outgrown, *(self._leased or ())):
             slot.close()

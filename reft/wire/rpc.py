@@ -29,10 +29,14 @@ OPTIONS: Final = (
     ("grpc.max_send_message_length", MESSAGE_MAX),
     ("grpc.so_reuseport", 0),  # else two daemons share one port without an error
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also the time that a connection may take to be made: busy cores need it
     ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
     ("grpc.enable_http_proxy", 0),
 )
+# What gRPC calls the least backoff is how long a connection may take to be made. Where all cores are busy that can be
+# seconds, and whoever calls has said with a deadline how long it waits.
+_CONNECT: Final = "grpc.min_reconnect_backoff_ms"
+_NEAR_MS: Final = 20_000  # a unix socket: where nobody listens it fails at once
+_FAR_MS: Final = 3_000  # to a host that was away a packet is sent anew so often
 
 # One class per status, in both directions; a test fails when a class that the daemon raises is missing.
 STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
@@ -116,17 +120,22 @@ def check_address(address: str) -> str:
 
 def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     """A blocking channel: to a unix socket, as trainers and the CLI use it, or to a daemon of another node."""
+    options = _options(address)
     if tls is None or address.startswith("unix:"):
-        return grpc.insecure_channel(check_address(address), options=OPTIONS)
-    return grpc.secure_channel(check_address(address), tls.client(), options=OPTIONS)
+        return grpc.insecure_channel(check_address(address), options=options)
+    return grpc.secure_channel(check_address(address), tls.client(), options=options)
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:
     """An asyncio channel to another daemon; `apart`: with a connection of its own, where gRPC would share one."""
-    options = (*OPTIONS, ("grpc.use_local_subchannel_pool", 1)) if apart else OPTIONS
+    options = (*_options(address), ("grpc.use_local_subchannel_pool", int(apart)))
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(check_address(address), options=options)
     return grpc.aio.secure_channel(check_address(address), tls.client(), options=options)
+
+
+def _options(address: str) -> tuple[tuple[str, int], ...]:
+    return (*OPTIONS, (_CONNECT, _NEAR_MS if address.startswith("unix:") else _FAR_MS))
 
 
 def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:

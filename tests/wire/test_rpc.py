@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import socket
 from pathlib import Path
 
 import grpc
@@ -11,6 +12,8 @@ import pytest
 from reft import errors
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.registry import NoSuchJob
 
 ROOT = Path(__file__).parents[2]
@@ -133,3 +136,21 @@ def test_a_missing_tls_file_is_named(tmp_path):
     for side in (tls.server, tls.client):
         with pytest.raises(ConfigError, match=r"key.*check --tls-cert"):
             side()
+
+
+def test_a_connection_may_take_as_long_as_the_call(tmp_path):
+    # A daemon that is not scheduled for a while: the kernel takes the connection, and nobody says a word.
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "socket"))
+        silent.listen()
+        with rpc.channel(f"unix:{tmp_path}/socket") as channel, pytest.raises(grpc.RpcError) as failed:
+            pb_grpc.DaemonStub(channel).Status(pb.StatusRequest(), timeout=1.5)
+    assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_where_nobody_listens_a_call_fails_at_once(tmp_path):
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(str(tmp_path / "socket"))
+        with rpc.channel(f"unix:{tmp_path}/socket") as channel, pytest.raises(grpc.RpcError) as failed:
+            pb_grpc.DaemonStub(channel).Status(pb.StatusRequest(), timeout=60)
+    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,79 @@
+"""Who is a rank's trainer: a session that was closed stays closed, whatever was still under way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.errors import AttachError, StaleEpoch
+from reft.wire import messages
+from reft.wire.process import stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import Arena
+from reft_daemon.job import HeldJob
+from tests.daemon.jobs import Code, Job, epoch_of, refused
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+        yield Arena(Path(path), 64 << 20)
+
+
+def decide_request(counter: int) -> pb.DecideRequest:
+    epoch = messages.epoch_to(epoch_of(counter))
+    manifest = pb.Manifest(job="job", world=1, nodes=[pb.Node(name="n", id="n", ranks=[0])])
+    return pb.DecideRequest(manifest=manifest, decision=pb.Decision(epoch=epoch))
+
+
+def lease_request(counter: int) -> pb.LeaseRequest:
+    epoch = messages.epoch_to(epoch_of(counter))
+    return pb.LeaseRequest(
+        job="job", epoch=epoch, rank=0, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=2,
+        data_bytes=4096, table_bytes=4096, chunk_bytes=4096,
+    )  # fmt: skip
+
+
+def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
+    with refused(Code.FAILED_PRECONDITION, "has closed its session"):
+        job.lease(0, trainer.pid)
+    assert not daemon.status("job").ranks[0].alive
+    assert job.decide().lease(0, trainer.pid) == names, "the next attach of the same process is another matter"
+
+
+@pytest.mark.parametrize("event", ["closed", "attached anew"])
+def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
+    """A larger layout's slots are leased beside training: the session may be closed while they are being made."""
+
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        await job.lease(lease_request(1))
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly(request: pb.LeaseRequest) -> list:
+            begun.set()
+            await goes_on.wait()
+            return []
+
+        monkeypatch.setattr(job, "_slots_for", slowly)
+        late = asyncio.ensure_future(job.lease(lease_request(1)))
+        await begun.wait()
+        if event == "closed":
+            job.release(pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(1)), rank=0))
+        else:
+            job.decide(decide_request(2), [])
+        goes_on.set()
+        with pytest.raises(AttachError if event == "closed" else StaleEpoch):
+            await late
+        assert not any(lease.watch for lease in job.leases.values())
+
+    asyncio.run(run())
