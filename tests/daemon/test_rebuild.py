@@ -246,14 +246,16 @@ def test_a_survey_repeats_no_manifest(start):
     assert [each.reply.HasField("decision") for each in reply.nodes] == [True, True]
     assert not any(each.reply.HasField("manifest") for each in reply.nodes)
     assert survey(daemons[0].address, "job")[0].plan(()).base == held.job.version(1)
-    # a node that knows more than the asker says so, once
+    # a node that knows more than the asker says so, once: an attach took place without the asker
     newer = held.job
     newer.manifest.every = 7
+    newer.manifest.nodes[1].ranks.extend(newer.manifest.nodes[0].ranks)
+    del newer.manifest.nodes[0]
     newer.counter += 1
     for i in (1, 2):
-        newer.daemons[i].call(
-            "Decide", pb.DecideRequest(manifest=newer.manifest, decision=newer.decision(newer.version(1, 1)), node_index=i)
-        )  # fmt: skip
+        decision = newer.decision(newer.version(1, 1))
+        decide = pb.DecideRequest(manifest=newer.manifest, decision=decision, node_index=i - 1)
+        newer.daemons[i].call("Decide", decide)
     reply = daemons[0].call("Survey", request)
     assert [each.reply.HasField("manifest") for each in reply.nodes] == [True, False]
     assert not any(each.reply.HasField("base_manifest") for each in reply.nodes)
