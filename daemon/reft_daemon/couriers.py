@@ -60,17 +60,23 @@ class Peers:
         return not self._own.isdisjoint(node.addresses)
 
     async def call(
-        self, node: pb.Node, token: bytes, service: type, method: str, request: Message, deadline_s: float
-    ) -> object:
+        self, node: pb.Node, token: bytes, service: type, method: str, request: Message, deadline_s: float,
+        anew: bool = False,
+    ) -> object:  # fmt: skip
         """Calls a method of `node`, by each of its addresses in turn.
+
+        Args:
+            anew: that another host could not be reached a moment ago is no answer: the connection is made anew first.
 
         Raises:
             grpc.RpcError: the last address failed too.
         """
 
-        async def ask(channel: grpc.aio.Channel) -> object:
+        async def ask(channel: grpc.aio.Channel, is_far: bool) -> object:
             stub, metadata = service(channel), rpc.token_metadata(token)
-            reply: object = await getattr(stub, method)(request, timeout=deadline_s, metadata=metadata)
+            waits = anew and is_far and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            call = getattr(stub, method)(request, timeout=deadline_s, metadata=metadata, wait_for_ready=waits)
+            reply: object = await call
             self.sent[method] += request.ByteSize()
             return reply
 
@@ -84,7 +90,7 @@ class Peers:
             FormatError: fewer or more bytes came.
         """
 
-        async def ask(channel: grpc.aio.Channel) -> None:
+        async def ask(channel: grpc.aio.Channel, _: bool) -> None:
             stub, metadata = pb_grpc.DaemonStub(channel), rpc.token_metadata(token)
             at = 0
             async for chunk in stub.Read(request, timeout=deadline_s, metadata=metadata):
@@ -96,7 +102,7 @@ class Peers:
 
         await self._first(node, ask)
 
-    async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel], Awaitable[T]]) -> T:
+    async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
         """What the first address of the node that can be reached gives."""
         error: grpc.RpcError | None = None
         for address in node.addresses:
@@ -105,7 +111,7 @@ class Peers:
             if address not in self._channels:
                 self._channels[address] = rpc.peer_channel(address, self._tls, self._apart)
             try:
-                return await ask(self._channels[address])
+                return await ask(self._channels[address], not address.startswith("unix:"))
             except grpc.RpcError as failure:
                 error = failure
         if error is None:

@@ -127,13 +127,13 @@ class Registry:
         if base is None:
             return
         batches = job.custody.of_version(job.all_slots.values(), base)
-        nodes, token = job.record.manifest.nodes, job.record.manifest.token
+        nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
         async def to(holder: int) -> None:
             for capsules in batches:
                 keep = pb.KeepRequest(job=job.id, epoch=request.epoch, capsules=capsules)
                 try:
-                    await self.peers.call(nodes[holder], token, pb_grpc.PeerStub, "Keep", keep, KEEP_DEADLINE_S)
+                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, anew=True)
                 except (grpc.RpcError, OSError) as error:
                     raise AttachError(
                         f"node {nodes[holder].name} does not keep the capsules of {base}: {reason_of(error)}.",

@@ -154,7 +154,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         # that leads nowhere once another one was found to work.
         ways = 1 if inventory.fence else sum(not address.startswith("unix:") for address in node.addresses)
         share_s = deadline_s / max(ways, 1)
-        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s)
+        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, anew=True)
         try:
             reply = await asyncio.wait_for(call, deadline_s)
         except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:

@@ -22,7 +22,9 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
 IDLE_EXIT_S = 600  # a daemon that was started by itself leaves so long after its last job is gone
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = (
+    30.0  # to start, or to answer at last on a machine that is overloaded; where nobody listens none is waited
+)
 HELLO_DEADLINE_S = 5.0
 
 
@@ -58,7 +60,7 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
         ConfigError: the named address is none, or belongs to a daemon of another host.
     """
     if config.daemon:
-        reply = hello(rpc.check_address(config.daemon), job=job)
+        reply = hello(rpc.check_address(config.daemon), START_DEADLINE_S, job=job)
         if config.daemon.startswith("unix:"):
             return config.daemon, reply
         unix = [address for address in reply.addresses if address.startswith("unix:")]
@@ -71,7 +73,7 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:
-        return address, hello(address, job=job)
+        return address, hello(address, START_DEADLINE_S, job=job)
     except DaemonUnavailable:
         return address, _start(folder, address, flags)
 

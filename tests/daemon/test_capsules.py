@@ -392,7 +392,7 @@ async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
     asked = []
 
     class Peers:
-        async def call(self, node, token, service, method, request, deadline_s):
+        async def call(self, node, token, service, method, request, deadline_s, anew):
             asked.append((node.name, request.fence, deadline_s))
             if node.name == "gone":
                 raise ConnectionError("gone")
