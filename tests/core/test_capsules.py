@@ -141,6 +141,7 @@ def test_older_than_the_newest_whole_version_goes():
     kept = [at(3), at(4), at(5), at(6)]
     assert surplus(kept, Decision(NOW, None), Outcome()) == set()
     assert surplus(kept, Decision(NOW, None), Outcome(5)) == {at(3), at(4)}
+    assert surplus([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0)) == {at(7, BEFORE)}
 
 
 def test_voids_go():
@@ -175,3 +176,12 @@ def test_what_counts():
     assert counts(at(99), decision) and counts(at(8, BEFORE), decision) and counts(at(1, BEFORE), decision)
     assert not counts(at(9, BEFORE), decision) and not counts(at(8, OTHER), decision)
     assert not counts(at(8, BEFORE), Decision(NOW, None))
+
+
+def test_voids_do_not_crowd_out_what_is_owed():
+    deposits = Deposits((4,))
+    sealed = {1: SEALED, 20: SEALED}
+    deposits.hear_rank(0, {**dict.fromkeys(range(2, 41), VOID), **sealed})
+    assert deposits.owed(4) == [(0, 1), (0, 20)]
+    deposits.hear_rank(0, dict.fromkeys(range(41, 80), VOID))  # a report that came late does not repeat what is owed
+    assert deposits.owed(4) == [(0, 1), (0, 20)]

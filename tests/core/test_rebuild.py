@@ -46,9 +46,10 @@ def slots_of(placement: Placement, seed: int = 0) -> dict[int, np.ndarray]:
 
 
 def made(
-    placement: Placement, slots: dict[int, np.ndarray], lost: tuple[int, ...], limit: int
+    placement: Placement, slots: dict[int, np.ndarray], lost: tuple[int, ...], limit: int, gone: tuple[int, ...] = ()
 ) -> dict[int, np.ndarray]:
-    have = {rank: data for rank, data in slots.items() if rank not in lost}
+    """The slots of `lost`, made again without those that are `gone` too."""
+    have = {rank: data for rank, data in slots.items() if rank not in (*lost, *gone)}
     found = {rank: np.zeros_like(slots[rank]) for rank in lost}
     maker = Maker(placement)
     for stripe in stripes(placement, have, lost):
@@ -89,6 +90,16 @@ def test_any_f_lost_domains_are_made_again(D, f, scheme, each, limit):
         lost = tuple(rank for rank, domain in enumerate(placement.domains) if domain in domains)
         found = made(placement, slots, lost, limit)
         assert all(np.array_equal(found[rank], slots[rank]) for rank in lost)
+
+
+@pytest.mark.parametrize(("D", "f"), [(5, 2), (7, 4)])
+def test_one_of_several_that_are_gone_is_made_alone(D, f):
+    """Shards of the others are decoded on the way, and are nobody's."""
+    placement = placed(D, f, 30_003)
+    slots = slots_of(placement)
+    for gone in list(itertools.combinations(range(D), f))[::3]:
+        found = made(placement, slots, gone[:1], 1 << 12, gone[1:])
+        assert np.array_equal(found[gone[0]], slots[gone[0]])
 
 
 DTYPES = {"bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "float32": 4}
