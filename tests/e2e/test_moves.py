@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -166,6 +167,32 @@ def test_a_second_loss_before_that_is_refused(site):
     trainers = Trainers(spec_of(), 3, [daemon.address for daemon in nodes])
     assert 1 in trainers.wait()
     assert "no version is whole now" in trainers.errors()
+
+
+def test_a_node_that_alone_was_told_of_an_attach_does_not_outrank_those_who_went_on(site, plain):
+    """An attach of all three dies when it has told one daemon its decision, and just that node is cut off then."""
+    nodes = site.add(3)
+    stop(nodes)
+    held = nodes[2].call("Inventory", pb.InventoryRequest(job="job"))
+    epoch = pb.Epoch(counter=held.decision.epoch.counter + 1, ident=b"\xff" * 16)  # of equal counters, the greatest
+    base = pb.Version(epoch=held.decision.epoch, step=STOP_AT)
+    nodes[2].call(
+        "Decide",
+        pb.DecideRequest(
+            manifest=held.manifest, decision=pb.Decision(epoch=epoch, base=base), node_index=2,
+            base_manifest=held.manifest,
+        ),
+    )  # fmt: skip
+    nodes[2].kill(signal.SIGSTOP)
+    others = [*nodes[:2], *site.add(1)]
+    trainers = Trainers(spec_of(pause_at=[9], seal_at=[7, 8, 9]), 3, [daemon.address for daemon in others])
+    trainers.wait_for(9)
+    until(lambda: nodes[0].status("job").whole == 9, what="step 9")
+    trainers.kill()
+    nodes[2].kill(signal.SIGCONT)
+    after = train(nodes)
+    assert after[0]["began"] == 9
+    assert_equal(after, plain(3))
 
 
 def restarted(nodes: Sequence[DaemonProcess], failpoints: str) -> None:
