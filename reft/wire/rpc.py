@@ -31,12 +31,16 @@ OPTIONS: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
     ("grpc.enable_http_proxy", 0),
+    ("grpc.http2.max_ping_strikes", 0),  # of our own pings a server makes nothing
 )
 # What gRPC calls the least backoff is how long a connection may take to be made. Where all cores are busy that can be
 # seconds, and whoever calls has said with a deadline how long it waits.
 _CONNECT: Final = "grpc.min_reconnect_backoff_ms"
-_NEAR_MS: Final = 20_000  # a unix socket: where nobody listens it fails at once
-_FAR_MS: Final = 3_000  # to a host that was away a packet is sent anew so often
+_NEAR: Final = ((_CONNECT, 20_000),)  # a unix socket: where nobody listens it fails at once
+# Another host. To one that was cut off the kernel sends again what was under way at ever longer intervals, up to two minutes:
+# until then whoever is back would stay silent. So a connection ends if what was sent is not acknowledged within the time
+# that a ping has (TCP_USER_TIMEOUT), and is made anew.
+_FAR: Final = ((_CONNECT, 3_000), ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
 
 # One class per status, in both directions; a test fails when a class that the daemon raises is missing.
 STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
@@ -135,7 +139,7 @@ def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio
 
 
 def _options(address: str) -> tuple[tuple[str, int], ...]:
-    return (*OPTIONS, (_CONNECT, _NEAR_MS if address.startswith("unix:") else _FAR_MS))
+    return (*OPTIONS, *(_NEAR if address.startswith("unix:") else _FAR))
 
 
 def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:

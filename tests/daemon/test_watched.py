@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from reft.core.signals import Signal
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 from tests.support.netns import why_not
 from tests.support.watched import Host, Watched
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"needs namespaces: {why_not()}")
 WAIT_S = 60.0
+SURVEYS = 7  # of three seconds each
 
 
 def await_doubt(host: Host, other: Host, reason: str) -> None:
@@ -43,3 +45,26 @@ def test_a_link_is_half_open_then_a_node_is_cut_off_and_comes_back_and_another_d
         assert set(watching.result()) == names - {lost.node.name}
         for host in nodes.living:
             assert [name for name, seen in host.seen().items() if seen is Signal.OFFLINE] == [lost.node.name]
+
+
+def test_who_was_cut_off_for_long_is_heard_as_soon_as_the_link_is_back():
+    """The kernel sends what was under way again at ever longer intervals: the connection must not wait for that."""
+    with Watched(2) as nodes:
+        here, cut = nodes.living
+        manifest = pb.Manifest(job="job", named=True, token=bytes(32), world=2, every=1, launch="launch")
+        for rank, host in enumerate(nodes.living):
+            manifest.nodes.add().CopyFrom(host.node)
+            manifest.nodes[rank].ranks.append(rank)
+        decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=bytes(16)))
+        for index, host in enumerate(nodes.living):
+            host.ask("Decide", pb.DecideRequest(manifest=manifest, decision=decision, node_index=index))
+        survey = pb.SurveyRequest(job="job", nodes=manifest.nodes[1:])
+
+        def answers() -> bool:
+            return here.ask("Survey", survey, 20.0).nodes[0].HasField("reply")
+
+        assert answers()
+        cut.place.cut()
+        assert not any(answers() for _ in range(SURVEYS))
+        cut.place.heal()
+        assert answers()
