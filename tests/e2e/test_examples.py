@@ -52,4 +52,4 @@ def test_torchrun_restarts_a_killed_rank(daemon):
     done = run(daemon, *TORCHRUN, REFT_FAILPOINTS="snapshot.chunk:kill:from=60:rank=1:epoch=1")
     assert done.returncode == 0, done.stderr
     assert 20 < restored(done) < 100  # steps take milliseconds here: the round may be some tens of them behind
-    assert len(losses(done)) == 2
+    assert len(set(losses(done))) == 2, "step 50, perhaps again and then with the loss that it had, and step 100"
