@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -60,8 +61,8 @@ class Peers:
         return not self._own.isdisjoint(node.addresses)
 
     async def call(
-        self, node: pb.Node, token: bytes, service: type, method: str, request: Message, deadline_s: float,
-        anew: bool = False,
+        self, node: pb.Node, token: bytes, service: type, method: str, request: Message,
+        deadline_s: float | None, anew: bool = False,
     ) -> object:  # fmt: skip
         """Calls a method of `node`, by each of its addresses in turn.
 
@@ -89,18 +90,36 @@ class Peers:
             grpc.RpcError: the last address failed too.
             FormatError: fewer or more bytes came.
         """
+        at = 0
+        async with contextlib.aclosing(self.pieces(node, token, request, deadline_s)) as pieces:
+            async for data in pieces:
+                if at + len(data) <= into.nbytes:
+                    into[at : at + len(data)] = np.frombuffer(data, np.uint8)
+                at += len(data)
+        if at != into.nbytes:
+            raise FormatError(f"slot {request.slot} on {node.name} gave {at} of {into.nbytes} bytes.")
 
-        async def ask(channel: grpc.aio.Channel, _: bool) -> None:
+    async def pieces(
+        self, node: pb.Node, token: bytes, request: pb.ReadRequest, deadline_s: float | None
+    ) -> AsyncGenerator[bytes, None]:
+        """Bytes of a slot of `node`, piece by piece, by the first of its addresses that gives any.
+
+        Raises:
+            grpc.RpcError: the last address failed too, or the call did in its midst.
+        """
+
+        async def begin(channel: grpc.aio.Channel, _: bool) -> tuple[Any, Any]:
             stub, metadata = pb_grpc.DaemonStub(channel), rpc.token_metadata(token)
-            at = 0
-            async for chunk in stub.Read(request, timeout=deadline_s, metadata=metadata):
-                if at + len(chunk.data) <= into.nbytes:
-                    into[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
-                at += len(chunk.data)
-            if at != into.nbytes:
-                raise FormatError(f"slot {request.slot} on {node.name} gave {at} of {into.nbytes} bytes.")
+            call = stub.Read(request, timeout=deadline_s, metadata=metadata)
+            return call, await call.read()
 
-        await self._first(node, ask)
+        call, chunk = await self._first(node, begin)
+        try:
+            while chunk is not grpc.aio.EOF:
+                yield chunk.data
+                chunk = await call.read()
+        finally:
+            call.cancel()
 
     async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
         """What the first address of the node that can be reached gives."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -30,6 +31,7 @@ from reft_daemon.watch import FENCE_DEADLINE_S
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
 Context = grpc.aio.ServicerContext
+R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,29 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
         except (NoSuchJob, NotWatched) as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except ReftError as error:
-            await context.abort(rpc.status_of(error), str(error))
+            await context.abort(reading.status_of(error), str(error))
 
     return call
+
+
+@contextlib.contextmanager
+def _of(node: pb.Node) -> Iterator[None]:
+    """Says of failed calls which node they were for.
+
+    Raises:
+        AttachError: it can't be reached.
+        Unreadable: it has refused.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise AttachError(
+                f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon"
+            ) from error
+        raise reading.Unreadable(error.code(), f"node {node.name}: {reason_of(error)}") from error
+    except OSError as error:
+        raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon") from error
 
 
 def _is_local(context: Context) -> bool:
@@ -164,6 +186,12 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
         await authorise(self._registry, request.job, context)
+        if request.HasField("node"):
+            node, passed, token = await self._passed_on(request, context)
+            with _of(node):
+                return await self._registry.peers.call(  # type: ignore[return-value]
+                    node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining(), anew=True
+                )
         version = messages.version_from(request.version)
         record = self._registry.get(request.job).capsule(request.rank, version)
         if record is None:
@@ -201,10 +229,34 @@ class DaemonService(pb_grpc.DaemonServicer):
         """Bytes of a sealed slot, for a rank that now runs on another node."""
         await authorise(self._registry, request.job, context)
         try:
-            async for data in reading.read(self._registry.jobs.get(request.job), request):
+            async for data in self._read(request, context):
                 yield pb.Chunk(data=data)
         except ReftError as error:
             await context.abort(reading.status_of(error), str(error))
+
+    async def _read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[bytes]:
+        if not request.HasField("node"):
+            async for data in reading.read(self._registry.jobs.get(request.job), request):
+                yield data
+            return
+        node, passed, token = await self._passed_on(request, context)
+        pieces = self._registry.peers.pieces(node, token, passed, context.time_remaining())
+        with _of(node):
+            async with contextlib.aclosing(pieces):
+                async for data in pieces:
+                    yield data
+
+    async def _passed_on(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
+        """The node that is to answer, what to ask it, and the job's token.
+
+        Daemons have certificates and know the ways to one another; a trainer needs neither.
+        """
+        if not _is_local(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "calls are passed on over the unix socket only")
+        passed = type(request)()
+        passed.CopyFrom(request)
+        passed.ClearField("node")
+        return request.node, passed, self._registry.get(request.job).record.manifest.token
 
     @translated
     async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:

@@ -372,14 +372,8 @@ class Attachment:
         )  # fmt: skip
 
     def _remote(self) -> Remote:
-        everyone = [node for each in self.findings.manifests.values() for node in each.nodes] + self.nodes
-        # On another host the path of our own socket leads to us.
-        own = set(self._node.addresses)
-        addresses = {
-            node.id: [each for each in node.addresses if node.id == self._node.id or each not in own]
-            for node in everyone
-        }
-        return Remote(self.job.id, self.manifest.token, addresses, self.settings.attach_deadline_s)
+        nodes = {**self.findings.nodes, **{node.id: node for node in self.nodes}}
+        return Remote(self.job.id, self.address, self._node.id, nodes, self.settings.attach_deadline_s)
 
     def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
         return sorted({rank for result in results for rank in result["damaged"]})

@@ -1,11 +1,11 @@
-"""Ways to a slot or a capsule that this rank must read: mapped from its own node's daemon, or fetched from another one."""
+"""Slots and capsules that this rank must read and that lie on other nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import numpy as np
@@ -18,30 +18,30 @@ from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
-Ask = Callable[[pb_grpc.DaemonStub, tuple[tuple[str, bytes], ...]], Any]
-
 
 @dataclass(frozen=True)
 class Remote:
-    """The daemons of other nodes, for one job.
+    """What daemons of other nodes hold of one job, by way of this node's own: it has the certificates, and knows the ways.
 
     Args:
         job: its name.
-        token: of the manifest under which the other daemons hold it.
-        nodes: node id → its addresses. An address of this node's own daemon must not stand for another node.
+        address: of this node's daemon.
+        own: id of this node.
+        nodes: node id → the node.
         deadline_s: of one call.
     """
 
     job: str
-    token: bytes
-    nodes: Mapping[str, Sequence[str]]
+    address: str
+    own: str
+    nodes: Mapping[str, pb.Node]
     deadline_s: float
 
     def slot(self, held: Held, needs_data: bool) -> SlotMap:
         """The bytes of a slot on another node; only the parts before the data, unless its data are needed too.
 
         Raises:
-            RestoreError: no daemon gave them.
+            RestoreError: its daemon did not give them.
         """
         head = np.zeros(2 * PAGE, np.uint8)
         self._read_into(held, head)
@@ -55,37 +55,41 @@ class Remote:
         """A capsule that a node keeps.
 
         Raises:
-            RestoreError: no daemon gave it.
+            RestoreError: its daemon did not give it.
         """
-        request = pb.CapsuleRequest(job=self.job, rank=rank, version=messages.version_to(version))
-        return self._ask(
-            node,
-            lambda stub, token: stub.FetchCapsule(request, timeout=self.deadline_s, metadata=token),
-            f"rank {rank}",
-        )  # type: ignore[no-any-return]
+        request = pb.CapsuleRequest(
+            job=self.job, rank=rank, version=messages.version_to(version), node=self._elsewhere(node)
+        )
+        with self._stub(node, rank) as stub:
+            record: pb.CapsuleRecord = stub.FetchCapsule(request, timeout=self.deadline_s)
+        return record
 
     def _read_into(self, held: Held, room: Bytes) -> None:
         """Fills `room` with the slot's first bytes."""
         assert held.version is not None, "a slot without a version is no source"
-        version = messages.version_to(held.version)
-        request = pb.ReadRequest(job=self.job, slot=held.slot, version=version, offset=0, size=room.nbytes)
-
-        def ask(stub: pb_grpc.DaemonStub, token: tuple[tuple[str, bytes], ...]) -> None:
-            at = 0
-            for chunk in stub.Read(request, timeout=self.deadline_s, metadata=token):
+        request = pb.ReadRequest(
+            job=self.job, slot=held.slot, version=messages.version_to(held.version), offset=0, size=room.nbytes,
+            node=self._elsewhere(held.node),
+        )  # fmt: skip
+        at = 0
+        with self._stub(held.node, held.rank) as stub:
+            for chunk in stub.Read(request, timeout=self.deadline_s):
                 room[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 at += len(chunk.data)
-            if at != room.nbytes:
-                raise RestoreError(f"slot {held.slot} on node {held.node} gave {at} of {room.nbytes} bytes.")
+        if at != room.nbytes:
+            raise RestoreError(f"slot {held.slot} on node {held.node} gave {at} of {room.nbytes} bytes.")
 
-        self._ask(held.node, ask, f"rank {held.rank}")
+    def _elsewhere(self, node: str) -> pb.Node | None:
+        """Whom this node's daemon is to ask; None: nobody."""
+        return None if node == self.own else self.nodes[node]
 
-    def _ask(self, node: str, ask: Ask, what: str) -> Any:
-        failures = []
-        for address in self.nodes.get(node, ()):
-            with rpc.channel(address) as channel:
-                try:
-                    return ask(pb_grpc.DaemonStub(channel), rpc.token_metadata(self.token))
-                except grpc.RpcError as error:
-                    failures.append(str(rpc.error_of(error, address)))
-        raise RestoreError(f"what {what} needs lies on node {node}, and can't be read there: {failures}.")
+    @contextlib.contextmanager
+    def _stub(self, node: str, rank: int) -> Iterator[pb_grpc.DaemonStub]:
+        with rpc.channel(self.address) as channel:
+            try:
+                yield pb_grpc.DaemonStub(channel)
+            except grpc.RpcError as error:
+                name = self.nodes[node].name if node in self.nodes else node
+                raise RestoreError(
+                    f"what rank {rank} needs lies on node {name}, and can't be read: {rpc.error_of(error, self.address)}"
+                ) from error

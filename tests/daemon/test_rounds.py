@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import pytest
@@ -18,6 +15,7 @@ from reft.core.round import Answer
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.daemon.jobs import Job, Trainer, tcp_call, write
+from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 
 SEALED, VOID = Answer.SEALED, Answer.VOID
@@ -167,31 +165,9 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory) -> Callable[[str], tuple[str, ...]]:
     """Makes the TLS flags of a daemon whose certificate is signed by the CA of that name."""
-    if not shutil.which("openssl"):
-        pytest.skip("certificates need the openssl command")
-    folder: Path = tmp_path_factory.mktemp("tls")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    def make(ca: str) -> tuple[str, ...]:
-        key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        if not (folder / f"{ca}.pem").exists():
-            openssl(
-                "req", "-x509", *key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}"
-            )
-            (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-            openssl("req", *key, "-keyout", f"{ca}-node.key", "-out", f"{ca}-node.csr", "-subj", "/CN=node")
-            signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "names")
-            openssl("x509", "-req", "-in", f"{ca}-node.csr", *signing, "-days", "2", "-out", f"{ca}-node.pem")
-        files = (f"{ca}-node.pem", f"{ca}-node.key", f"{ca}.pem")
-        return tuple(
-            part
-            for flag, file in zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True)
-            for part in (flag, str(folder / file))
-        )
-
-    return make
+    if why_not():
+        pytest.skip(why_not())
+    return Certificates(tmp_path_factory.mktemp("tls")).flags
 
 
 def test_a_round_over_tls(start, trainer, certificates):

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from reft.cli.demo.keeper import marked
 from reft.cli.demo.records import Result, compare
 from reft.cli.main import main
+from tests.support import certificates
 from tests.support.daemons import ROOT, until
 from tests.support.nodes import Nodes, stop_at
 
@@ -141,6 +142,23 @@ def test_two_nodes_are_lost_at_once(undisturbed):
         whole = nodes.whole("job")[1]
         lost_s = nodes.lose(*random.Random(6).sample(nodes.living, 2))
         nodes.replace(2)
+        nodes.await_recovery(lost_s)
+        result = nodes.await_end()
+    assert_went_on(result, lost_s, whole)
+    assert compare(result, plain, STEPS).differences == []
+
+
+@pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
+def test_a_node_is_lost_where_daemons_ask_for_certificates(tmp_path, undisturbed):
+    """And trainers have none: what lies on other nodes comes by way of their own daemon."""
+    plain = undisturbed(3)
+    flags = certificates.Certificates(tmp_path).flags("ours")
+    with Nodes(3, ranks_per_node=1, daemon_flags=flags) as nodes:
+        nodes.launch("job", STEPS)
+        nodes.await_step(5)
+        whole = nodes.whole("job")[1]
+        lost_s = nodes.lose(nodes.living[1])
+        nodes.replace()
         nodes.await_recovery(lost_s)
         result = nodes.await_end()
     assert_went_on(result, lost_s, whole)

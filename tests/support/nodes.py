@@ -200,7 +200,7 @@ class Nodes:
             place = Loopback(self._made, self._shared / name, self._mark(name))
         slots, socket = place.folder / "slots", place.folder / "daemon.sock"
         machine = Machine(name, slots, place.seen(socket), log, place=place, inside=f"unix:{socket}")
-        insecure = ["--insecure"] if isinstance(place, Space) else []
+        insecure = ["--insecure"] if isinstance(place, Space) and "--tls-cert" not in self._daemon_flags else []
         machine.command = [sys.executable, "-m", "reft_daemon", "--node", name, "--socket", str(socket), "--dir", str(slots),
                            "--listen", place.listen, *insecure, *self._daemon_flags]  # fmt: skip
         machine.daemon = self.start_daemon(machine)

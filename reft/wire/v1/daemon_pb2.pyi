@@ -432,20 +432,22 @@ class ReleaseReply(_message.Message):
     def __init__(self) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("job", "slot", "version", "offset", "size", "checked")
+    __slots__ = ("job", "slot", "version", "offset", "size", "checked", "node")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     job: str
     slot: str
     version: Version
     offset: int
     size: int
     checked: bool
-    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checked: bool = ...) -> None: ...
+    node: Node
+    def __init__(self, job: _Optional[str] = ..., slot: _Optional[str] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., offset: _Optional[int] = ..., size: _Optional[int] = ..., checked: bool = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("data",)
@@ -468,14 +470,16 @@ class CapsuleRecord(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., kept_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class CapsuleRequest(_message.Message):
-    __slots__ = ("job", "rank", "version")
+    __slots__ = ("job", "rank", "version", "node")
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     job: str
     rank: int
     version: Version
-    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+    node: Node
+    def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
 
 class KeepRequest(_message.Message):
     __slots__ = ("job", "epoch", "capsules")

@@ -1,0 +1,48 @@
+"""Certificates for daemons of tests, made with openssl."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.netns import FIRST_NODE, LOOPBACK, NETWORK
+
+NODES_MAX = 10
+NAMES = ["DNS:localhost", "IP:127.0.0.1"] + [
+    f"IP:{network}{FIRST_NODE + number}" for network in (NETWORK, LOOPBACK) for number in range(1, NODES_MAX)
+]
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def why_not() -> str:
+    """Why none can be made; empty if they can."""
+    return "" if shutil.which("openssl") else "certificates need the openssl command"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """Files in a folder: authorities by name, and one certificate of each that serves every node of a test."""
+
+    folder: Path
+
+    def flags(self, authority: str) -> tuple[str, ...]:
+        """The TLS flags of a daemon whose certificate is signed by the authority of that name."""
+        if not (self.folder / f"{authority}.pem").exists():
+            self._make(authority)
+        files = (f"{authority}-node.pem", f"{authority}-node.key", f"{authority}.pem")
+        pairs = zip(("--tls-cert", "--tls-key", "--tls-ca"), files, strict=True)
+        return tuple(part for flag, file in pairs for part in (flag, str(self.folder / file)))
+
+    def _make(self, ca: str) -> None:
+        self._openssl(
+            "req", "-x509", *KEY, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}"
+        )
+        (self.folder / "names").write_text(f"subjectAltName={','.join(NAMES)}\n")
+        self._openssl("req", *KEY, "-keyout", f"{ca}-node.key", "-out", f"{ca}-node.csr", "-subj", "/CN=node")
+        signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "names")
+        self._openssl("x509", "-req", "-in", f"{ca}-node.csr", *signing, "-days", "2", "-out", f"{ca}-node.pem")
+
+    def _openssl(self, *arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=self.folder, check=True, capture_output=True)
