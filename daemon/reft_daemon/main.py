@@ -128,6 +128,7 @@ async def serve(settings: Settings) -> None:
         str(handout.path),
         str(line.path),
         settings.memory_bytes,
+        settings.tls is not None,
         trusts_peers,
     )
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)

@@ -44,6 +44,7 @@ class Identity:
     handout: str
     line: str
     limit_bytes: int
+    tls: bool
     trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
 
 
@@ -126,6 +127,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
             handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line, held=held,
+            tls=me.tls,
         )  # fmt: skip
 
     @translated
@@ -190,7 +192,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             node, passed, token = await self._passed_on(request, context)
             with _of(node):
                 return await self._registry.peers.call(  # type: ignore[return-value]
-                    node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining(), anew=True
+                    node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
                 )
         version = messages.version_from(request.version)
         record = self._registry.get(request.job).capsule(request.rank, version)

@@ -61,6 +61,11 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
             "REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust, before one is started."
         )
+    elif parameters.max_nodes > 1 and hello.tls and tls() is None:
+        say(
+            "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
+            "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
+        )
     return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address
 
 

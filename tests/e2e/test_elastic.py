@@ -16,7 +16,7 @@ import pytest
 from reft.cli.ask import ask
 from reft.core.signals import BEAT_S, MISSES
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.support import etcd, idler
+from tests.support import certificates, etcd, idler
 from tests.support.idler import Idler
 from tests.support.netns import marked, why_not
 from tests.support.nodes import Machine, Nodes
@@ -105,6 +105,24 @@ def test_a_lost_node_is_replaced_by_a_spare_under_its_rank_and_a_dead_daemon_res
         # Of its own daemon, or of the other agent, who was faster and told the store. The spare hears no signals.
         assert agents_say(nodes, "OFFLINE: "), nodes.story()
         assert agents_say(nodes, "Workers restart without waiting") == ["node-1", "node-3"], nodes.story()
+        finish(nodes)
+
+
+@namespaces
+@pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
+@pytest.mark.parametrize("has_agent_some", [True, False])
+def test_an_agent_is_heard_where_daemons_ask_for_certificates(tmp_path, has_agent_some):
+    flags = certificates.Certificates(tmp_path).flags("ours")
+    given = dict(zip(("REFT_TLS_CERT", "REFT_TLS_KEY", "REFT_TLS_CA"), flags[1::2], strict=True))
+    with Nodes(2, ranks_per_node=1, daemon_flags=flags) as nodes:
+        nodes.launch("job", 0, environment=given if has_agent_some else {}, **REFT)
+        await_workers(nodes, 2)
+        if has_agent_some:
+            nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 2, "signals of the round on all members")
+            daemon_of(nodes, "node-2").kill()
+            nodes.until(lambda: suspected_s(nodes, "node-1", "node-2") > CALM_S, "a doubt that lasts, and no more")
+        said = agents_say(nodes, "the daemons ask for certificates, and this agent has none")
+        assert said == ([] if has_agent_some else ["node-1", "node-2"]), nodes.story()
         finish(nodes)
 
 

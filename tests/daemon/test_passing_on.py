@@ -1,0 +1,86 @@
+"""What lies on another node comes by way of the own daemon: it has the certificates, and trainers have none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from reft.client.reading import Remote
+from reft.core.recovery import Held
+from reft.core.slots import SlotState
+from reft.errors import RestoreError
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.daemon.jobs import Code, Job, refused, write
+from tests.support.certificates import Certificates, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+DATA_BYTES = 5 << 20  # several messages of a stream
+
+
+@pytest.fixture
+def job(start, tmp_path) -> Job:
+    """Two nodes with nothing in common but TCP; rank 1 has sealed step 3."""
+    flags = Certificates(tmp_path).flags("ours")
+    job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
+    for node in job.manifest.nodes:
+        del node.addresses[1:]
+    job.decide()
+    (slot,) = job.slots(1, os.getpid(), slots=1, data_bytes=DATA_BYTES)
+    write(slot, job.version(3))
+    return job
+
+
+def held(job: Job) -> Held:
+    (header,) = job.daemons[1].call("Inventory", pb.InventoryRequest(job="job")).slots
+    return Held(job.hellos[1].node_id, 1, header.slot, SlotState.SEALED, job.version(3))
+
+
+def remote(job: Job) -> Remote:
+    nodes = {node.id: node for node in job.manifest.nodes}
+    return Remote("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
+
+
+def test_a_slot_comes_from_another_node(job):
+    there = job.daemons[1].folder / "job" / held(job).slot
+    slot = remote(job).slot(held(job), needs_data=True)
+    assert slot.header.version == job.version(3)
+    assert slot.data.tobytes() == there.read_bytes()[-slot.data.nbytes :]
+    assert slot.bad_chunks() == []
+
+
+def test_a_capsule_comes_from_another_node_or_from_the_own(job):
+    for node, rank in ((1, 0), (0, 1)):
+        version = messages.version_to(job.version(3))
+        record = pb.CapsuleRecord(rank=rank, version=version, capsule=f"of {rank}".encode())
+        keep = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record])
+        with rpc.channel(job.daemons[node].address) as channel:
+            pb_grpc.PeerStub(channel).Keep(keep, timeout=10)
+        assert remote(job).capsule(job.hellos[node].node_id, rank, job.version(3)).capsule == record.capsule
+
+
+def test_what_is_not_there_is_refused_by_name(job):
+    with pytest.raises(RestoreError, match=r"what rank 0 needs lies on node n1, .*node n1: no capsule of rank 0"):
+        remote(job).capsule(job.hellos[1].node_id, 0, job.version(3))
+    gone = held(job)
+    job.daemons[1].kill()
+    for read in (
+        lambda: remote(job).slot(gone, needs_data=True),
+        lambda: remote(job).capsule(gone.node, 0, job.version(3)),
+    ):
+        with pytest.raises(RestoreError, match="node n1 can't be reached"):
+            read()
+
+
+def test_calls_over_tcp_are_not_passed_on(start):
+    job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)]).decide()
+    address, metadata = job.hellos[0].addresses[0], rpc.token_metadata(job.manifest.token)
+    version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
+    with rpc.channel(address) as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+            stub.FetchCapsule(pb.CapsuleRequest(job="job", version=version, node=node), timeout=10, metadata=metadata)
+        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+            list(stub.Read(pb.ReadRequest(job="job", slot="s", node=node), timeout=10, metadata=metadata))
