@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import ipaddress
 import logging
@@ -58,25 +59,36 @@ class Settings:
     insecure: bool
     kills_hung: bool
 
+    @property
+    def host(self) -> str:
+        """Of `listen`; empty if it names none."""
+        return self.listen.rpartition(":")[0].strip("[]")
+
 
 def check_listen(settings: Settings) -> None:
-    """Raises ConfigError if the daemon would offer state to a network in plain text without being told to."""
-    if not settings.listen or settings.tls or settings.insecure:
+    """Raises ConfigError if state would be offered to a network in plain text without a word, or at no address."""
+    if not settings.listen:
         return
-    if not is_loopback(settings.listen):
+    if not settings.tls and not settings.insecure and not rpc.is_loopback(settings.host):
         raise ConfigError(
             f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
             "give --tls-cert, --tls-key and --tls-ca, or --insecure on a network that you trust",
         )
+    port = settings.listen.rpartition(":")[2]
+    remedy = f"this node's own, e.g. --listen {socket.getfqdn()}:{port}, or its number"
+    if settings.host in ("", "*", "0.0.0.0", "::"):
+        raise ConfigError(f"--listen {settings.listen} names no address, and other nodes are told to call it.", remedy)
+    if settings.host != "localhost" and not _is_number(settings.host) and rpc.is_loopback(settings.host):
+        raise ConfigError(
+            f"--listen {settings.listen}: {settings.host} is loopback on this machine, and other nodes are told to call it.",
+            "this node's address as a number, or another line in /etc/hosts",
+        )
 
 
-def is_loopback(listen: str) -> bool:
-    """Whether only this host reaches the address."""
-    host = listen.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _is_number(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return False
 
 
 def check_domain(label: str) -> str:
@@ -120,7 +132,7 @@ async def serve(settings: Settings) -> None:
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
     line = LineServer(settings.socket.with_name(settings.socket.name + ".ln"), registry)
-    trusts_peers = settings.tls is not None or settings.insecure or is_loopback(settings.listen)
+    trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = Identity(
         settings.node,
         settings.domain,

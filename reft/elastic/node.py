@@ -16,6 +16,8 @@ from reft.errors import ConfigError, ReftError
 from reft.wire import rpc, starter
 from reft.wire.process import Process, stat_of
 
+ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
+
 
 def own_process() -> str:
     """What tells this process from every other: the machine's boot, the process namespace, pid, start."""
@@ -71,9 +73,37 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
 
 def _flags(parameters: RendezvousParameters) -> list[str]:
     """For a daemon that is started now: on several nodes it must be reached by the others."""
-    host = parameters.local_addr or socket.getfqdn()
+    host = parameters.local_addr or own_host(parameters.endpoint)
     is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ or host.startswith("127.")
     return ["--listen", f"{host}:0"] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and is_safe else []
+
+
+def own_host(endpoint: str) -> str:
+    """By which host other nodes find this one: its name; where that is loopback here, its address towards the endpoint.
+
+    Args:
+        endpoint: of the rendezvous store, as torchrun takes it.
+    """
+    name = socket.getfqdn()
+    if not rpc.is_loopback(name):
+        return name
+    first = endpoint.rpartition("://")[2].partition(",")[0]
+    host = (first.rpartition(":")[0] or first).strip("[]")
+    if host in ("", "localhost", "::1") or host.startswith("127."):
+        return "127.0.0.1"  # the other nodes are on this machine too
+    towards = (_address_towards(each) for each in (host, ELSEWHERE))
+    return next((each for each in towards if each and not rpc.is_loopback(each)), name)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address from which it would send to a host; empty if it has none."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def tls() -> rpc.Tls | None:

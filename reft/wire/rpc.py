@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -120,6 +122,18 @@ def check_address(address: str) -> str:
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"{address!r} is no address.", "unix:/path/to/daemon.sock, or host:port")
     return address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host: a loopback address, or a name that stands for nothing else here.
+
+    Debian has a machine's own name stand for 127.0.1.1. A number of IPv6 comes without brackets.
+    """
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)} if host else set()
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
 def channel(address: str, tls: Tls | None = None) -> grpc.Channel:

@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from reft.errors import ConfigError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.main import check_listen
 from tests.daemon.jobs import Job, slot_path
 from tests.support.daemons import ROOT, DaemonProcess, until
 
@@ -80,8 +83,23 @@ def test_plain_text_beyond_loopback_is_refused(tmp_path, address):
 
 
 def test_insecure_must_be_said_and_is_repeated_at_each_start(start):
-    process = start("--listen", "0.0.0.0:0", "--insecure")
+    process = start("--listen", "127.0.0.1:0", "--insecure")
     assert "--insecure: state and tokens travel in plain text" in process.log.read_text()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:7070", "*:7070", ":7070"])
+def test_an_address_that_other_nodes_could_not_call_is_refused(tmp_path, address):
+    code, text = run(*flags(tmp_path), "--listen", address, "--insecure")
+    assert code == 2 and "names no address" in text and socket.getfqdn() in text.replace("\n", "")
+
+
+def test_a_name_that_is_loopback_on_this_machine_is_refused(monkeypatch):
+    """As Debian's installer writes /etc/hosts: the daemon would listen where nobody calls."""
+    genuine = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: genuine("127.0.1.1", *more))
+    settings = SimpleNamespace(listen="node7:7070", host="node7", tls=None, insecure=True)
+    with pytest.raises(ConfigError, match=r"node7 is loopback on this machine.*as a number"):
+        check_listen(settings)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "localhost:0", "[::1]:0"])

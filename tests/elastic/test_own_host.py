@@ -1,0 +1,61 @@
+"""By which host other nodes find an agent's daemon, whatever /etc/hosts says of the machine's own name."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from reft.elastic import node
+from reft.wire import rpc
+
+NAMES = {"debian": ["127.0.1.1"], "far": ["10.0.0.9"], "real": ["10.0.0.7"], "both": ["127.0.1.1", "10.0.0.7"]}
+
+
+@pytest.fixture(autouse=True)
+def resolver(monkeypatch):
+    """Names as another machine has them; numbers stand for themselves."""
+    genuine = socket.getaddrinfo
+
+    def lookup(host, port, *more, **options):
+        return [each for number in NAMES.get(host, [host]) for each in genuine(number, port, *more, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        ("127.0.0.1", True), ("::1", True), ("debian", True), ("real", False), ("both", False), ("10.0.0.7", False),
+        ("", False), ("no such host", False),
+    ],
+)  # fmt: skip
+def test_loopback(host, is_loopback):
+    assert rpc.is_loopback(host) is is_loopback
+
+
+@pytest.mark.parametrize(
+    ("name", "endpoint", "ways", "expected"),
+    [
+        ("real", "far:29400", {}, "real"),
+        ("debian", "far:29400", {"far": "10.0.0.7"}, "10.0.0.7"),
+        ("debian", "far", {"far": "10.0.0.7"}, "10.0.0.7"),
+        ("debian", "etcd://far:2379,farther:2379", {"far": "10.0.0.7"}, "10.0.0.7"),
+        ("debian", "debian:29400", {"debian": "127.0.0.1", node.ELSEWHERE: "10.0.0.7"}, "10.0.0.7"),
+        ("debian", "[fd00::9]:29400", {"fd00::9": "fd00::7"}, "fd00::7"),
+        ("debian", "localhost:29400", {}, "127.0.0.1"),
+        ("debian", "127.0.0.1:29400", {}, "127.0.0.1"),
+        ("debian", "[::1]:29400", {}, "127.0.0.1"),
+        ("debian", "", {}, "127.0.0.1"),
+        ("debian", "far:29400", {}, "debian"),
+    ],
+)
+def test_own_host(monkeypatch, name, endpoint, ways, expected):
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    monkeypatch.setattr(node, "_address_towards", lambda host: ways.get(host, ""))
+    assert node.own_host(endpoint) == expected
+
+
+def test_the_address_towards_a_host():
+    assert node._address_towards("127.0.0.1") == "127.0.0.1"
+    assert node._address_towards("no such host") == ""
