@@ -25,6 +25,7 @@ from reft.wire.rebuilt import rebuild_request
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import CHUNK, Code, Job, Trainer, refused, slot_path, tcp_call
+from tests.support import certificates
 from tests.support.daemons import DaemonProcess, until
 from tests.support.manifests import described
 from tests.support.shards import plain_bytes, slot_data
@@ -47,14 +48,21 @@ class Held:
     Args:
         daemons: one a node.
         tolerate: how many nodes may be lost.
+        far: whether the nodes have nothing in common but TCP, as hosts of their own.
     """
 
-    def __init__(self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,), **facts: object):
+    def __init__(
+        self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,), far: bool = False,
+        **facts: object,
+    ) -> None:  # fmt: skip
         leaves = [leaf_of(name, tensor, name == RIDER) for name, tensor in tensors_of(0).items()]
         self.job = Job(
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], protect="auto", tolerate=tolerate,
             chunk_bytes=CHUNK, **described(*[leaves] * len(daemons)), **facts,
-        ).decide()  # fmt: skip
+        )  # fmt: skip
+        for node in self.job.manifest.nodes if far else ():
+            del node.addresses[1:]
+        self.job.decide()
         self.placement = placement_of(self.job.manifest)
         self.present = [leaf for leaf in leaves if leaf.name != "late"]
         self.trainer = Trainer()
@@ -167,6 +175,20 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
             again = recover(asked, *onto)
             assert json.loads(again.stdout)["outcome"] == "whole"
             spare.call("Purge", pb.PurgeRequest(job="job"))
+
+
+@pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
+def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_path):
+    flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
+    daemons = cluster(start, 3, *flags)
+    held = Held(daemons, 1, far=True).end()
+    spare = start("--node", "spare", *flags)
+    address = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
+    before = contents(held.path(1))
+    with Lost(daemons[1]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={address}")
+        assert done.exit_code == 0 and json.loads(done.stdout)["outcome"] == "rebuilt", done.output
+        assert contents(rebuilt_slot(spare, 1)) == before
 
 
 def test_one_node_more_than_f_is_said_with_what_is_missing(start):
