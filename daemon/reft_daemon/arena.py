@@ -2,6 +2,7 @@
 
     DIR/                     0700, one daemon (flock on DIR/lock)
       node-id                random; an arena that starts empty is another node
+      port                   of the daemon, where it may take any; other nodes know it
       JOB/record             JobRecord, replaced whole
       JOB/rank-3.slot-0      see reft.wire.slot_format; none for memfds
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.capsules
@@ -122,6 +123,18 @@ class Arena:
         if not path.exists():
             _replace(path, secrets.token_hex(8).encode())
         return path.read_text()
+
+    @property
+    def port(self) -> int:
+        """The TCP port of the daemon before this one, at which other nodes still look for it; 0 if there was none."""
+        try:
+            return int((self.folder / "port").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    @port.setter
+    def port(self, port: int) -> None:
+        _replace(self.folder / "port", str(port).encode())
 
     def records(self) -> list[pb.JobRecord]:
         """What earlier daemons of this folder left; a record that can't be right is reported and left where it is."""

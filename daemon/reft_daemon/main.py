@@ -127,7 +127,7 @@ async def serve(settings: Settings) -> None:
     socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    server, addresses = _server(settings)
+    server, addresses = _server(settings, arena)
     peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
@@ -173,21 +173,11 @@ async def serve(settings: Settings) -> None:
     os.close(socket_lock)
 
 
-def _server(settings: Settings) -> tuple[grpc.aio.Server, tuple[str, ...]]:
+def _server(settings: Settings, arena: Arena) -> tuple[grpc.aio.Server, tuple[str, ...]]:
     server = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
     addresses = []
     if settings.listen:
-        host = rpc.check_address(settings.listen).rpartition(":")[0]
-        try:
-            if settings.tls:
-                port = server.add_secure_port(settings.listen, settings.tls.server())
-            else:
-                port = server.add_insecure_port(settings.listen)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"can't listen on {settings.listen}: {error}.", "another port, or port 0 for a free one"
-            ) from error
-        addresses.append(f"{host}:{port}")
+        addresses.append(_listen(server, settings, arena))
     unix = rpc.check_address(f"unix:{settings.socket}")
     settings.socket.unlink(missing_ok=True)
     before = os.umask(0o177)
@@ -198,6 +188,28 @@ def _server(settings: Settings) -> tuple[grpc.aio.Server, tuple[str, ...]]:
     # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to that host's own
     # daemon, so nobody calls another node by an address of his own.
     return server, (*addresses, unix)
+
+
+def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
+    """Listens for other nodes' daemons; the address. Where any port will do, the one that this daemon had before it restarted.
+
+    Raises:
+        ConfigError: the port can't be had.
+    """
+    host, _, given = rpc.check_address(settings.listen).rpartition(":")
+    port = int(given)
+    for wanted in dict.fromkeys((port or arena.port, port)):
+        try:
+            if settings.tls:
+                arena.port = server.add_secure_port(f"{host}:{wanted}", settings.tls.server())
+            else:
+                arena.port = server.add_insecure_port(f"{host}:{wanted}")
+            return f"{host}:{arena.port}"
+        except RuntimeError as failure:
+            error = failure  # of the earlier port: somebody else has it by now
+    raise ConfigError(
+        f"can't listen on {settings.listen}: {error}.", "another port, or port 0 for a free one"
+    ) from error
 
 
 async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: float) -> None:

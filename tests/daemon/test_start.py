@@ -225,3 +225,18 @@ def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
         assert process.process.pid == pid and process.process.poll() is None
     finally:
         process.close()
+
+
+def test_a_port_that_somebody_else_has_by_now(start):
+    """Where any port will do, the earlier one is only a wish."""
+    process = start("--listen", "127.0.0.1:0")
+    job = Job([(process, [0])]).decide()
+    first = job.hellos[0].addresses[0]
+    process.kill()
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", int(first.rpartition(":")[2])))
+        taken.listen()
+        process.start()
+        second = process.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
+    assert second != first
