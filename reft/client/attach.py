@@ -61,6 +61,7 @@ from reft.failpoints import Failpoints
 from reft.wire import capsule, messages, rpc, starter, symbols
 from reft.wire.findings import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
+from reft.wire.revival import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -430,6 +431,7 @@ class Attachment:
             self.exchange.rank,
             self.settings.rpc_deadline_s,
             self.failpoints,
+            Reviver(self.settings).refused,
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,

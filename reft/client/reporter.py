@@ -44,14 +44,16 @@ class Reporter:
         path: of its line, from HelloReply.line.
         job, epoch, rank: who reports.
         deadline_s: for which the daemon may hold back a reply.
+        refused: called with the address when nobody listens to reports.
     """
 
     def __init__(
-        self, address: str, path: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints
-    ) -> None:
+        self, address: str, path: str, job: str, epoch: Epoch, rank: int, deadline_s: float, failpoints: Failpoints,
+        refused: Callable[[str], None] = lambda address: None,
+    ) -> None:  # fmt: skip
         self._address, self._path, self._job, self._epoch, self._rank = address, path, job, epoch, rank
         self._deadline_s = deadline_s
-        self._failpoints = failpoints
+        self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
         self._line: Line | None = None
         self._answers: dict[int, Answer] = {}
@@ -114,6 +116,8 @@ class Reporter:
                 self._connected().send(request)
             except OSError as error:
                 self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
+                if isinstance(error, ConnectionRefusedError):
+                    self._refused(self._address)
                 return
             if not self._under_way:
                 self._heard_s = now_s

@@ -49,10 +49,14 @@ class Listener:
         address: of this node's daemon.
         tls: for the daemons of other nodes; None means plain text.
         on_news: told what the signals of a term mean, as often as they change; called from a thread of the listener.
+        refused: called with the address when nobody listens there.
     """
 
-    def __init__(self, address: str, tls: rpc.Tls | None, on_news: Callable[[Term, Reaction], None]) -> None:
-        self._address, self._tls, self._on_news = address, tls, on_news
+    def __init__(
+        self, address: str, tls: rpc.Tls | None, on_news: Callable[[Term, Reaction], None],
+        refused: Callable[[str], None] = lambda address: None,
+    ) -> None:  # fmt: skip
+        self._address, self._tls, self._on_news, self._refused = address, tls, on_news, refused
         self._term: Term | None = None
         self._phase = Agent.TRAINING
         self._watchers: list[pb.Node] = []
@@ -132,8 +136,11 @@ class Listener:
         self._under_way[name] -= 1
         if name or call.cancelled() or term is not self._term:
             return
-        if call.exception() is not None:  # a daemon that was started anew knows nothing
+        error = call.exception()
+        if error is not None:  # a daemon that was started anew knows nothing
             self._must_introduce = True
+            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._refused(self._address)
             return
         reply: pb.AgentBeatReply = call.result()
         self._must_introduce = reply.unknown_round

@@ -15,6 +15,7 @@ from reft.elastic.state import Facts
 from reft.errors import ConfigError, ReftError
 from reft.wire import rpc, starter
 from reft.wire.process import Process, stat_of
+from reft.wire.revival import Reviver
 
 ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
 
@@ -39,8 +40,10 @@ def _machine() -> str:
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
-    """What this agent says of itself, and the address of its daemon, which it starts if none runs; "" if there is none.
+def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
+    """What this agent says of itself, its daemon's address, and who starts the daemon again.
+
+    It starts one if none runs. The address is "" if there is none.
 
     Raises:
         ConfigError: an option is not allowed.
@@ -50,14 +53,15 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
         raise ConfigError(f"--rdzv-conf daemon={wanted}: it can be auto or off.")
     process = own_process()
     settings = Config.load()
+    reviver = Reviver(settings, _flags(parameters), os.getpid())
     if wanted == "off" or settings.mode == "off":
-        return Facts(process), ""
+        return Facts(process), "", reviver
     try:
-        address, hello = starter.find(settings, _flags(parameters))
+        address, hello = starter.find(settings, reviver.flags)
         starter.hello(address, agent_pid=os.getpid())
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
-        return Facts(process), ""
+        return Facts(process), "", reviver
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
@@ -68,7 +72,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str]:
             "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
             "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
-    return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address
+    return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address, reviver
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:

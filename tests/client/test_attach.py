@@ -235,6 +235,22 @@ def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
         purge_and_stop(home / "daemon.sock")
 
 
+def test_a_daemon_that_attach_had_started_and_that_died_is_started_again(tmp_path):
+    home = tmp_path / "run"
+    pid = "starter.hello(address).pid"
+    loop = LOOP.replace(
+        "    optimizer.step()\n", f"    optimizer.step()\n    step == 3 and os.kill({pid}, signal.SIGKILL)\n"
+    )
+    address = f"import signal; from reft.wire import starter; address = 'unix:{home}/daemon.sock'\n"
+    more = f"print('whole', session.seal(timeout=30).step, session.step, {pid} > 0)\n"
+    try:
+        done = execute(script(tmp_path, address + loop + more), REFT_RUNTIME_DIR=str(home), REFT_JOB="auto")
+        assert "whole 5 5 True" in done.stdout, done.stderr
+        assert "the daemon had died" in done.stderr
+    finally:
+        purge_and_stop(home / "daemon.sock")
+
+
 # Damage
 
 

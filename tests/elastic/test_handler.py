@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.daemons import purge_and_stop
 from tests.support.trainers import free_port
 
 SCRIPT = """
@@ -43,6 +44,38 @@ def test_workers_restart_under_the_reft_backend(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     # The second round must not see what the first one left in the workers' store.
     assert [done.stdout.count(f"world 2 restart {count}") for count in (0, 1)] == [2, 2]
+
+
+KILLING = """
+import os, signal, time
+from reft.errors import DaemonUnavailable
+from reft.wire import starter
+
+if os.environ["RANK"] != "0":
+    raise SystemExit
+address = os.environ["REFT_DAEMON"]
+first = starter.hello(address).pid
+os.kill(first, signal.SIGKILL)
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    try:
+        if (second := starter.hello(address).pid) != first:
+            print("again", second)
+            break
+    except DaemonUnavailable:
+        pass
+"""
+
+
+def test_a_daemon_that_the_agent_had_started_and_that_died_is_started_again(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(KILLING)
+    flags = ["--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=store_idle_exit=10"]
+    try:
+        done = torchrun(script, "--local-addr=127.0.0.1", *flags)
+        assert "again" in done.stdout, done.stderr[-3000:]
+    finally:
+        purge_and_stop(tmp_path / "daemon.sock")
 
 
 def test_the_plug_in_loads_with_the_standard_library_alone():
