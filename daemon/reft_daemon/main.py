@@ -141,6 +141,7 @@ async def serve(settings: Settings) -> None:
         str(line.path),
         settings.memory_bytes,
         settings.tls is not None,
+        settings.idle_exit_s > 0,
         trusts_peers,
     )
     pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)

@@ -45,6 +45,7 @@ class Identity:
     line: str
     limit_bytes: int
     tls: bool
+    unattended: bool
     trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
 
 
@@ -127,7 +128,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
             handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line, held=held,
-            tls=me.tls,
+            tls=me.tls, unattended=me.unattended,
         )  # fmt: skip
 
     @translated

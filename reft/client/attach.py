@@ -431,7 +431,7 @@ class Attachment:
             self.exchange.rank,
             self.settings.rpc_deadline_s,
             self.failpoints,
-            Reviver(self.settings).refused,
+            Reviver(self.settings, self.hello.unattended).refused,
         )
         snapshots = Snapshots(
             self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,

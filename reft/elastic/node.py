@@ -53,15 +53,16 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
         raise ConfigError(f"--rdzv-conf daemon={wanted}: it can be auto or off.")
     process = own_process()
     settings = Config.load()
-    reviver = Reviver(settings, _flags(parameters), os.getpid())
+    nobody = Reviver(settings, False)
     if wanted == "off" or settings.mode == "off":
-        return Facts(process), "", reviver
+        return Facts(process), "", nobody
+    flags = _flags(parameters)
     try:
-        address, hello = starter.find(settings, reviver.flags)
+        address, hello = starter.find(settings, flags)
         starter.hello(address, agent_pid=os.getpid())
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
-        return Facts(process), "", reviver
+        return Facts(process), "", nobody
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
@@ -72,7 +73,8 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
             "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
             "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
-    return Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses)), address, reviver
+    facts = Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
+    return facts, address, Reviver(settings, hello.unattended, flags, os.getpid())
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:

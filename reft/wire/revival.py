@@ -2,8 +2,8 @@
 
     report or beat ─► nobody listens ─► a thread: find, or start ─► adopts slots and trainers ─► the next one is heard
 
-Never waited for. A daemon that was named belongs to somebody else, who starts it again; one that was stopped takes its
-socket away, and stays stopped.
+Never waited for. A daemon that was named, or that does not leave by itself when it is idle, belongs to somebody else, who
+starts it again; one that was stopped takes its socket away, and stays stopped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ class Reviver:
 
     Args:
         settings: by which the daemon was found.
+        unattended: whether it was started by a trainer or an agent: what it said in its HelloReply.
         flags: with which it was started, or would have been.
         agent_pid: of the torchrun agent for which it is to stay; 0: for none.
     """
 
     settings: Config
+    unattended: bool
     flags: Sequence[str] = ()
     agent_pid: int = 0
     _thread: threading.Thread | None = None
@@ -43,7 +45,7 @@ class Reviver:
         """Nobody listens at the daemon's address. Returns at once; called by one thread at a time."""
         now_s = time.monotonic()
         is_busy = self._thread is not None and self._thread.is_alive()
-        if self.settings.daemon or is_busy or now_s - self._tried_s < PAUSE_S:
+        if self.settings.daemon or not self.unattended or is_busy or now_s - self._tried_s < PAUSE_S:
             return
         if not Path(address.removeprefix("unix:")).exists():
             return  # it was stopped

@@ -43,22 +43,27 @@ def address(tmp_path) -> str:
 
 
 def test_a_daemon_that_has_died_is_started_as_it_was(tried, address):
-    refuse(Reviver(Config(), ["--listen", "h:0"], agent_pid=5), address)
+    refuse(Reviver(Config(), True, ["--listen", "h:0"], agent_pid=5), address)
     assert tried == [("--listen", "h:0"), 5]
 
 
 def test_not_if_somebody_else_has_named_it(tried, address):
-    refuse(Reviver(Config(daemon=address)), address)
+    refuse(Reviver(Config(daemon=address), True), address)
+    assert not tried
+
+
+def test_not_if_somebody_else_looks_after_it(tried, address):
+    refuse(Reviver(Config(), False), address)
     assert not tried
 
 
 def test_not_if_it_was_stopped(tried, tmp_path):
-    refuse(Reviver(Config()), f"unix:{tmp_path}/d.sock")
+    refuse(Reviver(Config(), True), f"unix:{tmp_path}/d.sock")
     assert not tried
 
 
 def test_not_again_and_again(tried, address, monkeypatch, caplog):
-    reviver = Reviver(Config(), ["--fails"])
+    reviver = Reviver(Config(), True, ["--fails"])
     for _ in range(3):
         refuse(reviver, address)
     assert len(tried) == 1 and "can't be started again" in caplog.text
