@@ -81,7 +81,8 @@ def _flags(parameters: RendezvousParameters) -> list[str]:
     """For a daemon that is started now: on several nodes it must be reached by the others."""
     host = parameters.local_addr or own_host(parameters.endpoint)
     is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ or host.startswith("127.")
-    return ["--listen", f"{host}:0"] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and is_safe else []
+    listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+    return ["--listen", listen] if parameters.max_nodes > 1 and "REFT_LISTEN" not in os.environ and is_safe else []
 
 
 def own_host(endpoint: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,26 @@ def test_own_host(monkeypatch, name, endpoint, ways, expected):
     monkeypatch.setattr(socket, "getfqdn", lambda: name)
     monkeypatch.setattr(node, "_address_towards", lambda host: ways.get(host, ""))
     assert node.own_host(endpoint) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "environment", "nodes", "flags"),
+    [
+        ("10.0.0.7", {"REFT_INSECURE": "1"}, 2, ["--listen", "10.0.0.7:0"]),
+        ("fd00::7", {"REFT_TLS_CERT": "cert.pem"}, 2, ["--listen", "[fd00::7]:0"]),
+        ("127.0.0.1", {}, 2, ["--listen", "127.0.0.1:0"]),
+        ("10.0.0.7", {}, 2, []),
+        ("10.0.0.7", {"REFT_INSECURE": "1", "REFT_LISTEN": "10.0.0.7:7070"}, 2, []),
+        ("10.0.0.7", {"REFT_INSECURE": "1"}, 1, []),
+    ],
+)
+def test_the_flags_of_a_daemon_that_an_agent_starts(monkeypatch, host, environment, nodes, flags):
+    for name in ("REFT_INSECURE", "REFT_TLS_CERT", "REFT_LISTEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    parameters = SimpleNamespace(local_addr=host, endpoint="far:29400", max_nodes=nodes)
+    assert node._flags(parameters) == flags
 
 
 def test_the_address_towards_a_host():
