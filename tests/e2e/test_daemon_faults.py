@@ -32,7 +32,7 @@ def pair():
 
 def test_a_killed_daemon_stops_no_training_and_adopts_when_it_is_back(daemon, undisturbed):
     # Steps of 2 ms are over before a channel has connected again; a seal waits for that.
-    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 30, 60], "seal_at": [45]}))
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 30, 60], "seal_at": [45, 58]}))
     trainers.wait_for(5)
     daemon.kill()
     trainers.let_go(5)
