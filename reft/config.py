@@ -118,7 +118,7 @@ class Config:
         config = replace(cls(), **values)  # type: ignore[arg-type]
         given = {name: value for name, value in arguments.items() if value is not None}
         config = replace(config, **given)  # type: ignore[arg-type]
-        return config if config.runtime_dir else replace(config, runtime_dir=str(runtime_dir(source)))
+        return config if config.runtime_dir else replace(config, runtime_dir=str(runtime_dir()))
 
 
 def _convert(name: str, kind: type, text: str) -> object:
@@ -130,12 +130,15 @@ def _convert(name: str, kind: type, text: str) -> object:
         raise ConfigError(f"REFT_{name.upper()} is {text!r}: {error}.") from error
 
 
-def runtime_dir(environment: Mapping[str, str]) -> Path:
-    """The folder of this user's daemon; never below HOME, which may be read-only or shared by nodes."""
-    base = environment.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK):
-        return Path(base) / "reft"
-    return Path(tempfile.gettempdir()) / f"reft-{os.getuid()}"
+def runtime_dir() -> Path:
+    """The folder of this user's daemon: the same one whoever of this machine asks, and whenever.
+
+    HOME may be read-only or shared by nodes. XDG_RUNTIME_DIR goes when its user logs out, and comes when he logs in to
+    look after the job; TMPDIR is another one in each job of many clusters: after a restart trainers would find no daemon
+    there, start another, and begin afresh.
+    """
+    base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    return Path(base) / f"reft-{os.getuid()}"
 
 
 @dataclass(frozen=True)
@@ -179,8 +182,3 @@ class Launch:
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
-
-
-def environment() -> Mapping[str, str]:
-    """This process's environment, for functions that take one."""
-    return os.environ

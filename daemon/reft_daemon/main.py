@@ -19,8 +19,7 @@ import grpc
 from grpc_health.v1 import health as health_service
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from reft.config import Config, parse_size, runtime_dir
-from reft.config import environment as process_environment
+from reft.config import Config, parse_size
 from reft.core.budget import size
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
@@ -287,7 +286,7 @@ def main(
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        socket_path = socket_path or runtime_dir(process_environment()) / "daemon.sock"
+        socket_path = socket_path or Path(Config.load().runtime_dir) / "daemon.sock"
         given = (tls_cert, tls_key, tls_ca)
         if any(given) and not all(given):
             raise ConfigError("of --tls-cert, --tls-key and --tls-ca some are missing.", "give all three")

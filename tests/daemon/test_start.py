@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from reft.config import Config
 from reft.errors import ConfigError
-from reft.wire import messages
+from reft.wire import messages, starter
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.main import check_listen
 from tests.daemon.jobs import Job, slot_path
@@ -80,6 +81,22 @@ def test_a_folder_that_others_could_use(tmp_path, which, kind):
 def test_plain_text_beyond_loopback_is_refused(tmp_path, address):
     code, text = run(*flags(tmp_path), "--listen", address)
     assert code == 2 and "--tls-cert" in text and not list(tmp_path.iterdir())
+
+
+def test_it_serves_where_trainers_look_for_it(tmp_path):
+    """REFT_RUNTIME_DIR says so to both; another folder, and attach would start a second daemon."""
+    place = {"REFT_RUNTIME_DIR": str(tmp_path / "run")}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reft_daemon"], env={**os.environ, "PYTHONPATH": path, **place}, stderr=subprocess.PIPE
+    )
+    try:
+        until(lambda: (tmp_path / "run/daemon.sock").exists(), what="the socket")
+        address, answer = starter.find(Config.load(place))
+        assert answer.pid == process.pid and address == f"unix:{tmp_path}/run/daemon.sock"
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 def test_insecure_must_be_said_and_is_repeated_at_each_start(start):
