@@ -25,6 +25,7 @@ from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
 from reft.wire import messages, rpc
 from reft.wire.slot_format import Bytes
+from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.job import HeldJob
@@ -40,6 +41,8 @@ T = TypeVar("T")
 class Peers:
     """Channels to other daemons, one an address, opened when first used.
 
+    One that is not connected is made anew once the certificates have changed; one that is goes on with the old ones.
+
     Args:
         tls: of this daemon.
         own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
@@ -49,12 +52,12 @@ class Peers:
         sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
     """
 
-    def __init__(self, tls: rpc.Tls | None, own: Collection[str], apart: bool = False) -> None:
+    def __init__(self, tls: Tls | None, own: Collection[str], apart: bool = False) -> None:
         self._own = frozenset(own)
         self._apart = apart
         self.sent: collections.Counter[str] = collections.Counter()
         self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # with the generation of the certificates
 
     def is_own(self, node: pb.Node) -> bool:
         """Whether an address of the node is this daemon's."""
@@ -127,24 +130,30 @@ class Peers:
         for address in node.addresses:
             if address in self._own:
                 continue
-            if address not in self._channels:
-                self._channels[address] = rpc.peer_channel(address, self._tls, self._apart)
             try:
-                return await ask(self._channels[address], not address.startswith("unix:"))
+                return await ask(self._channel(address), not address.startswith("unix:"))
             except grpc.RpcError as failure:
                 error = failure
         if error is None:
             raise ConnectionError(f"node {node.name} has no address that other nodes could use")
         raise error
 
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        generation = self._tls.generation if self._tls else 0
+        channel, made_at = self._channels.get(address, (None, -1))
+        if channel is None or (made_at != generation and channel.get_state() is not grpc.ChannelConnectivity.READY):
+            channel = rpc.peer_channel(address, self._tls, self._apart)
+            self._channels[address] = channel, generation
+        return channel
+
     async def drop(self, node: pb.Node) -> None:
         """Ends the connections to a node with the calls on them; the next call makes new ones."""
         for address in node.addresses:
             if address in self._channels:
-                await self._channels.pop(address).close()
+                await self._channels.pop(address)[0].close()
 
     async def close(self) -> None:
-        for channel in self._channels.values():
+        for channel, _ in self._channels.values():
             await channel.close()
 
 

@@ -24,6 +24,7 @@ from reft.core.budget import size
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.failpoints import Failpoints
 from reft.wire import rpc
+from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import Arena, claim_folder, lock_file
@@ -54,7 +55,7 @@ class Settings:
     ttl_s: float
     idle_exit_s: float
     purge: bool
-    tls: rpc.Tls | None
+    tls: Tls | None
     insecure: bool
     kills_hung: bool
 
@@ -163,7 +164,7 @@ async def serve(settings: Settings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    await _until_stopped(registry, handout, settings.idle_exit_s)
+    await _until_stopped(registry, handout, settings.idle_exit_s, settings.tls)
     await server.stop(GRACE_S)
     handout.close()
     line.close()
@@ -212,12 +213,14 @@ def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
     ) from error
 
 
-async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: float) -> None:
+async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: float, tls: Tls | None) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    loop.add_signal_handler(signal.SIGHUP, lambda: log.info("SIGHUP: nothing to reload"))
+    if tls:
+        tls.watch()
+    loop.add_signal_handler(signal.SIGHUP, tls.reread if tls else lambda: log.info("SIGHUP: nothing to reload"))
     tasks = {
         asyncio.ensure_future(stopped.wait()),
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
@@ -290,7 +293,7 @@ def main(
         given = (tls_cert, tls_key, tls_ca)
         if any(given) and not all(given):
             raise ConfigError("of --tls-cert, --tls-key and --tls-ca some are missing.", "give all three")
-        tls = rpc.Tls(tls_cert, tls_key, tls_ca) if tls_cert and tls_key and tls_ca else None
+        tls = Tls(tls_cert, tls_key, tls_ca) if tls_cert and tls_key and tls_ca else None
         mark = hashlib.blake2b(os.fsencode(socket_path.absolute()), digest_size=4).hexdigest()
         default_folder = (
             Path("/dev/shm") / f"reft-{os.getuid()}-{mark}"

@@ -21,6 +21,7 @@ from reft.core.reaction import Reaction, react
 from reft.core.ring import neighbours, ring_of
 from reft.core.signals import BEAT_S, Agent, Sign
 from reft.wire import messages, rpc
+from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -53,7 +54,7 @@ class Listener:
     """
 
     def __init__(
-        self, address: str, tls: rpc.Tls | None, on_news: Callable[[Term, Reaction], None],
+        self, address: str, tls: Tls | None, on_news: Callable[[Term, Reaction], None],
         refused: Callable[[str], None] = lambda address: None,
     ) -> None:  # fmt: skip
         self._address, self._tls, self._on_news, self._refused = address, tls, on_news, refused
@@ -62,7 +63,8 @@ class Listener:
         self._watchers: list[pb.Node] = []
         self._must_introduce = True
         self._under_way: Counter[str] = Counter()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._channels: dict[str, tuple[grpc.Channel, int]] = {}  # with the generation of the certificates
+        self._unreached: set[str] = set()  # addresses of other nodes
         self._wake, self._closed = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
 
@@ -94,7 +96,7 @@ class Listener:
                     call.result(timeout=LAST_WORD_S)
                 except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
                     continue
-        for channel in list(self._channels.values()):
+        for channel, _ in list(self._channels.values()):
             channel.close()
 
     # Beats
@@ -129,17 +131,23 @@ class Listener:
         except ValueError:  # the channel was closed under us
             return None
         self._under_way[name] += 1
-        call.add_done_callback(lambda done: self._answered(name, term, done))
+        call.add_done_callback(lambda done: self._answered(name, address, term, done))
         return call
 
-    def _answered(self, name: str, term: Term, call: grpc.Future) -> None:
+    def _answered(self, name: str, address: str, term: Term, call: grpc.Future) -> None:
         self._under_way[name] -= 1
-        if name or call.cancelled() or term is not self._term:
+        if call.cancelled():
             return
         error = call.exception()
+        is_unreached = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE
+        if name:
+            (self._unreached.add if is_unreached else self._unreached.discard)(address)
+            return
+        if term is not self._term:
+            return
         if error is not None:  # a daemon that was started anew knows nothing
             self._must_introduce = True
-            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAVAILABLE:
+            if is_unreached:
                 self._refused(self._address)
             return
         reply: pb.AgentBeatReply = call.result()
@@ -147,9 +155,14 @@ class Listener:
         self._watchers = list(reply.watchers)
 
     def _channel(self, address: str) -> grpc.Channel:
-        if address not in self._channels:
-            self._channels[address] = rpc.channel(address, self._tls)
-        return self._channels[address]
+        generation = self._tls.generation if self._tls else 0
+        channel, made_at = self._channels.get(address, (None, -1))
+        if channel is None or (made_at != generation and address in self._unreached):
+            if channel:
+                channel.close()
+            channel = rpc.channel(address, self._tls)
+            self._channels[address] = channel, generation
+        return channel
 
     # Signals
 

@@ -16,6 +16,7 @@ from reft.errors import ConfigError, ReftError
 from reft.wire import rpc, starter
 from reft.wire.process import Process, stat_of
 from reft.wire.revival import Reviver
+from reft.wire.tls import Tls
 
 ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
 
@@ -68,7 +69,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
             "REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust, before one is started."
         )
-    elif parameters.max_nodes > 1 and hello.tls and tls() is None:
+    elif parameters.max_nodes > 1 and hello.tls and "REFT_TLS_CERT" not in os.environ:
         say(
             "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
             "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
@@ -113,7 +114,15 @@ def _address_towards(host: str) -> str:
         return ""
 
 
-def tls() -> rpc.Tls | None:
+def tls() -> Tls | None:
     """What the daemons of other nodes are called with: as this node's daemon has it, from REFT_TLS_CERT, _KEY and _CA."""
     given = [os.environ.get(f"REFT_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
-    return rpc.Tls(*map(Path, given)) if all(given) else None
+    if not all(given):
+        return None
+    try:
+        found = Tls(*map(Path, given))
+    except ConfigError as error:
+        say(f"other nodes' daemons do not hear this agent, and find out late if this node is lost: {error}")
+        return None
+    found.watch()
+    return found

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -21,6 +19,7 @@ from reft.errors import (
     ReftError,
     StaleEpoch,
 )  # fmt: skip
+from reft.wire.tls import Tls
 
 MESSAGE_MAX: Final = 34 << 20  # bytes: two manifests of 16 MiB, as a decision and an inventory have, and their envelope
 TOKEN_KEY: Final = "reft-token-bin"
@@ -78,31 +77,6 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
     if code is grpc.StatusCode.UNAVAILABLE:
         return DaemonUnavailable(f"no daemon answers at {address}: {details}.", "start reft-daemon there")
     return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
-
-
-@dataclass(frozen=True)
-class Tls:
-    """Files of one side of mutual TLS; both sides must be signed by `ca`."""
-
-    cert: Path
-    key: Path
-    ca: Path
-
-    def _read(self) -> tuple[bytes, bytes, bytes]:
-        try:
-            return self.key.read_bytes(), self.cert.read_bytes(), self.ca.read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"a TLS file can't be read: {error}.", "check --tls-cert, --tls-key and --tls-ca"
-            ) from error
-
-    def server(self) -> grpc.ServerCredentials:
-        key, cert, ca = self._read()
-        return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
-
-    def client(self) -> grpc.ChannelCredentials:
-        key, cert, ca = self._read()
-        return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 def check_address(address: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,9 @@ from reft.core.reaction import Reaction
 from reft.core.signals import Agent
 from reft.elastic.listening import Listener, Term
 from reft.wire import messages
+from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 
 TOKEN = bytes(range(32))
@@ -20,12 +23,12 @@ TOKEN = bytes(range(32))
 class Node:
     """A daemon, and an agent's listener."""
 
-    def __init__(self) -> None:
-        self.daemon = DaemonProcess("--listen", "127.0.0.1:0")
+    def __init__(self, *flags: str, tls: Tls | None = None) -> None:
+        self.daemon = DaemonProcess("--listen", "127.0.0.1:0", *flags)
         self.hello = self.daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
         self.news: list[tuple[Term, Reaction]] = []
         self.term: Term | None = None
-        self.listener = Listener(self.daemon.address, None, lambda *said: self.news.append(said))
+        self.listener = Listener(self.daemon.address, tls, lambda *said: self.news.append(said))
 
     @property
     def member(self) -> pb.Node:
@@ -106,6 +109,36 @@ def _quietly(look) -> bool:
         return bool(look())
     except Exception:
         return False  # it does not watch the job yet
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_an_agent_is_heard_under_new_certificates(tmp_path):
+    """A daemon that comes back with them does not know those with which this agent began."""
+    certificates = Certificates(tmp_path)
+    flags = certificates.flags("ours")
+    nodes, tls = [], []
+    try:
+        for _ in range(2):
+            tls.append(Tls(*map(Path, flags[1::2])))
+            nodes.append(Node(*flags, tls=tls[-1]))
+        a, b = nodes
+        begin(nodes)
+        certificates.replace("ours", "new")
+        for each in tls:
+            each.watch()
+            each.reread()
+            until(lambda each=each: each.generation == 1, what="new certificates")
+        b.daemon.kill()
+        b.daemon.start()  # at its earlier port
+        until(lambda: _quietly(lambda: _is_heard(a, b)), 60, "the agent of a, by the new daemon of b")
+    finally:
+        for node in nodes:
+            node.listener.close(Agent.FINISHED)
+            node.daemon.close()
+
+
+def _is_heard(agent: Node, by: Node) -> bool:
+    return any(each.node_id == agent.hello.node_id and each.agent for each in by.signals().nodes)
 
 
 def test_an_agent_knows_who_watches_it_without_its_own_daemon():

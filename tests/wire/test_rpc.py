@@ -131,13 +131,6 @@ def test_the_token_is_compared_in_constant_time(monkeypatch):
     assert seen == [(b"x", TOKEN)]
 
 
-def test_a_missing_tls_file_is_named(tmp_path):
-    tls = rpc.Tls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
-    for side in (tls.server, tls.client):
-        with pytest.raises(ConfigError, match=r"key.*check --tls-cert"):
-            side()
-
-
 def test_a_connection_may_take_as_long_as_the_call(tmp_path):
     # A daemon that is not scheduled for a while: the kernel takes the connection, and nobody says a word.
     with socket.socket(socket.AF_UNIX) as silent:
