@@ -36,7 +36,8 @@ from reft_daemon.pool import Pool, Spare
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
-TMPFS, MEMFD = "tmpfs", "memfd"
+TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
+WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -63,7 +64,10 @@ class SlotFile:
 
     @property
     def backing(self) -> str:
-        return TMPFS if self.path else MEMFD
+        """UNLINKED: somebody else removed the file; what it holds stays as long as this process."""
+        if not self.path:
+            return MEMFD
+        return TMPFS if os.fstat(self.descriptor).st_nlink else UNLINKED
 
     def check_size(self) -> None:
         """Raises FormatError if the file was cut: touching the mapping would kill the daemon."""

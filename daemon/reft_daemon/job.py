@@ -24,7 +24,7 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena import MEMFD, TMPFS, Arena, SlotFile
+from reft_daemon.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile
 from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
@@ -78,7 +78,7 @@ class HeldJob:
 
     @property
     def backing(self) -> str:
-        return MEMFD if any(slot.backing == MEMFD for slot in self.slots.values()) else TMPFS
+        return min((slot.backing for slot in self.slots.values()), key=WEAKEST_FIRST.index, default=TMPFS)
 
     @property
     def all_slots(self) -> dict[str, SlotFile]:

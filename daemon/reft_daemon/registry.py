@@ -17,7 +17,7 @@ from reft.wire.messages import MANIFEST_MAX
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.arena import Arena, SlotFile
+from reft_daemon.arena import UNLINKED, Arena, SlotFile
 from reft_daemon.couriers import KEEP_DEADLINE_S, Couriers, Peers, reason_of
 from reft_daemon.custody import holders_of
 from reft_daemon.job import HeldJob
@@ -54,6 +54,7 @@ class Registry:
         self.signalling = Signalling(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
+        self._unlinked: set[str] = set()  # jobs of which that was said
 
     def stay_for(self, pid: int) -> None:
         """An agent of this node has come: while it lives, a job may begin here at any time."""
@@ -186,6 +187,7 @@ class Registry:
             for job in list(self.jobs.values()):
                 if not job.is_live and now - job.ended_s > self._ttl_s:
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
+            self._notice_removed_files()
             self._agents = {agent for agent in self._agents if agent.is_alive}
             if self.jobs or self._agents or not self.signalling.is_idle:
                 self.idle_since_s = now
@@ -193,6 +195,17 @@ class Registry:
                 log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
                 return
             await asyncio.sleep(min(1.0, self._ttl_s / 4, idle_exit_s / 4 or 1.0))
+
+    def _notice_removed_files(self) -> None:
+        unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}
+        for name in unlinked - self._unlinked:
+            log.error(
+                "job=%s: somebody has removed files of its slots from %s. Training and snapshots go on, but when this process "
+                "ends, they are gone. systemd does that when a user's last session ends (set RemoveIPC=no in logind.conf, or "
+                "loginctl enable-linger), and so do scripts that clear /dev/shm after a job.",
+                name, self.arena.folder,
+            )  # fmt: skip
+        self._unlinked = unlinked
 
     async def close(self, purge: bool) -> None:
         """Stops; the slots stay for the next daemon unless `purge`."""

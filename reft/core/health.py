@@ -45,7 +45,7 @@ class JobFacts:
     """One job as its daemons see it.
 
     Attributes:
-        backing: "tmpfs" or "memfd".
+        backing: "tmpfs", "memfd", or "unlinked": files of a tmpfs that somebody has removed.
         silent_nodes: names of those that did not answer.
         protection: what survives what now; None if it is not known.
         is_degraded: whether it was restored after a loss, and not whole again yet.
@@ -86,6 +86,11 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
     if job.unlike:
         return Health.WARN, f"replicas of {', '.join(job.unlike)} differ between ranks: such steps are not kept."
+    if job.backing == "unlinked":
+        return (
+            Health.WARN,
+            f"step {job.whole.step} is held, but its files were removed: it is gone when the daemon ends.",
+        )
     if job.word is Word.DEGRADED:
         return Health.WARN, f"step {job.whole.step} is held, but less survives now than was asked for."
     if all(rank.closed for rank in job.ranks):
@@ -114,15 +119,17 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
     """(loss, whether the held state survives it, what is lost) for each kind of loss."""
     held = job.whole is not None
     step = f"steps after {job.whole.step}" if job.whole else "all steps of this run"
-    daemon = job.backing == "tmpfs"
+    everything = "all steps of this run"
+    after = {
+        "tmpfs": ("a daemon, trainers alive", held, "nothing"),
+        "memfd": ("a daemon (memfd: while its trainers live)", held, "nothing while its trainers live"),
+        "unlinked": ("a daemon (its files were removed)", False, everything),
+    }
+    stays = job.backing == "tmpfs"
     return [
         ("any number of trainers", held, step),
-        (
-            "a daemon, trainers alive" if daemon else "a daemon (memfd: while its trainers live)",
-            held,
-            "nothing" if daemon else "nothing while its trainers live",
-        ),
-        ("daemons and trainers", held and daemon, step if daemon else "all steps of this run"),
+        after[job.backing],
+        ("daemons and trainers", held and stays, step if stays else everything),
         *_nodes(job, step),
     ]
 

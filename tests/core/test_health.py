@@ -74,4 +74,11 @@ def test_what_survives_which_loss():
     }  # fmt: skip
     weaker = {loss: (survives, lost) for loss, survives, lost in survival(replace(GOOD, backing="memfd"))}
     assert weaker["daemons and trainers"] == (False, "all steps of this run")
+    gone = {loss: survives for loss, survives, _ in survival(replace(GOOD, backing="unlinked"))}
+    assert [loss for loss, survives in gone.items() if survives] == ["any number of trainers"]
     assert not any(survives for _, survives, _ in survival(replace(GOOD, whole=None)))
+
+
+def test_removed_files_are_a_warning():
+    word, sentence = judge(replace(GOOD, backing="unlinked"))
+    assert word is Health.WARN and "files were removed" in sentence

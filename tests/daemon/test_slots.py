@@ -297,6 +297,23 @@ def test_a_slot_that_was_cut_under_a_living_daemon_does_not_kill_it(daemon, trai
     assert daemon.answers()
 
 
+def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trainer):
+    """systemd's RemoveIPC, or a script that clears /dev/shm when a user's job has ended."""
+    job = Job([(daemon, [0])]).decide()
+    slots = job.slots(0, trainer.pid)
+    assert daemon.status("job").backing == "tmpfs"
+    for name in ("rank-0.slot-1", "record"):
+        (daemon.folder / "job" / name).unlink()
+    assert daemon.status("job").backing == "unlinked"
+    until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+    write(slots[1], job.version(1), LANDED)
+    trainer.kill()
+    until(
+        lambda: job.headers()["rank-0.slot-1"] == (SEALED, 1),
+        what="the seal that the daemon makes for the dead trainer",
+    )
+
+
 # Memfds
 
 
