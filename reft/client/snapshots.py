@@ -29,6 +29,7 @@ from reft.client.reporter import Reporter
 from reft.client.share import Cut, Share, share_of
 from reft.client.state import Bindings
 from reft.client.subjects import Subjects
+from reft.core.complaints import Complaints
 from reft.core.course import Course
 from reft.core.layout import Leaf
 from reft.core.placement import Placement, exposed
@@ -100,7 +101,7 @@ class Snapshots:
     counts: Counts = field(default_factory=Counts)
     _held: Held | None = None
     _expected: Share | None = None
-    _trouble: str = ""
+    _complaints: Complaints = field(default_factory=Complaints)
     _floor: int = -1
     _leasing: threading.Thread | None = None
     _leased: list[MappedSlot] | None = None
@@ -271,11 +272,9 @@ class Snapshots:
 
     def _settle(self, reason: str) -> None:
         """Logs when snapshots begin to fail, fail for another reason, or work again."""
-        if reason and reason != self._trouble:
-            log.warning("rank %d skips snapshots: %s Training goes on.", self.rank, reason)
-        if not reason and self._trouble:
-            log.warning("rank %d takes snapshots again.", self.rank)
-        self._trouble = reason
+        if self._complaints.heard(reason, time.monotonic()):
+            what = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
+            log.warning("rank %d %s", self.rank, what)
 
     # Layout
 
