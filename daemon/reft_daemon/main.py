@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +28,9 @@ from reft.wire import rpc
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
-from reft_daemon.arena import Arena, claim_folder, lock_file
+from reft_daemon.arena import Arena
 from reft_daemon.couriers import Peers
-from reft_daemon.handout import Handout
-from reft_daemon.line import LineServer
+from reft_daemon.doors import Doors
 from reft_daemon.pool import Pool, Spare
 from reft_daemon.registry import Registry
 from reft_daemon.service import DaemonService, Identity, PeerService
@@ -123,72 +123,50 @@ def parse_spare(text: str) -> Spare:
 
 async def serve(settings: Settings) -> None:
     """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
-    claim_folder(settings.socket.parent)
-    socket_lock = lock_file(settings.socket.with_name(settings.socket.name + ".lock"), "socket folder")
+    doors = Doors(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    server, addresses = _server(settings, arena)
+    far = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
+    addresses = _addresses(far, settings, arena)
     peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
-    handout = Handout(settings.socket.with_name(settings.socket.name + ".fd"), registry)
-    line = LineServer(settings.socket.with_name(settings.socket.name + ".ln"), registry)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = Identity(
-        settings.node,
-        settings.domain,
-        addresses,
-        str(handout.path),
-        str(line.path),
-        settings.memory_bytes,
-        settings.tls is not None,
-        settings.idle_exit_s > 0,
-        trusts_peers,
-    )
-    pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
-    pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
+        settings.node, settings.domain, addresses, str(doors.handout_path), str(doors.line_path), settings.memory_bytes,
+        settings.tls is not None, settings.idle_exit_s > 0, trusts_peers,
+    )  # fmt: skip
     health = health_service.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+
+    def services(server: grpc.aio.Server) -> None:
+        pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
+        pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+
+    services(far)
     registry.adopt()
-    await line.start()
-    await server.start()
-    settings.socket.chmod(0o600)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    await doors.open(registry, services)
+    await far.start()
     bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "what the machine has free"
     log.info(
         "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
-        __version__,
-        settings.node,
-        settings.socket,
-        settings.folder,
-        bound,
-    )
+        __version__, settings.node, settings.socket, settings.folder, bound,
+    )  # fmt: skip
     for address in addresses:
         log.info("address=%s", address)
-    await _until_stopped(registry, handout, settings.idle_exit_s, settings.tls)
-    await server.stop(GRACE_S)
-    handout.close()
-    line.close()
+    await _until_stopped(registry, doors.watch(registry, services), settings.idle_exit_s, settings.tls)
+    await asyncio.gather(far.stop(GRACE_S), doors.close(GRACE_S))
     await registry.close(settings.purge)
-    settings.socket.unlink(missing_ok=True)
     arena.close()
-    os.close(socket_lock)
+    doors.release()
 
 
-def _server(settings: Settings, arena: Arena) -> tuple[grpc.aio.Server, tuple[str, ...]]:
-    server = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
-    addresses = []
-    if settings.listen:
-        addresses.append(_listen(server, settings, arena))
-    unix = rpc.check_address(f"unix:{settings.socket}")
-    settings.socket.unlink(missing_ok=True)
-    before = os.umask(0o177)
-    try:
-        server.add_insecure_port(unix)
-    finally:
-        os.umask(before)
+def _addresses(far: grpc.aio.Server, settings: Settings, arena: Arena) -> tuple[str, ...]:
+    """Where this daemon is called; for other hosts `far` listens."""
     # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to that host's own
     # daemon, so nobody calls another node by an address of his own.
-    return server, (*addresses, unix)
+    unix = rpc.check_address(f"unix:{settings.socket}")
+    return (_listen(far, settings, arena), unix) if settings.listen else (unix,)
 
 
 def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
@@ -213,7 +191,9 @@ def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
     ) from error
 
 
-async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: float, tls: Tls | None) -> None:
+async def _until_stopped(
+    registry: Registry, doors: Coroutine[None, None, None], idle_exit_s: float, tls: Tls | None
+) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -224,7 +204,7 @@ async def _until_stopped(registry: Registry, handout: Handout, idle_exit_s: floa
     tasks = {
         asyncio.ensure_future(stopped.wait()),
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
-        asyncio.ensure_future(handout.serve()),
+        asyncio.ensure_future(doors),
         asyncio.ensure_future(registry.signalling.run()),
         asyncio.ensure_future(_keep_spare(registry.arena.pool)),
     }

@@ -146,7 +146,7 @@ def test_a_port_that_is_taken(tmp_path):
         (["--tls-cert", "cert.pem"], "give all three"),
         (
             ["--tls-cert", "/none/c", "--tls-key", "/none/k", "--tls-ca", "/none/a", "--listen", "127.0.0.1:0"],
-            "TLS file",
+            "--tls-cert",
         ),
         (["--listen", "127.0.0.1"], "--tls-cert"),
         (["--token", "secret"], "No such option"),

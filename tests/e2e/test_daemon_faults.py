@@ -60,6 +60,21 @@ def test_a_daemon_and_its_trainer_killed_together(daemon, undisturbed):
     assert_equal(after, undisturbed[1])
 
 
+def test_a_daemon_whose_sockets_are_removed_is_found_again(daemon, undisturbed):
+    """By a script that clears /tmp after a job: the next attach must neither begin afresh nor be shut out by a lock."""
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [20, 40], "seal_at": [38]}))
+    trainers.wait_for(20)
+    for path in daemon.home.glob("d.sock*"):
+        path.unlink()
+    trainers.let_go(20)
+    trainers.wait_for(40)
+    trainers.kill()
+    until(daemon.socket.exists, what="a new socket")
+    after = run(Spec(daemon.address, steps=STEPS))
+    assert after[0]["from"] == "memory" and after[0]["began"] >= 38
+    assert_equal(after, undisturbed[1])
+
+
 def test_a_stopped_daemon_makes_no_step_wait(daemon, undisturbed):
     trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 60]}))
     trainers.wait_for(5)
