@@ -1,0 +1,144 @@
+"""What `examples/deploy` offers, as far as it runs without a cluster: its scripts, and the commands in its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reft.elastic import store_host
+from reft.wire.tls import Tls
+from reft_daemon.main import main as daemon_command
+from tests.support.certificates import why_not
+from tests.support.daemons import ROOT, until
+from tests.support.trainers import free_port
+
+DEPLOY = ROOT / "examples" / "deploy"
+BIN = Path(sys.executable).parent
+
+# Stand-ins: a step is a process for each node, and a node is an address of the loopback interface with a folder of its own.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for node in $NODES; do
+    SLURMD_NODENAME=$node REFT_RUNTIME_DIR=$FOLDER/$node REFT_DIR=$FOLDER/arena-$node "$@" &
+    pids+=($!)
+done
+[[ $* == *reft-daemon* ]] && echo "${pids[@]}" > $FOLDER/daemons
+for pid in "${pids[@]}"; do wait $pid || code=$?; done
+exit ${code:-0}
+"""
+SCANCEL = """#!/bin/bash
+echo "$@" > $FOLDER/scancelled
+kill $(cat $FOLDER/daemons)
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path) -> dict[str, str]:
+    """The environment of a batch script on three nodes."""
+    for name, text in (("srun", SRUN), ("scancel", SCANCEL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return {
+        **os.environ, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "FOLDER": str(tmp_path), "SLURM_JOB_ID": "77",
+        "SLURM_NNODES": "3", "SLURMD_NODENAME": "127.0.0.2", "NODES": "127.0.0.2 127.0.0.3 127.0.0.4",
+        "STORE_PORT": str(free_port()), "DAEMON_PORT": str(free_port()), "PROCESSES_PER_NODE": "1", "REFT_INSECURE": "1",
+        "MAX_RESTARTS": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+def left(slurm: dict[str, str]) -> list[psutil.Process]:
+    """Processes of the job that still live."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("FOLDER") == slurm["FOLDER"]:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("script, code", [("examples/ddp.py", 0), ("examples/missing.py", 1)])
+def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code):
+    done = subprocess.run(
+        ["bash", DEPLOY / "train.sbatch", ROOT / script, "--steps", "60"],
+        env=slurm, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    if not code:
+        assert "job 77: nothing held, starting fresh; 2 ranks on 2 nodes" in done.stderr
+        assert "step 50: loss" in done.stdout and "stood by" in done.stderr
+    until(lambda: not left(slurm), what="the end of all processes")
+    folder = Path(slurm["FOLDER"])
+    assert (folder / "scancelled").read_text().split() == ["--signal=TERM", "77.0"]
+    assert not list(folder.glob("arena-*")), "daemons free their memory"
+
+
+@pytest.fixture
+def certificates(tmp_path) -> Path:
+    if why_not():
+        pytest.skip(why_not())
+    folder = tmp_path / "certificates"
+    for hosts in (["127.0.0.1"], ["node2.example", "127.0.0.3"]):  # the second call adds to the first
+        subprocess.run([DEPLOY / "certificates.sh", folder, *hosts], check=True, capture_output=True)
+    return folder
+
+
+def test_certificates_of_one_authority_for_each_host(certificates):
+    for host, said in (("127.0.0.1", "IP Address:127.0.0.1"), ("node2.example", "DNS:node2.example")):
+        Tls(certificates / f"{host}.pem", certificates / f"{host}.key", certificates / "ca.pem")
+        command = ["openssl", "x509", "-in", certificates / f"{host}.pem", "-noout", "-ext", "subjectAltName"]
+        assert said in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        verify = ["openssl", "verify", "-CAfile", certificates / "ca.pem", certificates / f"{host}.pem"]
+        subprocess.run(verify, check=True, capture_output=True)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in certificates.iterdir())
+
+
+def test_the_unit_starts_a_daemon(certificates, tmp_path):
+    unit = (DEPLOY / "reft-daemon@.service").read_text()
+    environment = dict(
+        pair.split("=", 1) for line in re.findall(r"^Environment=(.+)$", unit, re.M) for pair in line.split()
+    )
+    known = {f"REFT_{option.name.upper()}" for option in daemon_command.params}
+    assert set(environment) == {"REFT_LISTEN", "REFT_TLS_CERT", "REFT_TLS_KEY", "REFT_TLS_CA"} <= known
+    here = {
+        **environment, "REFT_LISTEN": environment["REFT_LISTEN"].replace("%H", "127.0.0.1").replace("29700", "0"),
+        "REFT_TLS_CERT": str(certificates / "127.0.0.1.pem"), "REFT_TLS_KEY": str(certificates / "127.0.0.1.key"),
+        "REFT_TLS_CA": str(certificates / "ca.pem"), "REFT_RUNTIME_DIR": str(tmp_path / "run"),
+    }  # fmt: skip
+    program = Path(re.findall(r"^ExecStart=(.+)$", unit, re.M)[0]).name
+    process = subprocess.Popen([BIN / program], env={**os.environ, **here}, stderr=subprocess.PIPE, text=True)
+    try:
+        until((tmp_path / "run/daemon.sock").exists, what="the socket")
+        status = subprocess.run(
+            [BIN / "reft-cli", "status"], env={**os.environ, **here}, capture_output=True, text=True, check=False
+        )
+        assert status.returncode == 0 and "no job is held" in status.stdout
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=20)
+    assert "address=127.0.0.1:" in said
+
+
+def test_the_commands_of_the_pods():
+    commands = [
+        json.loads(found) for found in re.findall(r"command: (\[.*?\])", (DEPLOY / "kubernetes.yaml").read_text(), re.S)
+    ]
+    by_program = {command[0]: command[1:] for command in commands}
+    assert set(by_program) == {"python", "test", "reft-daemon", "torchrun"}
+    with daemon_command.make_context("reft-daemon", list(by_program["reft-daemon"])) as context:
+        assert context.params["listen"] == "train-$(JOB_COMPLETION_INDEX).train:29700"
+    assert by_program["python"][:2] == ["-m", store_host.__name__]
+    check = "from torch.distributed.run import parse_args; import sys; print(parse_args(sys.argv[1:]).rdzv_backend)"
+    said = subprocess.run(
+        [sys.executable, "-c", check, *by_program["torchrun"]], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "reft"
+    assert by_program["test"][-1].startswith("/run/reft/own/")  # where REFT_RUNTIME_DIR says, see the file
