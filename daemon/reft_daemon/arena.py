@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ from pathlib import Path
 from reft.core.budget import Limit, refusal
 from reft.core.identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
-from reft.wire.mapped import map_file
+from reft.wire.mapped import advise, map_file
 from reft.wire.messages import MANIFEST_MAX
 from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -194,7 +195,7 @@ class Arena:
     def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
         if size < 2 * PAGE:
             raise FormatError(f"{size} bytes are no slot.")
-        header_map = SlotMap(map_file(descriptor, size)[1])
+        header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
         return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
     def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
@@ -277,7 +278,7 @@ class Arena:
             raise
         if not path:
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank))
+        slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
         if path:
             draft.rename(path)
         return slot
@@ -290,6 +291,7 @@ class Arena:
         pages = map_file(descriptor, size)[1]
         huge = make_huge(descriptor, pages, present)
         os.posix_fallocate(descriptor, 0, size)
+        advise(pages, mmap.MADV_DONTNEED)  # what is mapped counts as ours when the kernel looks for somebody to kill
         log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
         return pages
 

@@ -22,7 +22,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
-from reft.wire.slot_format import Geometry, Header, chunk_digest
+from reft.wire.slot_format import Geometry, Header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile
 from reft_daemon.capsules import CapsuleStore
@@ -408,7 +408,11 @@ class HeldJob:
             header = self._header(slot)
             if header is None or header.state is not SlotState.LANDED:
                 continue
-            digests = await asyncio.to_thread(_digest_all, slot)
+            try:
+                digests = await asyncio.to_thread(_digest_all, slot)
+            except FormatError as error:
+                log.error("job=%s rank=%d %s is not sealed: %s", self.id, rank, header.version, error)
+                continue
             if slot.map.reread().state is SlotState.LANDED:
                 slot.map.sealed(digests)
                 log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
@@ -487,7 +491,7 @@ def _fits(have: Geometry, want: Geometry) -> bool:
 
 
 def _digest_all(slot: SlotFile) -> np.ndarray:
-    return np.array([chunk_digest(slot.map.chunk(i)) for i in range(slot.map.chunks)], np.uint64)
+    return np.fromiter(slot.map.digests_of(0, slot.map.chunks), np.uint64, slot.map.chunks)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

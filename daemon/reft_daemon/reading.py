@@ -12,7 +12,7 @@ import numpy as np
 from reft.core.slots import SlotState
 from reft.errors import AttachError, FormatError, ReftError
 from reft.wire import messages, rpc
-from reft.wire.slot_format import Bytes, chunk_digest
+from reft.wire.slot_format import Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import SlotFile
 from reft_daemon.job import HeldJob
@@ -37,7 +37,7 @@ async def read(job: HeldJob | None, request: pb.ReadRequest) -> AsyncIterator[by
 
     Raises:
         Unreadable: the slot is not there, or holds another version.
-        FormatError: the slot was cut, its header is damaged, or a chunk of a checked read.
+        FormatError: the slot was cut, can't be read, its header is damaged, or a chunk of a checked read.
     """
     slot = job.all_slots.get(request.slot) if job else None
     if slot is None:
@@ -49,7 +49,11 @@ async def read(job: HeldJob | None, request: pb.ReadRequest) -> AsyncIterator[by
     if request.checked:
         await asyncio.to_thread(_check, slot, request.offset, end)
     for at in range(request.offset, end, READ_CHUNK):
-        yield os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
+        try:
+            data = os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
+        except OSError as error:  # a page whose memory has failed
+            raise FormatError(f"byte {at} of slot {slot.name} can't be read: {error}.") from error
+        yield data
 
 
 async def read_here(job: HeldJob, request: pb.ReadRequest, into: Bytes) -> None:
@@ -71,8 +75,8 @@ def _check(slot: SlotFile, begin: int, end: int) -> None:
     size, data = header.geometry.chunk_bytes, header.geometry.data_offset
     first, last = max(begin - data, 0) // size, min(-(-max(end - data, 0) // size), slot.map.chunks)
     digests = slot.map.digests
-    for index in range(first, last):
-        if chunk_digest(slot.map.chunk(index)) != int(digests[index]):
+    for index, digest in enumerate(slot.map.digests_of(first, last), first):
+        if digest != int(digests[index]):
             raise FormatError(f"chunk {index} of slot {slot.name}, {header.version}, has a wrong digest.")
 
 

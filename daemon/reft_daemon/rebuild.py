@@ -31,7 +31,7 @@ from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleE
 from reft.wire import capsule, messages
 from reft.wire.manifest import layouts_of, placement_of
 from reft.wire.rebuilt import layout_mark, rebuilt_table
-from reft.wire.slot_format import PAGE, Geometry, best_header, chunk_digest
+from reft.wire.slot_format import PAGE, Geometry, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import reading
@@ -317,8 +317,8 @@ class Rebuild:
         assert slot is not None, "a lost rank without a slot"
 
         def first_bad() -> int:
-            chunks = (i for i in range(slot.map.chunks) if chunk_digest(slot.map.chunk(i)) != int(digests[i]))
-            return next(chunks, -1)
+            found = enumerate(slot.map.digests_of(0, slot.map.chunks))
+            return next((i for i, digest in found if digest != int(digests[i])), -1)
 
         bad = await _in_thread(first_bad)
         if bad >= 0:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -215,11 +216,11 @@ class SlotMap:
         self._coming: dict[str, object] = {}
 
     @classmethod
-    def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int) -> SlotMap:
+    def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int, file: int | None = None) -> SlotMap:
         """Makes an empty slot of `slot`, whose size must be geometry.file_bytes."""
         for seq in (0, 1):
             _store(slot, Header(geometry, job, rank, seq=seq))
-        return cls(slot)
+        return cls(slot, file)
 
     def reread(self) -> Header:
         """The header as it is now, if another process may have written it."""
@@ -239,17 +240,23 @@ class SlotMap:
         return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
 
     def read(self, begin: int, out: Bytes) -> None:
-        """Copies the data from `begin` on into uint8 [n]; from the file if it is known, which maps no page of it.
+        """Copies the data from `begin` on into uint8 [n]; from the file if it is known.
+
+        That maps no page of it, and a page whose memory has failed is an error, where touching it would end the process.
 
         Raises:
-            FormatError: the file ends too early.
+            FormatError: the file ends too early, or can't be read.
         """
         if self._file is None:
             np.copyto(out, self.data[begin : begin + out.nbytes])
             return
         done, offset = 0, self.header.geometry.data_offset + begin
         while done < out.nbytes:
-            count = os.preadv(self._file, [out[done:].data], offset + done)
+            try:
+                count = os.preadv(self._file, [out[done:].data], offset + done)
+            except OSError as error:
+                where = f"byte {offset + done} of rank {self.header.rank}'s slot"
+                raise FormatError(f"{where} can't be read: {error}.") from error
             if not count:
                 raise FormatError(f"the file of rank {self.header.rank}'s slot ends after {offset + done} bytes.")
             done += count
@@ -258,6 +265,19 @@ class SlotMap:
         """The bytes of one chunk of the version that the slot holds."""
         size = self.header.geometry.chunk_bytes
         return self.data[: self.header.data_bytes][index * size : (index + 1) * size]
+
+    def digests_of(self, first: int, end: int) -> Iterator[int]:
+        """The digests of what these chunks hold now.
+
+        Raises:
+            FormatError: see `read`.
+        """
+        size = self.header.geometry.chunk_bytes
+        room = np.empty(size, np.uint8)
+        for index in range(first, end):
+            data = room[: min(size, self.header.data_bytes - index * size)]
+            self.read(index * size, data)
+            yield chunk_digest(data)
 
     @property
     def chunks(self) -> int:
@@ -335,7 +355,7 @@ class SlotMap:
     def bad_chunks(self) -> list[int]:
         """The chunks whose digest is wrong."""
         digests = self.digests
-        return [i for i in range(self.chunks) if chunk_digest(self.chunk(i)) != int(digests[i])]
+        return [i for i, digest in enumerate(self.digests_of(0, self.chunks)) if digest != int(digests[i])]
 
     def _take(self, what: str, offset: int, size: int, digest: int) -> bytes:
         data = self._slot[offset : offset + size].tobytes()

@@ -204,9 +204,9 @@ def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:
     return (f"step {step} ".encode() * nbytes)[:nbytes]
 
 
-def write(slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED) -> None:
+def write(slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED, nbytes: int = 2 * CHUNK) -> None:
     """Writes a version into a slot as a trainer does, and stops in the state `upto`."""
-    data = data_of(version.step)
+    data = data_of(version.step, nbytes)
     layout = layout_of(len(data))
     slot.begin(version, layout.digest, messages.table_to(layout), len(data))
     slot.put_capsule(b"capsule")

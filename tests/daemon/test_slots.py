@@ -210,6 +210,17 @@ def test_a_trainer_that_died_while_the_daemon_was_down(daemon, trainer):
     assert not is_alive(job) and job.whole() == 1
 
 
+def test_what_a_dead_trainer_left_is_sealed_without_mapping_it(daemon, trainer):
+    """Who has all slots of a node mapped is the first that the kernel kills when memory is short."""
+    job = Job([(daemon, [0])]).decide()
+    name = job.lease(0, trainer.pid, data_bytes=64 << 20)[0]
+    write(job.maps(0, [name])[0], job.version(1), LANDED, 64 << 20)
+    trainer.kill()
+    until(lambda: job.headers()[name] == (SEALED, 1), what="the seal")
+    facts = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    assert int(facts.split("RssShmem:")[1].split()[0]) << 10 < 16 << 20
+
+
 def test_the_same_arena_is_the_same_node(daemon):
     before = daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).node_id
     daemon.kill()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import importlib.util
+import os
 import struct
 import sys
 import threading
@@ -390,3 +392,19 @@ def test_a_digest_lets_other_threads_run_meanwhile(quick_switches):
         turns += 1
     thread.join()
     assert turns > 10_000
+
+
+def test_a_page_whose_memory_has_failed_is_an_error_that_names_the_place(monkeypatch, tmp_path):
+    slot, _ = filled(b"x" * 10_000)
+    path = tmp_path / "slot"
+    path.write_bytes(slot.tobytes())
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open(path, "rb") as file:
+        map_ = SlotMap(slot, file.fileno())
+        assert map_.bad_chunks() == []
+        monkeypatch.setattr(os, "preadv", fails)
+        with pytest.raises(FormatError, match=r"byte \d+ of rank 0's slot can't be read: .*Input/output"):
+            map_.bad_chunks()
