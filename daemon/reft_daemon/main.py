@@ -32,7 +32,7 @@ from reft_daemon.arena import Arena
 from reft_daemon.couriers import Peers
 from reft_daemon.doors import Doors
 from reft_daemon.pool import Pool, Spare
-from reft_daemon.registry import Registry
+from reft_daemon.registry import Registry, TimeToLive
 from reft_daemon.service import DaemonService, Identity, PeerService
 
 log = logging.getLogger("reft.daemon")
@@ -52,7 +52,7 @@ class Settings:
     folder: Path
     memory_bytes: int
     spare: Spare
-    ttl_s: float
+    ttl_s: TimeToLive
     idle_exit_s: float
     purge: bool
     tls: Tls | None
@@ -248,6 +248,7 @@ async def _keep_spare(pool: Pool) -> None:
 @click.option(
     "--ttl", default=1800.0, help="Seconds for which the slots of a job are kept after its last trainer ended."
 )
+@click.option("--ttl-failed", default=86400.0, help="The same for a named job whose trainers died or were killed.")
 @click.option("--idle-exit", default=0.0, help="Leave after so many seconds without a job; 0 means never.")
 @click.option("--purge", is_flag=True, help="Free all slots when the daemon stops; else the next one adopts them.")
 @click.option(
@@ -259,9 +260,9 @@ async def _keep_spare(pool: Pool) -> None:
 @click.option("--kill-hung", is_flag=True, help="Kill a rank that stands still, so that torchrun restarts the job.")
 @click.version_option(__version__)
 def main(
-    node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str, ttl: float,
-    idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, insecure: bool,
-    kill_hung: bool,
+    node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str,
+    ttl: float, ttl_failed: float, idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None,
+    tls_ca: Path | None, insecure: bool, kill_hung: bool,
 ) -> None:  # fmt: skip
     """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
 
@@ -280,7 +281,7 @@ def main(
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
-            parse_size(memory), parse_spare(spare), ttl, idle_exit, purge, tls, insecure, kill_hung,
+            parse_size(memory), parse_spare(spare), TimeToLive(ttl, ttl_failed), idle_exit, purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import NamedTuple
 
 import grpc
 
@@ -31,19 +32,39 @@ class NoSuchJob(AttachError):
     """The daemon holds no job of that name."""
 
 
+class TimeToLive(NamedTuple):
+    """Seconds for which slots are kept after the job's last trainer ended."""
+
+    ended: float
+    failed: (
+        float  # a named job that did not close its sessions: whoever is to start it again may have to be woken first
+    )
+
+    def of(self, job: HeldJob) -> float:
+        """A job's; on nodes without ranks of their own it counts as failed."""
+        is_closed = bool(job.leases) and all(lease.closed for lease in job.leases.values())
+        return self.failed if job.record.manifest.named and not is_closed else self.ended
+
+
 class Registry:
     """All jobs of one daemon.
 
     Args:
         arena: where slots lie.
         peers: channels to other daemons.
-        ttl_s: how long the slots of a job are kept after its last trainer ended.
+        ttl_s: how long the slots of a job are kept after its last trainer ended; of a named one that has failed, and of others.
         beats: channels to other daemons for heartbeats alone.
         kills_hung: see `Signalling`.
     """
 
     def __init__(
-        self, arena: Arena, peers: Peers, ttl_s: float, failpoints: Failpoints, beats: Peers, kills_hung: bool = False
+        self,
+        arena: Arena,
+        peers: Peers,
+        ttl_s: TimeToLive,
+        failpoints: Failpoints,
+        beats: Peers,
+        kills_hung: bool = False,
     ) -> None:
         self.arena = arena
         self.peers = peers
@@ -185,7 +206,7 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                if not job.is_live and now - job.ended_s > self._ttl_s:
+                if not job.is_live and now - job.ended_s > self._ttl_s.of(job):
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
             self._notice_removed_files()
             self._agents = {agent for agent in self._agents if agent.is_alive}
@@ -194,7 +215,7 @@ class Registry:
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
                 return
-            await asyncio.sleep(min(1.0, self._ttl_s / 4, idle_exit_s / 4 or 1.0))
+            await asyncio.sleep(min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0))
 
     def _notice_removed_files(self) -> None:
         unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}

@@ -385,7 +385,9 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
 
 def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
     process = start("--ttl", "0.5")
-    job = Job([(process, [0])]).decide()
+    job = Job([(process, [0])])
+    job.manifest.named = False
+    job.decide()
     write(job.slots(0, trainer.pid)[0], job.version(1))
     with pytest.raises(subprocess.TimeoutExpired):
         trainer.process.wait(1.2)
@@ -394,6 +396,18 @@ def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
     until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
     assert not (process.folder / "job").exists()
     assert process.call("Status", pb.StatusRequest()).held_bytes == 0
+
+
+@pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "0.5")), (True, ("0.5", "1000"))])
+def test_a_named_job_that_failed_has_another_time_to_live_than_one_that_ended(start, trainer, is_closed, flags):
+    """Whoever is to start it again may be asleep."""
+    process = start("--ttl", flags[0], "--ttl-failed", flags[1])
+    job = Job([(process, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    if is_closed:
+        job.call(0, "Release", pb.ReleaseRequest(job="job", epoch=job.epoch, rank=0))
+    trainer.kill()
+    until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
 
 
 def test_purge_frees_all_and_spares_the_living(daemon, trainer):

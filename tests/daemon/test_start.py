@@ -200,7 +200,7 @@ def test_a_daemon_with_nothing_to_hold_leaves(start):
 
 
 def test_a_daemon_that_holds_something_stays(start, trainer):
-    process = start("--idle-exit", "0.5", "--ttl", "0.5")
+    process = start("--idle-exit", "0.5", "--ttl-failed", "0.5")
     job = Job([(process, [0])]).decide()
     job.lease(0, trainer.pid)
     with pytest.raises(subprocess.TimeoutExpired):
