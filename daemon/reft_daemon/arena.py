@@ -13,6 +13,8 @@ valid slot is renamed to *.bad, reported, and never offered.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import mmap
@@ -34,6 +36,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory
 from reft_daemon.huge import make_huge
 from reft_daemon.pool import Pool, Spare
+from reft_daemon.reserve import Reserve
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
@@ -119,6 +122,7 @@ class Arena:
         self.held_bytes = 0
         self.pool = Pool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
+        self.reserve = Reserve(folder)
         self.node_id = self._node_id()
         if not memory.is_tmpfs(folder):
             log.warning("slots lie in %s, which is no tmpfs: the kernel writes them to its disk", folder)
@@ -126,7 +130,7 @@ class Arena:
     def _node_id(self) -> str:
         path = self.folder / "node-id"
         if not path.exists():
-            _replace(path, secrets.token_hex(8).encode())
+            self._write(path, secrets.token_hex(8).encode())
         return path.read_text()
 
     @property
@@ -139,7 +143,7 @@ class Arena:
 
     @port.setter
     def port(self, port: int) -> None:
-        _replace(self.folder / "port", str(port).encode())
+        self._write(self.folder / "port", str(port).encode())
 
     def records(self) -> list[pb.JobRecord]:
         """What earlier daemons of this folder left; a record that can't be right is reported and left where it is."""
@@ -163,10 +167,28 @@ class Arena:
         self.write_file(record.manifest.job, "record", record.SerializeToString())
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
-        """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it."""
+        """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it.
+
+        Raises:
+            NoRoom: it can't be written.
+        """
         path = claim_folder(self.folder / job) / name
-        _replace(path, data)
+        self._write(path, data)
         return path
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            _replace(path, data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if error.errno == errno.ENOSPC and self.reserve.give():
+                    _replace(path, data)
+                    return
+            free = memory.file_system_free(self.folder)
+            raise NoRoom(
+                f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
+                f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
+            ) from error
 
     def adopt(self, job: str) -> list[SlotFile]:
         """The slots that earlier daemons left of `job`."""
@@ -307,6 +329,7 @@ class Arena:
     def close(self) -> None:
         """Lets go of the folder; removes it if it holds no job any more."""
         self.pool.close()
+        self.reserve.close()
         if not any(path.is_dir() for path in self.folder.iterdir()):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
@@ -328,7 +351,8 @@ def lock_file(path: Path, what: str) -> int:
             f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.", "stop it"
         ) from error
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, too
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
 
 
@@ -348,7 +372,11 @@ class _running_on:
 
 def _replace(path: Path, data: bytes) -> None:
     draft = path.with_name(path.name + ".new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    draft.rename(path)
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

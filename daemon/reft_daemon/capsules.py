@@ -28,7 +28,7 @@ from reft.core.capsules import DIGESTS_MAX, surplus
 from reft.core.recovery import Decision, counts
 from reft.core.round import Outcome
 from reft.core.version import Version
-from reft.errors import ConfigError, FormatError, NoRoom, StaleEpoch
+from reft.errors import ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
@@ -133,12 +133,7 @@ class CapsuleStore:
             return
         data = encode(self.job, record)
         self.arena.check_room(len(data))
-        try:
-            path = self.arena.write_file(self.job, _name(record.rank, version), data)
-        except OSError as error:
-            raise NoRoom(
-                f"{len(data)} bytes for the capsule of rank {record.rank} can't be written: {error}."
-            ) from error
+        path = self.arena.write_file(self.job, _name(record.rank, version), data)
         self._take(path, record)
         self.prune(decision, outcome)
 

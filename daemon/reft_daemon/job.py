@@ -19,7 +19,7 @@ from reft.core.capsules import DIGESTS_MAX, Deposits
 from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome, Round
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
+from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, NoRoom, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header
@@ -362,7 +362,7 @@ class HeldJob:
             self._settle_capsules(self.round)
         if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
             self.record.had_whole = True
-            self.save()
+            self._note()
         self._tell()
         self.on_change(self)
 
@@ -394,10 +394,9 @@ class HeldJob:
     def _trainer_ended(self, rank: int, lease: Lease) -> None:
         lease.watch = None
         self.ended_s = time.monotonic()
-        log.info(
-            "job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, "closed" if lease.closed else "died"
-        )
-        self.save()
+        how = "closed" if lease.closed else "died"
+        log.info("job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
+        self._note()
         self.on_change(self)
         task = asyncio.ensure_future(self.seal_landed(rank))
         task.add_done_callback(_log_failure)
@@ -458,14 +457,16 @@ class HeldJob:
         """Writes the record, so that a restarted daemon knows what this one knew."""
         del self.record.leases[:]
         for rank, lease in self.leases.items():
-            self.record.leases.add(
-                rank=rank,
-                pid=lease.process.pid,
-                pid_start=lease.process.start,
-                parent=lease.parent,
-                closed=lease.closed,
-            )
+            pid, start = lease.process.pid, lease.process.start
+            self.record.leases.add(rank=rank, pid=pid, pid_start=start, parent=lease.parent, closed=lease.closed)
         self.arena.write_record(self.record)
+
+    def _note(self) -> None:
+        """Saves what only a restarted daemon would miss: that it can't be written keeps this one from nothing."""
+        try:
+            self.save()
+        except NoRoom as error:
+            log.error("job=%s %s", self.id, error)
 
     def free(self) -> int:
         """Gives everything back; the number of bytes."""

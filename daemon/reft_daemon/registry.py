@@ -209,6 +209,7 @@ class Registry:
                 if not job.is_live and now - job.ended_s > self._ttl_s.of(job):
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
             self._notice_removed_files()
+            self.arena.reserve.refill()
             self._agents = {agent for agent in self._agents if agent.is_alive}
             if self.jobs or self._agents or not self.signalling.is_idle:
                 self.idle_since_s = now

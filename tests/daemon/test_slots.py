@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -378,6 +379,53 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def fill(folder: Path) -> list[Path]:
+    """What others leave in /dev/shm: files that take all the room there is."""
+    path = folder / f"theirs-{len(list(folder.glob('theirs-*')))}"
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return list(folder.glob("theirs-*"))
+
+
+def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
+    """Others also take what the daemon had kept for its records, each time that it gives some of it."""
+    for _ in range(30):
+        theirs = fill(daemon.folder)
+        try:
+            job.decide(job.version(1, 1))
+        except grpc.RpcError as error:
+            assert error.code() is Code.RESOURCE_EXHAUSTED and "make room in" in error.details()
+            return theirs
+    raise AssertionError("there is room without end")
+
+
+def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
+    job = Job([(cramped, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    fill(cramped.folder)
+    trainer.kill()
+    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
+    job.decide(job.version(1))  # the next attach: its record takes room that was kept
+    theirs = fill_to_the_last(job, cramped)
+    assert not list((cramped.folder / "job").glob("*.new"))
+    for path in theirs:
+        path.unlink()
+    job.decide(job.version(1, 1))
+    cramped.kill()
+    cramped.start()
+    assert cramped.status("job").epoch == job.epoch
+
+
+def test_what_can_not_be_written_down_is_sealed_all_the_same(cramped, trainer):
+    job = Job([(cramped, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)
+    trainer.kill()
+    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
+    assert "job=job" in cramped.log.read_text().rpartition("make room in")[0].splitlines()[-1]
 
 
 # The end
