@@ -16,13 +16,14 @@ TCPStore, which the agent of rank 0 makes for every round.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
 import secrets
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -51,11 +52,18 @@ class Etcd:
     Args:
         members: host:port of each; the first that answers is used until it does not.
         timeout_s: how long a call may take, all members and repetitions included.
-        tls: None means plain text.
+        tls: reads the certificates, which may be replaced while the job runs: whenever a call has failed, they are read
+            again. None, or what returns None, means plain text.
+
+    Raises:
+        ConfigError: the certificates can't be read.
     """
 
-    def __init__(self, members: Sequence[str], timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._members, self._timeout_s, self._tls = list(members), timeout_s, tls
+    def __init__(
+        self, members: Sequence[str], timeout_s: float, tls: Callable[[], ssl.SSLContext | None] | None = None
+    ) -> None:
+        self._members, self._timeout_s, self._read_tls = list(members), timeout_s, tls or (lambda: None)
+        self._tls = self._read_tls()
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to POST /v3/`path`.
@@ -75,6 +83,8 @@ class Etcd:
                         f"the last said {error!r}."
                     ) from error
             self._members.append(self._members.pop(0))
+            with contextlib.suppress(ConfigError):  # they are just being replaced
+                self._tls = self._read_tls()
             time.sleep(PAUSE_S)
 
     def _ask(self, member: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,7 +275,7 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[EtcdB
             f"--rdzv-endpoint={parameters.endpoint} names no members of etcd.", "etcd://HOST:2379,HOST:2379"
         )
     timeout_s = number(parameters, "read_timeout")
-    keys = Keys(Etcd(members, timeout_s, _tls(parameters)), rendezvous_id, number(parameters, "etcd_ttl"))
+    keys = Keys(Etcd(members, timeout_s, lambda: _tls(parameters)), rendezvous_id, number(parameters, "etcd_ttl"))
     _refused(keys.get, "state")  # an error now is better than one in the first round
     return EtcdBackend(keys), EtcdStore(keys, timedelta(seconds=timeout_s))
 

@@ -1,0 +1,87 @@
+"""Certificates for etcd, which are replaced while a job runs; a server that speaks like etcd's gateway asks for them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+
+from reft.elastic.etcd import connect
+from reft.errors import ConfigError
+from tests.support.certificates import Certificates, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+class Gateway(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.dumps({"header": {"revision": "1"}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def served(certificates: Certificates, authority: str, port: int = 0) -> Iterator[int]:
+    """Its port; who is not signed by the authority is not let in."""
+    cert, key, ca = certificates.flags(authority)[1::2]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    context.load_verify_locations(ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Gateway)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def parameters(certificates: Certificates, port: int, timeout_s: int) -> RendezvousParameters:
+    cert, key, ca = certificates.flags("ours")[1::2]
+    files = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
+    return RendezvousParameters("reft", f"etcd://127.0.0.1:{port}", "none", 1, 1, read_timeout=timeout_s, **files)
+
+
+def test_new_certificates_are_taken_when_the_old_ones_are_refused(tmp_path):
+    certificates = Certificates(tmp_path)
+    with served(certificates, "ours") as port:
+        backend, _ = connect(parameters(certificates, port, 20), "job")
+        assert backend.get_state() is None
+    with served(certificates, "new", port):
+        replaced = threading.Timer(0.5, certificates.replace, ["ours", "new"])
+        replaced.start()  # first the calls fail
+        assert backend.get_state() is None
+        replaced.join()
+
+
+def test_who_has_the_wrong_ones_is_told_after_the_time_that_a_call_has(tmp_path):
+    certificates = Certificates(tmp_path)
+    with (
+        served(certificates, "theirs") as port,
+        pytest.raises(RendezvousConnectionError, match=f"127.0.0.1:{port}.*SSL"),
+    ):
+        connect(parameters(certificates, port, 1), "job")
+
+
+def test_files_that_can_not_be_read_are_refused(tmp_path):
+    certificates = Certificates(tmp_path)
+    given = parameters(certificates, 1, 1)
+    (tmp_path / "ours-node.key").write_text("no key")
+    with pytest.raises(ConfigError, match="can't be read"):
+        connect(given, "job")
