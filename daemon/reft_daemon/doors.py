@@ -83,7 +83,7 @@ class Doors:
         failed = ""
         while True:
             await asyncio.sleep(LOOK_S)
-            if all(path.exists() for path in (self._path, self.handout_path, self.line_path)):
+            if await asyncio.to_thread(self._are_there):  # a file system that hangs must not silence the daemon
                 continue
             try:
                 await self.close(None)
@@ -96,6 +96,9 @@ class Doors:
                 if str(error) != failed:
                     log.error("somebody has removed the sockets at %s, and they can't be made: %s", self._path, error)
                 failed = str(error)
+
+    def _are_there(self) -> bool:
+        return all(path.exists() for path in (self._path, self.handout_path, self.line_path))
 
     async def close(self, grace_s: float | None) -> None:
         """Listens no more; calls that are under way have so long to end."""
