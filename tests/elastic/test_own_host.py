@@ -80,3 +80,12 @@ def test_the_flags_of_a_daemon_that_an_agent_starts(monkeypatch, host, environme
 def test_the_address_towards_a_host():
     assert node._address_towards("127.0.0.1") == "127.0.0.1"
     assert node._address_towards("no such host") == ""
+
+
+def test_certificates_that_can_not_be_read_are_said_and_stop_nothing(monkeypatch, capfd, tmp_path):
+    assert node.tls() is None
+    for name in ("CERT", "KEY", "CA"):
+        monkeypatch.setenv(f"REFT_TLS_{name}", str(tmp_path / name))
+    assert node.tls() is None
+    said = capfd.readouterr().err
+    assert "do not hear this agent" in said and str(tmp_path / "CERT") in said
