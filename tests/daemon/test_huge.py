@@ -11,7 +11,7 @@ import pytest
 
 from reft.client.mapping import MappedSlot
 from reft.wire.mapped import huge_bytes, map_file
-from reft.wire.slot_format import Geometry
+from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon import huge
 from reft_daemon.arena import Arena
 from reft_daemon.huge import make_huge
@@ -91,6 +91,8 @@ def test_slots_lie_in_huge_pages_for_the_daemon_and_for_the_trainer(monkeypatch,
             monkeypatch.setattr("reft_daemon.memory.file_system_free", lambda folder: 0)
         (slot,) = arena.create("job", 0, ["rank-0.slot-0"], geometry, [])
         assert (slot.path is None) is is_memfd
+        assert in_huge_pages(slot.map.data) <= HUGE, "the daemon has its header mapped, and no more"
+        slot.map.data[::PAGE].max()  # now it has all of it mapped
         assert in_huge_pages(slot.map.data) >= 4 * HUGE
         mapped = MappedSlot.open(0, "slot", os.dup(slot.descriptor), slot.file_bytes, keeps=False)
         mapped.touch()
