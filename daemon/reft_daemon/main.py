@@ -135,11 +135,13 @@ async def serve(settings: Settings) -> None:
         settings.node, settings.domain, addresses, str(doors.handout_path), str(doors.line_path), settings.memory_bytes,
         settings.tls is not None, settings.idle_exit_s > 0, trusts_peers,
     )  # fmt: skip
-    health = health_service.aio.HealthServicer()
+    daemon, peer, health = DaemonService(registry, identity), PeerService(registry), health_service.aio.HealthServicer()
 
-    def services(server: grpc.aio.Server) -> None:
-        pb_grpc.add_DaemonServicer_to_server(DaemonService(registry, identity), server)
-        pb_grpc.add_PeerServicer_to_server(PeerService(registry), server)
+    def services(
+        server: grpc.aio.Server,
+    ) -> None:  # the same for all: one rebuild at a time, by whichever way it was asked
+        pb_grpc.add_DaemonServicer_to_server(daemon, server)
+        pb_grpc.add_PeerServicer_to_server(peer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
 
     services(far)
