@@ -184,7 +184,7 @@ class Arena:
                 if error.errno == errno.ENOSPC and self.reserve.give():
                     _replace(path, data)
                     return
-            free = memory.file_system_free(self.folder)
+            free = memory.file_system_free(self._lock)
             raise NoRoom(
                 f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
                 f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
@@ -330,7 +330,7 @@ class Arena:
         """Lets go of the folder; removes it if it holds no job any more."""
         self.pool.close()
         self.reserve.close()
-        if not any(path.is_dir() for path in self.folder.iterdir()):
+        if not any(path.is_dir() for path in self.folder.glob("*")):  # nor where somebody has removed it
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 

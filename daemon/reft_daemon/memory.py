@@ -91,8 +91,8 @@ def _reclaimable(group: Path) -> int:
     return max(cache - int(rows.get("shmem", rows.get("total_shmem", 0))), 0)
 
 
-def file_system_free(folder: Path) -> int:
-    """Bytes that may still be written below `folder`."""
+def file_system_free(folder: Path | int) -> int:
+    """Bytes that may still be written below `folder`, or where an open file lies."""
     stats = os.statvfs(folder)
     return stats.f_bavail * stats.f_frsize
 

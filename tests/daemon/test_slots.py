@@ -326,6 +326,21 @@ def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trai
     )
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
+    job = Job([(daemon, [0])])
+    if holds:
+        write(job.decide().slots(0, trainer.pid)[0], job.version(1))
+    shutil.rmtree(daemon.folder)
+    if holds:
+        until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+        trainer.kill()
+        job.decide(job.version(1))  # the next attach
+        assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
+    daemon.process.terminate()
+    assert daemon.process.wait(20) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
+
+
 # Memfds
 
 
