@@ -31,7 +31,6 @@ import importlib.util
 import json
 import os
 import random
-import socket
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +49,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import reft
 from bench import common
 from bench.common import Mapped, median, quantile
+from reft.cli.demo.cluster import free_port
 from reft.client import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
@@ -246,12 +246,6 @@ def role(options: argparse.Namespace) -> None:
         stage.session.close()
         dist.destroy_process_group()
     options.result.write_text(json.dumps(found))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from reft.cli.demo.cluster import free_port
 from tests.support import trainers
 from tests.support.sharded import BUILDERS, work
 
@@ -16,7 +17,7 @@ WORLD = 4
 def round_trips(shared_daemon, tmp_path_factory):
     """Every rank's findings, by family; all families in one start of the processes."""
     folder = tmp_path_factory.mktemp("sharded")
-    port = trainers.free_port()
+    port = free_port()
     processes = []
     for rank in range(WORLD):
         arguments = (rank, WORLD, port, shared_daemon.address, list(BUILDERS), str(folder))

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +33,25 @@ def start() -> Iterator[Callable[..., DaemonProcess]]:
     yield make
     for process in started:
         process.close()
+
+
+@pytest.fixture
+def cramped() -> Iterator[DaemonProcess]:
+    """A daemon whose folder has room for its records, and not for a slot."""
+    folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
+    if (
+        os.getuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "reft-test", folder], check=False).returncode
+    ):
+        folder.rmdir()
+        pytest.skip("mounting a small tmpfs needs root")
+    folder.chmod(0o700)
+    process = None
+    try:
+        process = DaemonProcess(folder=folder)
+        yield process
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        if process:
+            process.close()
+        shutil.rmtree(folder, ignore_errors=True)

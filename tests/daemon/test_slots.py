@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -309,61 +306,7 @@ def test_a_slot_that_was_cut_under_a_living_daemon_does_not_kill_it(daemon, trai
     assert daemon.answers()
 
 
-def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trainer):
-    """systemd's RemoveIPC, or a script that clears /dev/shm when a user's job has ended."""
-    job = Job([(daemon, [0])]).decide()
-    slots = job.slots(0, trainer.pid)
-    assert daemon.status("job").backing == "tmpfs"
-    for name in ("rank-0.slot-1", "record"):
-        (daemon.folder / "job" / name).unlink()
-    assert daemon.status("job").backing == "unlinked"
-    until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
-    write(slots[1], job.version(1), LANDED)
-    trainer.kill()
-    until(
-        lambda: job.headers()["rank-0.slot-1"] == (SEALED, 1),
-        what="the seal that the daemon makes for the dead trainer",
-    )
-
-
-@pytest.mark.parametrize("holds", [False, True])
-def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
-    job = Job([(daemon, [0])])
-    if holds:
-        write(job.decide().slots(0, trainer.pid)[0], job.version(1))
-    shutil.rmtree(daemon.folder)
-    if holds:
-        until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
-        trainer.kill()
-        job.decide(job.version(1))  # the next attach
-        assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
-    daemon.process.terminate()
-    assert daemon.process.wait(20) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
-
-
 # Memfds
-
-
-@pytest.fixture
-def cramped() -> Iterator[DaemonProcess]:
-    """A daemon whose folder has room for its records, and not for a slot."""
-    folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
-    if (
-        os.getuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "reft-test", folder], check=False).returncode
-    ):
-        folder.rmdir()
-        pytest.skip("mounting a small tmpfs needs root")
-    folder.chmod(0o700)
-    process = None
-    try:
-        process = DaemonProcess(folder=folder)
-        yield process
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-        if process:
-            process.close()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_memfds_where_the_folder_has_no_room(cramped, trainer):
@@ -394,53 +337,6 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def fill(folder: Path) -> list[Path]:
-    """What others leave in /dev/shm: files that take all the room there is."""
-    path = folder / f"theirs-{len(list(folder.glob('theirs-*')))}"
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    return list(folder.glob("theirs-*"))
-
-
-def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
-    """Others also take what the daemon had kept for its records, each time that it gives some of it."""
-    for _ in range(30):
-        theirs = fill(daemon.folder)
-        try:
-            job.decide(job.version(1, 1))
-        except grpc.RpcError as error:
-            assert error.code() is Code.RESOURCE_EXHAUSTED and "make room in" in error.details()
-            return theirs
-    raise AssertionError("there is room without end")
-
-
-def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
-    job = Job([(cramped, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
-    fill(cramped.folder)
-    trainer.kill()
-    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
-    job.decide(job.version(1))  # the next attach: its record takes room that was kept
-    theirs = fill_to_the_last(job, cramped)
-    assert not list((cramped.folder / "job").glob("*.new"))
-    for path in theirs:
-        path.unlink()
-    job.decide(job.version(1, 1))
-    cramped.kill()
-    cramped.start()
-    assert cramped.status("job").epoch == job.epoch
-
-
-def test_what_can_not_be_written_down_is_sealed_all_the_same(cramped, trainer):
-    job = Job([(cramped, [0])]).decide()
-    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
-    fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)
-    trainer.kill()
-    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
-    assert "job=job" in cramped.log.read_text().rpartition("make room in")[0].splitlines()[-1]
 
 
 # The end

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reft.cli.demo.cluster import free_port
 from reft.elastic import store_host
 from reft.wire.tls import Tls
 from reft_daemon.main import main as daemon_command
 from tests.support.certificates import why_not
 from tests.support.daemons import ROOT, until
-from tests.support.trainers import free_port
 
 DEPLOY = ROOT / "examples" / "deploy"
 BIN = Path(sys.executable).parent

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from reft.cli.demo.cluster import free_port
 from tests.support.daemons import purge_and_stop
-from tests.support.trainers import free_port
 
 SCRIPT = """
 import os, signal, sys, torch, torch.distributed as dist

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from reft.cli.demo.cluster import free_port
 from tests.support.daemons import until
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -46,13 +46,6 @@ class Spec:
     out: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Trainers:

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from reft.cli.demo.cluster import free_port
 from tests.support.daemons import ROOT, DaemonProcess, until, vanish
-from tests.support.trainers import free_port
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 

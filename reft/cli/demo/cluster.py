@@ -14,7 +14,9 @@ and pid, and agents are started in order. Leaving the block ends every process a
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -39,6 +41,7 @@ ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 10 MiB
 DAEMON_START_S = 30.0
 STATUS_S = 1.0
 POLL_S = 0.05
+PORTS_FROM = 15_000  # below them lie those of well-known services
 # What a launcher around us may have set, and what would change reft's behaviour: neither may reach the pretend nodes.
 FOREIGN = ("REFT_", "TORCHELASTIC_", "SLURM_", "MASTER_", "GROUP_", "LOCAL_", "ROLE_", "PET_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE")
@@ -305,7 +308,11 @@ def slots_folder(need_bytes: int, otherwise: Path) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now. Somebody may take it before torchrun does; then the agents fail, and say so."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, and that the kernel gives nobody who asks for any: until somebody listens, it stays free."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(100):
+        port = PORTS_FROM + secrets.randbelow(first - PORTS_FROM) if first > 2 * PORTS_FROM else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):  # taken
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise DemoError(f"of 100 ports between {PORTS_FROM} and {first} none is free.")
