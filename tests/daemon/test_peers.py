@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import grpc
 import pytest
 
+from reft.cli.demo.cluster import free_port
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -27,9 +26,7 @@ async def inventory(peers: Peers, node: pb.Node, anew: bool) -> str:
 
 async def test_that_a_host_could_not_be_reached_a_moment_ago_is_no_answer():
     """A node comes back while its connection pauses between two tries: whoever plans a restore must hear of it."""
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{reserved.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     node, peers = pb.Node(name="n", addresses=[address]), Peers(None, [])
     for _ in range(TRIES):
         for channel, _ in peers._channels.values():
