@@ -98,7 +98,8 @@ class Doors:
                 failed = str(error)
 
     def _are_there(self) -> bool:
-        return all(path.exists() for path in (self._path, self.handout_path, self.line_path))
+        # os.path, not Path: that raises where a folder can't be looked into, and this must never end the daemon.
+        return all(map(os.path.exists, (self._path, self.handout_path, self.line_path)))
 
     async def close(self, grace_s: float | None) -> None:
         """Listens no more; calls that are under way have so long to end."""

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Makes an authority, once, and a certificate for each host: certificates.sh FOLDER HOST [HOST ...]
-# HOST is what daemons are told to listen on: a name or a number. Where there is an authority of your own, use that instead.
+# Makes an authority, once, and a certificate for each host: certificates.sh FOLDER HOST[,HOST...] [HOST ...]
+# HOST is what daemons are told to listen on: a name or a number; those with commas between them share a certificate, which is
+# called after the first. Where there is an authority of your own, use that instead.
 set -euo pipefail
 umask 077
 folder=$1
@@ -11,11 +12,16 @@ new_key=(-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes)
 if [[ ! -e ca.key ]]; then
     openssl req -x509 "${new_key[@]}" -keyout ca.key -out ca.pem -days 3650 -subj "/CN=reft $(date +%F)"
 fi
-for host in "$@"; do
-    kind=DNS
-    [[ $host =~ ^[0-9.]+$|: ]] && kind=IP
+for hosts in "$@"; do
+    host=${hosts%%,*}
+    names=()
+    for name in ${hosts//,/ }; do
+        kind=DNS
+        [[ $name =~ ^[0-9.]+$|: ]] && kind=IP
+        names+=("$kind:$name")
+    done
     openssl req "${new_key[@]}" -keyout "$host.key" -out "$host.csr" -subj "/CN=$host"
     openssl x509 -req -in "$host.csr" -CA ca.pem -CAkey ca.key -CAcreateserial -days 365 -out "$host.pem" \
-        -extfile <(echo "subjectAltName=$kind:$host")
+        -extfile <(IFS=,; echo "subjectAltName=${names[*]}")
     rm "$host.csr"
 done

@@ -5,7 +5,7 @@
                       └► fits: use it; else lease larger slots beside training, void(step) until they are there
     fence():     before anything writes the state again
 
-Any failure in here is a snapshot that was not taken: counted, reported, logged when it changes, never raised.
+Any failure in here is a snapshot that was not taken: counted, reported, logged as `core.complaints` says, never raised.
 """
 
 from __future__ import annotations

@@ -88,13 +88,16 @@ def certificates(tmp_path) -> Path:
     if why_not():
         pytest.skip(why_not())
     folder = tmp_path / "certificates"
-    for hosts in (["127.0.0.1"], ["node2.example", "127.0.0.3"]):  # the second call adds to the first
+    for hosts in (["127.0.0.1"], ["node2.example,127.0.0.3"]):  # the second call adds to the first
         subprocess.run([DEPLOY / "certificates.sh", folder, *hosts], check=True, capture_output=True)
     return folder
 
 
 def test_certificates_of_one_authority_for_each_host(certificates):
-    for host, said in (("127.0.0.1", "IP Address:127.0.0.1"), ("node2.example", "DNS:node2.example")):
+    for host, said in (
+        ("127.0.0.1", "IP Address:127.0.0.1"),
+        ("node2.example", "DNS:node2.example, IP Address:127.0.0.3"),
+    ):
         Tls(certificates / f"{host}.pem", certificates / f"{host}.key", certificates / "ca.pem")
         command = ["openssl", "x509", "-in", certificates / f"{host}.pem", "-noout", "-ext", "subjectAltName"]
         assert said in subprocess.run(command, check=True, capture_output=True, text=True).stdout
