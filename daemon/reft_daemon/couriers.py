@@ -1,7 +1,7 @@
 """What carries the round between daemons: one courier for each neighbour of a job in the tree, and for each holder.
 
-A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: all that is
-undecided to the parent, the outcome to a child, to a holder the capsules of all ranks of this node that it lacks. So a
+A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: what the subtree
+says to the parent, the outcome to a child, to a holder the capsules of all ranks of this node that it lacks. So a
 slow or dead neighbour costs one message, however long it lasts; it is tried again every RETRY_S until what it should
 know is no longer news.
 """
@@ -222,10 +222,10 @@ class Couriers:
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
-        answers = messages.answers_to(job.round.undecided(), job.round.digests())
-        if answers:
+        if job.round.has_news:
             request = pb.GatherRequest(
-                job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index, answers=answers,
+                job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index,
+                said=messages.said_to(job.round.said(), job.round.digests()),
                 unlike=job.round.outcome.unlike, wish=job.round.wish,
             )  # fmt: skip
             job.hear_outcome(messages.outcome_from(await self._call(node, "Gather", request)))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reft.core.capsules import DIGESTS_MAX, Deposits
-from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome, Round
+from reft.core.round import NO_DIGESTS, Digests, Outcome, Round, Said
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, NoRoom, StaleEpoch
@@ -279,7 +279,7 @@ class HeldJob:
             )
 
     def report(self, request: pb.ReportRequest) -> None:
-        """A rank's answers.
+        """What a rank says.
 
         Raises:
             StaleEpoch: the rank belongs to an older attach.
@@ -289,20 +289,20 @@ class HeldJob:
         lease = self.leases.get(request.rank)
         if lease is None or self.round is None:
             raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
-        answers = messages.answers_from(request.answers)
+        said = messages.said_from(request.said)
         lease.trouble = request.trouble
         self.round.hear_wish(request.rank, request.wish)
-        lease.step = max([lease.step, *answers])
-        if Answer.SEALED in answers.values():
+        lease.step = max(lease.step, said.until)
+        if said.sealed:
             self.sealed_s[request.rank] = time.monotonic()
-        self._answer_for(request.rank, answers, messages.digests_from(request.answers))
+        self._answer_for(request.rank, said, messages.digests_from(request.said))
 
     def hear_node(self, request: pb.GatherRequest) -> Outcome:
-        """A child's answers, in the round; what is decided already."""
+        """What a child says, in the round; what is decided already."""
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
-        answers, digests = messages.answers_from(request.answers), messages.digests_from(request.answers)
-        if self.round.hear_node(request.node_index, answers, digests, request.unlike, request.wish):
+        said, digests = messages.said_from(request.said), messages.digests_from(request.said)
+        if self.round.hear_node(request.node_index, said, digests, request.unlike, request.wish):
             self._changed()
         return self.round.outcome
 
@@ -311,11 +311,11 @@ class HeldJob:
         if self.round is not None and self.round.hear_outcome(outcome):
             self._changed()
 
-    def _answer_for(self, rank: int, answers: dict[int, Answer], digests: Digests = NO_DIGESTS) -> None:
+    def _answer_for(self, rank: int, said: Said, digests: Digests = NO_DIGESTS) -> None:
         """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
-        if self.round is None or not answers or rank not in self.round.ranks:
+        if self.round is None or rank not in self.round.ranks:
             return
-        due = self.custody.deposits.hear_rank(rank, answers, digests)
+        due = self.custody.deposits.hear_rank(rank, said, digests)
         if self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)):
             self._changed()
         else:
@@ -417,8 +417,8 @@ class HeldJob:
                 log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
         self._answer_for(rank, self._sealed_steps(rank))
 
-    def _sealed_steps(self, rank: int) -> dict[int, Answer]:
-        return {v.step: Answer.SEALED for v in self.sealed_versions(rank) if v.epoch == self.epoch}
+    def _sealed_steps(self, rank: int) -> Said:
+        return Said(sealed=frozenset(v.step for v in self.sealed_versions(rank) if v.epoch == self.epoch))
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""

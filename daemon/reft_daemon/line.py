@@ -97,7 +97,7 @@ class _Caller(asyncio.Protocol):
     def _hear(self, request: pb.ReportRequest) -> None:
         self._request = request
         wait_s = min(request.wait_ms / 1000, WAIT_MAX_S)
-        newest = max((answer.step for answer in request.answers), default=-1)
+        newest = request.said.until if request.said.HasField("until") else -1
         self._owed.append(_Owed(newest, asyncio.get_running_loop().time() + wait_s))
         try:
             job = self._registry.get(request.job)
@@ -155,6 +155,6 @@ class _Caller(asyncio.Protocol):
 def _reply(job: HeldJob, rank: int, outcome: Outcome, calls: int) -> pb.ReportReply:
     has_slots = any(slot.rank == rank for slot in job.slots.values())
     return pb.ReportReply(
-        whole=outcome.whole, voids=outcome.voids, unlike=outcome.unlike, slots_missing=not has_slots,
-        every=outcome.pace.every, pace_start=outcome.pace.start, calls=calls,
+        whole=outcome.whole, until=outcome.until, open=outcome.open, unlike=outcome.unlike,
+        slots_missing=not has_slots, every=outcome.pace.every, pace_start=outcome.pace.start, calls=calls,
     )  # fmt: skip

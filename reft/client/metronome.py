@@ -1,9 +1,12 @@
 """Which steps the session snapshots, and what that costs: measured from mark to mark, told to the round, heard from it.
 
+    due by its number (core/frequency.py)? ─► in turn while the round lags (core/spacing.py)? ─► taken
+                                                        └► no: void at the fence, unless a `seal` takes it before
+
     mark ── take: capsule, staging ── forward, backward ── fence: waits? ── optimizer ── mark
      └──────── mark_s ───────┘                            └─ stall_s ─┘
 
-Only with every="auto" anything is measured or agreed; else each n-th step is taken, as asked for.
+Only with every="auto" anything is measured or agreed; else each n-th step is due, as asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from reft.client.snapshots import Snapshots
 from reft.core.course import Course
 from reft.core.frequency import Cadence, Controls, Frequency, Overhead
+from reft.core.spacing import spacing
 
 log = logging.getLogger("reft")
 
@@ -35,6 +39,8 @@ class Metronome:
     _marked_s: float = 0.0
     _held_s: float = 0.0
     _has_snapshot: bool = False
+    _first: int | None = None  # the first step that these snapshots were asked for
+    _left_out: tuple[int, str] | None = None  # a due step that was not in turn, and why
 
     def mark(self, snapshots: Snapshots) -> None:
         """At each mark, after the fence and before the next snapshot.
@@ -43,7 +49,7 @@ class Metronome:
             snapshots: those of another epoch after a review: then all ranks begin to measure and to agree anew.
         """
         if snapshots is not self.snapshots:
-            self.snapshots, self._marked_s = snapshots, 0.0
+            self.snapshots, self._marked_s, self._first = snapshots, 0.0, None
             self.cadence = Cadence(self.cadence.first, self.cadence.adapts)
         if not self.cadence.adapts:
             return
@@ -57,7 +63,7 @@ class Metronome:
         self.snapshots.reporter.wish = self.frequency.wish()
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is to be taken: the same on all ranks."""
+        """Whether `step` is to be taken now."""
         pace = self.snapshots.reporter.pace
         before = self.cadence.every(pace.start)
         if self.cadence.hear(pace) and pace.every != before:
@@ -66,10 +72,31 @@ class Metronome:
                 "step takes %.1f ms, and the budget is %.2f %%.", self.snapshots.rank, pace.start, pace.every,
                 1000 * self.frequency.stall_s, 1000 * self.frequency.step_s.mean, 100 * self.frequency.budget,
             )  # fmt: skip
-        return self.cadence.due(step)
+        if not self.cadence.due(step):
+            return False
+        each = self._spacing(step)
+        if step // self.every(step) % each == 0:
+            return True
+        lags = f"the round lags behind training: until it follows, only each {each}. step that is due is taken."
+        self._left_out = step, lags
+        return False
+
+    def _spacing(self, step: int) -> int:
+        every, reporter = self.every(step), self.snapshots.reporter
+        self._first = step if self._first is None else self._first
+        whole = max(self.snapshots.newest_known_whole(), self._first - every)
+        in_vain = None if reporter.in_vain is None else (step - reporter.in_vain) // every
+        return spacing(step // every - whole // every, in_vain, len(self.snapshots.slots))
+
+    def fence(self) -> None:
+        """At the end of each window: a step that was left out is not taken any more, and the others must know."""
+        if self._left_out is not None:
+            self.snapshots.void(*self._left_out)
+            self._left_out = None
 
     def take(self, step: int, is_marked: bool, course: Course | None) -> bool:
         """See `Snapshots.take`."""
+        self._left_out = None
         self._has_snapshot = self.snapshots.take(step, is_marked, course)
         return self._has_snapshot
 

@@ -1,6 +1,6 @@
 """Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
 
-Each report carries every answer whose outcome is not known yet, so what was lost with a daemon is repaired by the next. At
+Each report says all of what is undecided (`reft.core.round.Said`), so what was lost with a daemon is repaired by the next. At
 most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has waited
 long enough. A thread hears the replies; whoever reports makes the connection anew after it has ended.
 """
@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from reft.core.frequency import Pace
-from reft.core.round import Answer, Outcome, crowded_out
+from reft.core.round import Answer, Outcome, Said
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
@@ -56,8 +55,8 @@ class Reporter:
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
         self._line: Line | None = None
-        self._answers: dict[int, Answer] = {}
-        self._digests: dict[int, Mapping[int, int]] = {}
+        self._until = -1  # the newest step that was answered
+        self._sealed: dict[int, Mapping[int, int]] = {}  # undecided step → cell → digest
         self._under_way = 0
         self._held_back = False  # whether there is something to say for which the next reply is waited
         self._heard_s = 0.0  # the last reply, or the first report after it
@@ -66,6 +65,9 @@ class Reporter:
         self.error: ReftError | None = None  # why the last report was not heard
         self.slots_missing = False
         self.wish = 0  # how often to snapshot, see `reft.core.frequency`; travels with the answers
+        self.in_vain: int | None = (
+            None  # the newest step when it was last heard that one sealed here never becomes whole
+        )
 
     @property
     def pace(self) -> Pace:
@@ -77,25 +79,27 @@ class Reporter:
         """Whether a newer attach has taken the job: this process must not write any more."""
         return isinstance(self.error, StaleEpoch)
 
-    def knowledge(self) -> tuple[Version | None, frozenset[Version]]:
-        """The newest version known to be whole in this epoch, and those known to be void."""
-        with self._changed:
-            outcome = self._outcome
-        whole = Version(self._epoch, outcome.whole) if outcome.whole >= 0 else None
-        return whole, frozenset(Version(self._epoch, step) for step in outcome.voids)
+    @property
+    def whole(self) -> Version | None:
+        """The newest version known to be whole in this epoch."""
+        step = self._outcome.whole
+        return Version(self._epoch, step) if step >= 0 else None
+
+    def voids(self, version: Version) -> bool:
+        """Whether a version is known never to become whole."""
+        return version.epoch == self._epoch and self._outcome.voids(version.step)
 
     def answer(self, step: int, answer: Answer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
-        """Reports a step; returns at once.
+        """Reports a step; returns at once. Steps come in their order: what is said of one that is passed changes nothing.
 
         Args:
             trouble: why the snapshot failed; empty if it did not.
             digests: cell → digest of what this rank has in it, with a sealed step.
         """
         with self._changed:
-            if step not in self._answers:
-                self._answers[step], self._digests[step] = answer, digests
-            for old in crowded_out(self._answers):
-                self._forget(old)
+            if answer is Answer.SEALED and step > self._until:
+                self._sealed[step] = digests
+            self._until = max(self._until, step)
             self._trouble = trouble
         self._send()
 
@@ -109,7 +113,7 @@ class Reporter:
                 return
             request = pb.ReportRequest(
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
-                answers=messages.answers_to(self._answers, self._digests),
+                said=messages.said_to(Said(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
             )  # fmt: skip
             try:
@@ -166,15 +170,11 @@ class Reporter:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
         self.slots_missing = reply.slots_missing
-        heard = messages.outcome_from(reply)
-        if heard.whole >= self._outcome.whole:
-            self._outcome = replace(heard, pace=max(heard.pace, self._outcome.pace))
-        for step in [step for step in self._answers if self._outcome.decides(step)]:
-            self._forget(step)
-
-    def _forget(self, step: int) -> None:
-        del self._answers[step]
-        del self._digests[step]
+        self._outcome = self._outcome.then(messages.outcome_from(reply))
+        for step in [step for step in self._sealed if self._outcome.decides(step)]:
+            if self._outcome.voids(step):
+                self.in_vain = self._until
+            del self._sealed[step]
 
     @property
     def unlike(self) -> frozenset[int]:

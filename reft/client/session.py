@@ -183,6 +183,8 @@ class Session:
     def _close_window(self) -> None:
         if self._rhythm is not None:
             self._rhythm.fence()
+        if self._metronome is not None:
+            self._metronome.fence()
         if self._window_open and self._snapshots is not None:
             self._window_open = False
             self._snapshots.fence()

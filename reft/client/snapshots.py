@@ -123,7 +123,7 @@ class Snapshots:
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
         self.counts.mark_s += time.perf_counter() - began
         if reason:
-            self._void(step, reason)
+            self.void(step, reason)
         return not reason
 
     def expect(self, leaves: Sequence[Leaf]) -> None:
@@ -188,9 +188,9 @@ class Snapshots:
         return slot
 
     def _free_slot(self) -> MappedSlot | None:
-        whole, voids = self.reporter.knowledge()
         views = [slot.view() for slot in self.slots if slot.index not in self._under_way]
-        chosen = choose(views, whole or self.base, voids)
+        voids = [view.version for view in views if view.version is not None and self.reporter.voids(view.version)]
+        chosen = choose(views, self.reporter.whole or self.base, voids)
         return None if chosen is None else self.slots[chosen.index]
 
     def _job(self, step: int, held: Held, tree: Mapping[str, Any], course: Course | None) -> CopyJob:
@@ -241,7 +241,7 @@ class Snapshots:
 
         def failed(error: Exception) -> None:
             self._under_way.difference_update(slot.index for slot in opened)
-            self._void(step, str(error))
+            self.void(step, str(error))
 
         return CopyJob(
             open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
@@ -265,7 +265,8 @@ class Snapshots:
     def _facts(self, step: int) -> dict[str, int]:
         return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}
 
-    def _void(self, step: int, reason: str) -> None:
+    def void(self, step: int, reason: str) -> None:
+        """Says that this rank has no snapshot of `step`, and why."""
         self.counts.skipped += 1
         self._settle(reason)
         self.copier.submit(lambda: self.reporter.answer(step, Answer.VOID, reason))
@@ -321,8 +322,7 @@ class Snapshots:
 
     def newest_known_whole(self) -> int:
         """The newest step known to be whole, in this epoch or as its base; -1 if none."""
-        whole, _ = self.reporter.knowledge()
-        known = whole or self.base
+        known = self.reporter.whole or self.base
         return known.step if known else -1
 
     @cached_property

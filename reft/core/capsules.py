@@ -2,6 +2,7 @@
 
     rank 3 ─ sealed(s) ─► owed to ──Keep──► node 5 ─ack─┐
                           each holder ─────► node 9 ─ack─┴─ all? ─► sealed(s) ─► the node's Round
+           └ until then: pending(s) ─────────────────────────────► pending(s) ► the node's Round
     rank 3 ─ void(s) ────────────────────────────────────────────► void(s) ───► the node's Round
 
 Invariants
@@ -23,10 +24,10 @@ One `Deposits` belongs to one epoch of one node, as the `Round` beside it does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from reft.core.recovery import Decision, counts
-from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Answer, Digests, Outcome, crowded_out
+from reft.core.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, Said
 from reft.core.version import Version
 
 DIGESTS_MAX = 8 << 20  # bytes that travel with one capsule: digests of a million chunks
@@ -42,30 +43,25 @@ class Deposits:
 
     holders: tuple[int, ...]
     _outcome: Outcome = field(default_factory=Outcome)
-    # rank → step → holders that have not acknowledged it; none missing: the answer counts
+    _said: dict[int, Said] = field(default_factory=dict)
+    # rank → sealed step → holders that have not acknowledged it; none missing: the answer counts
     _missing: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     _digests: dict[int, dict[int, Mapping[int, int]]] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS) -> dict[int, Answer]:
-        """Takes a local rank's answers; returns those that count already. The first answer for a step holds.
+    def hear_rank(self, rank: int, said: Said, digests: Digests = NO_DIGESTS) -> Said:
+        """Takes what a local rank says; returns what of it counts already: the rest is pending.
 
         Args:
             digests: what the rank says of its cells, for the round; see `digests_of`.
         """
-        steps = self._missing.setdefault(rank, {})
-        due = {}
-        for step, answer in answers.items():
-            if self._outcome.decides(step):
-                continue
-            if step not in steps and step in digests:
-                self._digests.setdefault(rank, {})[step] = digests[step]
-            missing = steps.setdefault(step, set() if answer is Answer.VOID else set(self.holders))
-            if not missing:
-                due[step] = answer
-        said = {step: Answer.SEALED if missing else Answer.VOID for step, missing in steps.items()}
-        for step in crowded_out(said | {step: answers[step] for step in steps if step in answers}):
-            self.forget(rank, step)
-        return due
+        self._said[rank] = self._said.get(rank, NOTHING).then(said).without(self._outcome)
+        missing, kept = self._missing.setdefault(rank, {}), self._digests.setdefault(rank, {})
+        for step in self._said[rank].sealed & said.sealed:
+            if step not in missing:
+                missing[step] = set(self.holders)
+                kept[step] = digests.get(step, {})
+        self._let_go(rank)
+        return self._due(rank)
 
     def digests_of(self, rank: int) -> Digests:
         """What came with the rank's answers: it enters the round with them, however late they count."""
@@ -77,28 +73,38 @@ class Deposits:
         owed = [(rank, step) for rank, step in pairs if holder in self._missing[rank][step]]
         return sorted(owed, key=lambda pair: (pair[1], pair[0]))
 
-    def acknowledge(self, holder: int, kept: Iterable[tuple[int, int]]) -> dict[int, dict[int, Answer]]:
-        """Takes what `holder` keeps now, as (rank, step); returns the answers that count from now on, by rank."""
-        due: dict[int, dict[int, Answer]] = {}
+    def acknowledge(self, holder: int, kept: Iterable[tuple[int, int]]) -> dict[int, Said]:
+        """Takes what `holder` keeps now, as (rank, step); returns what counts from now on, by rank."""
+        due = {}
         for rank, step in kept:
             missing = self._missing.get(rank, {}).get(step)
             if missing and holder in missing:
                 missing.remove(holder)
                 if not missing:
-                    due.setdefault(rank, {})[step] = Answer.SEALED
+                    due[rank] = self._due(rank)
         return due
 
     def forget(self, rank: int, step: int) -> None:
-        """The rank's slots do not hold this step any more: nothing can be sent, and the answer never counts."""
+        """The rank's slots do not hold this step any more: nothing can be sent, and it stays pending."""
         self._missing.get(rank, {}).pop(step, None)
         self._digests.get(rank, {}).pop(step, None)
 
     def settle(self, outcome: Outcome) -> None:
         """Takes what the round decided."""
         self._outcome = outcome
-        for rank, steps in self._missing.items():
-            for step in [step for step in steps if outcome.decides(step)]:
-                self.forget(rank, step)
+        for rank, said in self._said.items():
+            self._said[rank] = said.without(outcome)
+            self._let_go(rank)
+
+    def _due(self, rank: int) -> Said:
+        said, missing = self._said[rank], self._missing[rank]
+        counting = frozenset(step for step in said.sealed if missing.get(step) == set())
+        return replace(said, sealed=counting, pending=said.pending | said.sealed - counting)
+
+    def _let_go(self, rank: int) -> None:
+        """Of what the rank has not sealed, or what is decided, nothing is kept."""
+        for step in self._missing[rank].keys() - self._said[rank].sealed:
+            self.forget(rank, step)
 
 
 def surplus(kept: Collection[Version], decision: Decision, outcome: Outcome) -> set[Version]:
@@ -117,7 +123,7 @@ def surplus(kept: Collection[Version], decision: Decision, outcome: Outcome) -> 
         if is_over or not counts(version, decision):
             dropped.add(version)
         elif version.epoch == decision.epoch and version != newest_whole:
-            if version.step in outcome.voids:
+            if outcome.voids(version.step):
                 dropped.add(version)
             else:
                 undecided.append(version)

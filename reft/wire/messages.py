@@ -10,14 +10,14 @@ from reft.core.frequency import Pace
 from reft.core.layout import Layout, Leaf
 from reft.core.progress import Stall
 from reft.core.recovery import Copy, Decision, Held
-from reft.core.round import NO_DIGESTS, Answer, Digests, Outcome
+from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, Said
 from reft.core.signals import Agent, Sign, Signal
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 4  # daemons and clients of unlike numbers refuse each other
+PROTOCOL = 5  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest
@@ -60,46 +60,54 @@ def copy_from(node_id: str, header: pb.CopyHeader) -> Copy:
     return Copy(node_id, header.rank, version_from(header.version), header.kept_bytes)
 
 
-def answers_to(answers: Mapping[int, Answer], digests: Digests = NO_DIGESTS) -> list[pb.StepAnswer]:
-    return [
-        pb.StepAnswer(
-            step=step, answer=pb.Answer.Name(answer),
-            cells=[pb.CellDigest(cell=cell, digest=digest) for cell, digest in sorted(digests.get(step, {}).items())],
-        )
-        for step, answer in sorted(answers.items())
-    ]  # fmt: skip
+def said_to(said: Said, digests: Digests = NO_DIGESTS) -> pb.Said:
+    return pb.Said(
+        since=None if said.since < 0 else said.since,
+        until=None if said.until < 0 else said.until,
+        sealed=[pb.SealedStep(step=step, cells=_cells_to(digests.get(step, {}))) for step in sorted(said.sealed)],
+        pending=sorted(said.pending),
+    )
 
 
-def digests_from(messages: Iterable[pb.StepAnswer]) -> dict[int, dict[int, int]]:
+def _cells_to(digests: Mapping[int, int]) -> list[pb.CellDigest]:
+    return [pb.CellDigest(cell=cell, digest=digest) for cell, digest in sorted(digests.items())]
+
+
+def digests_from(message: pb.Said) -> dict[int, dict[int, int]]:
     """What ranks say that they have in their cells: step → cell → digest."""
-    return {message.step: {each.cell: each.digest for each in message.cells} for message in messages}
+    return {sealed.step: {each.cell: each.digest for each in sealed.cells} for sealed in message.sealed}
 
 
-def answers_from(messages: Iterable[pb.StepAnswer]) -> dict[int, Answer]:
-    """A rank's or a subtree's answers.
+def said_from(message: pb.Said) -> Said:
+    """What a rank or a subtree says.
 
     Raises:
-        ConfigError: a step is above STEP_MAX, or an answer is none that we know.
+        ConfigError: a step is above STEP_MAX, there are more than UNDECIDED_MAX, or one is whole before it was answered.
     """
-    answers = {}
-    for message in messages:
-        if message.step > STEP_MAX or message.answer not in (pb.NONE, pb.ANSWER_SEALED, pb.ANSWER_VOID):
-            raise ConfigError(f"step {message.step} can't have the answer {message.answer}; steps end at {STEP_MAX}.")
-        if message.answer != pb.NONE:
-            answers[message.step] = Answer(message.answer)
-    return answers
+    since = message.since if message.HasField("since") else -1
+    until = message.until if message.HasField("until") else -1
+    said = Said(since, until, frozenset(each.step for each in message.sealed), frozenset(message.pending))
+    newest = max((until, *said.sealed, *said.pending))
+    if newest > STEP_MAX:
+        raise ConfigError(f"step {newest} can't be answered: steps end at {STEP_MAX}.")
+    if since > until:
+        raise ConfigError(f"step {since} can't be whole where only steps up to {until} were answered.")
+    if max(len(message.sealed), len(message.pending)) > UNDECIDED_MAX:
+        counts = f"{len(message.sealed)} sealed and {len(message.pending)} pending"
+        raise ConfigError(f"{counts} steps are said to be undecided; the limit is {UNDECIDED_MAX}.")
+    return said
 
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
     return pb.Outcome(
-        job=job, epoch=epoch_to(epoch), whole=outcome.whole, voids=sorted(outcome.voids), unlike=sorted(outcome.unlike),
-        every=outcome.pace.every, pace_start=outcome.pace.start,
+        job=job, epoch=epoch_to(epoch), whole=outcome.whole, until=outcome.until, open=sorted(outcome.open),
+        unlike=sorted(outcome.unlike), every=outcome.pace.every, pace_start=outcome.pace.start,
     )  # fmt: skip
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
     pace = Pace(message.pace_start, message.every)
-    return Outcome(message.whole, frozenset(message.voids), frozenset(message.unlike), pace)
+    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.unlike), pace)
 
 
 def signal_from(value: int) -> Signal:

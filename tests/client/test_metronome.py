@@ -11,6 +11,7 @@ from reft.errors import ConfigError
 from reft.wire.findings import Findings
 from tests.client.test_attach import make
 from tests.client.test_state_kinds import step_once
+from tests.support.daemons import until
 
 MOST_STEPS = 20_000  # the round takes its time on a busy machine; a step here takes a millisecond
 
@@ -119,3 +120,39 @@ def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch
         session = attach(model, optimizer, every="auto")
         assert session._metronome.frequency.mtbf_s == expected
         session.close()
+
+
+def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monkeypatch, caplog):
+    """As if the round were 100 steps behind, after a snapshot in vain: see `reft.core.spacing`."""
+    model, optimizer = make()
+    session = attach(model, optimizer, every=3)
+    snapshots = session._snapshots
+    monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
+    taken = spied(session, monkeypatch)
+    for _ in session.steps(200):
+        step_once(model, optimizer)
+        if session.step == 100:
+            snapshots.reporter.in_vain = 100
+    assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
+    assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
+    left_out = [step for step in range(102, 201, 3) if step not in taken]
+    assert session.stats()["skipped"] >= len(left_out), "the other ranks hear that these are void"
+    assert "only each 16. step that is due is taken" in caplog.text
+    until(lambda: snapshots.reporter._until >= 198, what="the void of the last one that was left out")
+
+
+def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    snapshots, known = session._snapshots, session._snapshots.newest_known_whole
+    sealed = []
+    for step in session.steps(60):
+        if step == 50:
+            monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
+            snapshots.reporter.in_vain = 50
+        if step == 53:
+            assert session._metronome._left_out[0] == 53
+            monkeypatch.setattr(snapshots, "newest_known_whole", known)
+            sealed.append(session.seal(timeout=60))
+        step_once(model, optimizer)
+    assert (sealed[0].whole, sealed[0].step) == (True, 53)

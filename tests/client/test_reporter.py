@@ -8,15 +8,17 @@ import pytest
 
 from reft.client import reporter as reporting
 from reft.client.reporter import CALLS_MAX, Reporter
-from reft.core.round import Answer
-from reft.core.version import Epoch
+from reft.core.round import Said
+from reft.core.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire.line import Frames, frame
+from reft.wire.messages import said_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
+from tests.support.saying import SEALED, VOID, says
 
-SEALED, VOID = Answer.SEALED, Answer.VOID
+EPOCH = Epoch(1, b"e" * 16)
 
 
 class Played:
@@ -31,8 +33,8 @@ class Played:
         self.frames = Frames()
         self.waiting: list[bytes] = []
 
-    def next(self) -> dict[int, int]:
-        """Step → answer of the next report."""
+    def next(self) -> Said:
+        """What the next report says."""
         if self.there is None:
             self.there, _ = self.listening.accept()
             self.there.settimeout(20)
@@ -41,10 +43,10 @@ class Played:
             data = self.there.recv(1 << 16)
             assert data, "the line ended"
             self.waiting += self.frames.feed(data)
-        return {each.step: each.answer for each in pb.ReportRequest.FromString(self.waiting.pop(0)).answers}
+        return said_from(pb.ReportRequest.FromString(self.waiting.pop(0)).said)
 
-    def say(self, calls: int = 1, **facts) -> None:
-        self.there.sendall(frame(pb.ReportReply(calls=calls, **facts)))
+    def say(self, calls: int = 1, whole: int = -1, **facts) -> None:
+        self.there.sendall(frame(pb.ReportReply(calls=calls, whole=whole, **{"until": whole, **facts})))
 
     def end(self) -> None:
         self.there.close()
@@ -62,25 +64,52 @@ def played(tmp_path):
 
 @pytest.fixture
 def reporter(played, tmp_path):
-    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "line"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
     yield found
     found.close()
 
 
 def whole(reporter) -> int:
-    version, _ = reporter.knowledge()
-    return version.step if version else -1
+    return reporter.whole.step if reporter.whole else -1
 
 
 def test_each_report_says_all_that_is_not_decided(reporter, played):
     reporter.answer(1, SEALED)
-    assert played.next() == {1: SEALED}
+    assert played.next() == says({1: SEALED})
     reporter.answer(2, VOID)
-    assert played.next() == {1: SEALED, 2: VOID}
-    played.say(2, whole=1, voids=[2])
+    assert played.next() == says({1: SEALED, 2: VOID})
+    reporter.answer(4, SEALED)
+    assert played.next() == says({1: SEALED, 4: SEALED}), "what is not named is void"
+    played.say(3, whole=1, until=4, open=[4])
+    until(lambda: whole(reporter) == 1)
+    reporter.answer(5, VOID)
+    assert played.next() == says({4: SEALED, 5: VOID}, since=1)
+    assert reporter.in_vain is None
+    played.say(whole=1, until=5)
+    until(lambda: reporter.voids(Version(EPOCH, 4)))
+    assert reporter.in_vain == 5 and not reporter.voids(Version(EPOCH, 1))
+    assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
+
+
+def test_what_one_reply_decided_a_later_one_of_a_daemon_that_knows_less_does_not_undo(reporter, played):
+    for step in (1, 2):
+        reporter.answer(step, SEALED)
+        played.next()
+    played.say(2, whole=1, until=2)
     until(lambda: whole(reporter) == 1)
     reporter.answer(3, SEALED)
-    assert played.next() == {3: SEALED}
+    assert played.next() == says({3: SEALED}, since=1)
+    played.say(whole=-1, until=2, open=[1, 2])
+    until(lambda: reporter._under_way == 0)
+    assert whole(reporter) == 1 and reporter.voids(Version(EPOCH, 2))
+
+
+def test_a_step_that_was_passed_stays_void(reporter, played):
+    """Its number was said to be void with the newer one; to call it sealed now would be to take that back."""
+    reporter.answer(5, VOID)
+    assert played.next() == says({5: VOID})
+    reporter.answer(4, SEALED)
+    assert played.next() == says({5: VOID})
 
 
 def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next_reply(reporter, played):
@@ -88,13 +117,13 @@ def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_
         reporter.answer(step, SEALED)
     for _ in range(CALLS_MAX):
         last = played.next()
-    assert set(last) == set(range(1, CALLS_MAX + 1))
+    assert last.sealed == set(range(1, CALLS_MAX + 1))
     played.say(CALLS_MAX, whole=-1)
-    assert set(played.next()) == set(range(1, CALLS_MAX + 3)), "also if no step follows"
+    assert played.next().sealed == set(range(1, CALLS_MAX + 3)), "also if no step follows"
     played.say(1, whole=-1)
     until(lambda: reporter._under_way == 0)
     reporter.answer(CALLS_MAX + 3, SEALED)
-    assert set(played.next()) == set(range(1, CALLS_MAX + 4))
+    assert played.next().sealed == set(range(1, CALLS_MAX + 4))
 
 
 def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
@@ -105,27 +134,26 @@ def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
     until(lambda: isinstance(reporter.error, DaemonUnavailable))
     assert "does not advance" in caplog.text
     reporter.answer(CALLS_MAX + 1, SEALED)
-    assert set(played.next()) == set(range(1, CALLS_MAX + 2))
+    assert played.next().sealed == set(range(1, CALLS_MAX + 2))
     played.say(whole=CALLS_MAX + 1)
     until(lambda: whole(reporter) == CALLS_MAX + 1 and reporter.error is None)
     assert "answers again" in caplog.text
 
 
 def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
-    reporter = Reporter("unix:/none", str(tmp_path / "line"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    reporter = Reporter("unix:/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
     for step in range(1, 200):
         reporter.answer(step, SEALED if step in (3, 5) else VOID)
     daemon = Played(tmp_path / "line")
     reporter.answer(200, VOID)
-    said = daemon.next()
-    assert {step for step, answer in said.items() if answer == SEALED} == {3, 5} and len(said) < 40
+    assert daemon.next() == says({3: SEALED, 5: SEALED, 200: VOID})
     reporter.close()
     daemon.end()
     daemon.listening.close()
 
 
 def test_a_daemon_that_is_gone_costs_an_error_and_no_time(tmp_path):
-    reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", Epoch(1, b"e" * 16), 0, 20.0, Failpoints())
+    reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0, Failpoints())
     reporter.answer(1, SEALED)
     assert isinstance(reporter.error, DaemonUnavailable) and reporter._under_way == 0
     reporter.close()

@@ -40,8 +40,8 @@ class Line:
         self.answers: dict[int, tuple[Answer, str]] = {}
         self.answered = threading.Semaphore(0)
 
-    def knowledge(self):
-        return self.whole, frozenset()
+    def voids(self, version):
+        return False
 
     def wait_for(self, found):
         return found()

@@ -25,6 +25,7 @@ from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support.daemons import DaemonProcess
+from tests.support.saying import says
 
 CHUNK = 4096
 Code = grpc.StatusCode
@@ -161,8 +162,7 @@ class Job:
         self, rank: int, answers: Mapping[int, Answer], wait_ms: int = 0, timeout: float = 20.0, wish: int = 0,
     ) -> pb.ReportReply:  # fmt: skip
         request = pb.ReportRequest(
-            job=self.name, epoch=self.epoch, rank=rank, answers=messages.answers_to(answers), wait_ms=wait_ms,
-            wish=wish,
+            job=self.name, epoch=self.epoch, rank=rank, said=messages.said_to(says(answers)), wait_ms=wait_ms, wish=wish,
         )  # fmt: skip
         return self.send_report(rank, request, timeout)
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from reft.core.capsules import DIGESTS_MAX
-from reft.core.round import Answer
+from reft.core.round import UNDECIDED_MAX, Answer
 from reft.core.slots import SlotState
 from reft.core.waiting import WHOLE_S
 from reft.wire import messages
@@ -159,7 +159,7 @@ def test_a_void_needs_no_capsule(job, trainer):
     for rank in (0, 1):
         job.lease(rank, trainer.pid)
     job.daemons[1].kill(signal.SIGSTOP)
-    assert list(job.report(0, {1: VOID}, wait_ms=100).voids) == [1]
+    assert messages.outcome_from(job.report(0, {1: VOID}, wait_ms=100)).voids(1)
 
 
 def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job, trainer):
@@ -167,11 +167,11 @@ def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job
         slot = job.slots(rank, trainer.pid)[0]
         write(slot, job.version(1))
         cells = [pb.CellDigest(cell=3, digest=rank)]
-        answer = pb.StepAnswer(step=1, answer="ANSWER_SEALED", cells=cells)
-        job.send_report(rank, pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, answers=[answer]))
+        said = pb.Said(until=1, sealed=[pb.SealedStep(step=1, cells=cells)])
+        job.send_report(rank, pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, said=said))
     for rank in (0, 1):
         until(lambda rank=rank: list(job.report(rank, {1: SEALED}).unlike) == [3], what="the difference")
-        assert list(job.report(rank, {1: SEALED}).voids) == [1]
+        assert messages.outcome_from(job.report(rank, {1: SEALED})).voids(1)
 
 
 # Deaths
@@ -226,11 +226,11 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
     job.report(0, {4: VOID})
     until(lambda: copies(job, 0) == [(1, 3)], what="the end of a void version")
     assert job.daemons[0].call("Status", pb.StatusRequest()).held_bytes == held
-    for step in range(10, 40):
+    for step in range(10, 50):
         keep(job, 0, record(job, step, rank=1))
-    assert copies(job, 0) == [(1, 3), *((1, step) for step in range(24, 40))]
+    assert copies(job, 0) == [(1, 3), *((1, step) for step in range(50 - UNDECIDED_MAX, 50))]
     keep(job, 0, record(job, 3, rank=1))
-    assert len(files(job, 0)) == 17
+    assert len(files(job, 0)) == 1 + UNDECIDED_MAX
 
 
 def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):

@@ -12,6 +12,7 @@ import pytest
 
 from reft.core.frequency import LEAD
 from reft.core.round import Answer
+from reft.wire.messages import outcome_from
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.daemon.jobs import Job, Trainer, tcp_call, write
@@ -75,7 +76,7 @@ def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
 def test_a_void_is_announced_to_all_and_later_steps_go_on(three):
     three.report(2, {1: VOID})
     for rank in (0, 1):
-        until(lambda rank=rank: list(three.report(rank, {1: SEALED}).voids) == [1], what="void(1)")
+        until(lambda rank=rank: outcome_from(three.report(rank, {1: SEALED})).voids(1), what="void(1)")
     for rank in range(3):
         three.report(rank, {2: SEALED})
     all_whole(three, 2)
@@ -142,9 +143,9 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
     for rank in range(3):
         three.lease(rank, slots=0)
     address, token = three.hellos[0].addresses[0], three.manifest.token
-    sealed = [pb.StepAnswer(step=1, answer="ANSWER_SEALED")]
+    sealed = pb.Said(until=1, sealed=[pb.SealedStep(step=1)])
     for request, method in (
-        (pb.GatherRequest(job="job", epoch=old, node_index=1, answers=sealed), "Gather"),
+        (pb.GatherRequest(job="job", epoch=old, node_index=1, said=sealed), "Gather"),
         (pb.Outcome(job="job", epoch=old, whole=9), "Announce"),
     ):
         with pytest.raises(grpc.RpcError) as stale:
@@ -152,7 +153,7 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
         assert stale.value.code() is grpc.StatusCode.ABORTED
     assert three.whole(0) == -1
     with pytest.raises(grpc.RpcError) as stranger:
-        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, answers=sealed)
+        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, said=sealed)
         tcp_call(address, "Gather", request, token, pb_grpc.PeerStub)
     assert stranger.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

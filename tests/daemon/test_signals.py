@@ -271,12 +271,12 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
     found = {each.node: Signal(each.signal) for each in three.signals(0).nodes}
     assert set(found) == {"n0", "n1"} and Signal.OFFLINE not in found.values()
     address, manifest_token = three.nodes[0].addresses[0], three.job.manifest.token
-    sealed = [pb.StepAnswer(step=9, answer="ANSWER_SEALED")]
+    sealed = pb.Said(until=9, sealed=[pb.SealedStep(step=9)])
     stale_beat = pb.BeatRequest(job="job", launch="launch", round=1, source=three.nodes[1].id, target=three.nodes[0].id)
     for method, request, token, service in (
         ("Beat", stale_beat, TOKEN, pb_grpc.PeerStub),
         ("AgentBeat", pb.AgentBeatRequest(job="job", launch="launch", round=1, node_id=three.nodes[1].id), TOKEN, None),
-        ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, answers=sealed), manifest_token, pb_grpc.PeerStub),
+        ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, said=sealed), manifest_token, pb_grpc.PeerStub),
         ("Announce", pb.Outcome(job="job", epoch=old, whole=9), manifest_token, pb_grpc.PeerStub),
         ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
         ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
@@ -286,7 +286,7 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         with refused(Code.ABORTED):
             tcp_call(address, method, request, token, service)
     with refused(Code.ABORTED):
-        three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, answers=sealed))
+        three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, said=sealed))
 
 
 def test_beats_that_can_not_be_are_refused(cluster):

@@ -135,6 +135,25 @@ def test_lost_rounds_keep_the_last_whole_version(pair, undisturbed):
         assert mine["longest_step_s"] < WAIT_S
 
 
+def test_snapshots_go_on_once_a_daemon_gets_time_again(pair):
+    """One that gets a few milliseconds now and then hears a part of what is said, late, so ranks fill other slots."""
+    trainers = Trainers(Spec("", steps=1800, options={"pause_at": [2]}), 2, [process.address for process in pair])
+    trainers.wait_for(2)
+    trainers.let_go(2)
+
+    def step() -> int:
+        return pair[0].status("job").ranks[0].step
+
+    for _ in range(20):
+        pair[1].kill(signal.SIGSTOP)
+        seen = step()
+        until(lambda seen=seen: step() >= seen + 60, what="steps beside the stopped daemon")
+        pair[1].kill(signal.SIGCONT)
+        step()  # for as long as this takes
+    assert trainers.wait(120) == [0, 0], trainers.errors()
+    assert [result["sealed"] for result in trainers.results()] == [[True, 1800]] * 2
+
+
 def test_two_nodes_agree_and_restore(pair, undisturbed):
     addresses = [process.address for process in pair]
     options = {"pause_at": [40], "seal_at": [37, 38, 39, 40]}  # so that none of these is skipped

@@ -51,5 +51,5 @@ def test_one_process_goes_on_where_it_was_killed(daemon):
 def test_torchrun_restarts_a_killed_rank(daemon):
     done = run(daemon, *TORCHRUN, REFT_FAILPOINTS="snapshot.chunk:kill:from=60:rank=1:epoch=1")
     assert done.returncode == 0, done.stderr
-    assert 20 < restored(done) < 100  # steps take milliseconds here: the round may be some tens of them behind
+    assert 0 < restored(done) < 100  # steps take milliseconds here: the round may be tens of them behind
     assert len(set(losses(done))) == 2, "step 50, perhaps again and then with the loss that it had, and step 100"

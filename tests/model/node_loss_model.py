@@ -48,7 +48,6 @@ from tests.model.commit_model import (
     Kept,
     Violation,
     begun,
-    steps_of,
     version_of,
 )
 
@@ -185,7 +184,8 @@ def planned(
 def kept_on(copies: tuple[Pair, ...], decision: tuple[int, Pair | None], whole: int, voids: int) -> tuple[Pair, ...]:
     """The capsules that a holder does not let go of."""
     versions = {version_of((*pair, SEALED)): pair for pair in copies}
-    outcome = Outcome(whole if whole else -1, frozenset(steps_of(voids)))
+    still = frozenset(step for step in range(whole + 1, voids.bit_length()) if not voids >> step & 1)
+    outcome = Outcome(whole if whole else -1, voids.bit_length() - 1, still)
     gone = capsules.surplus(set(versions), decision_of(decision), outcome)
     return tuple(sorted(pair for version, pair in versions.items() if version not in gone))
 

@@ -14,7 +14,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 REQUESTS = [
     pb.ReportRequest(job="job", rank=1),
     pb.ReportRequest(),  # an empty body
-    pb.ReportRequest(job="job", answers=[pb.StepAnswer(step=7, answer="ANSWER_SEALED")]),
+    pb.ReportRequest(job="job", said=pb.Said(until=7, sealed=[pb.SealedStep(step=7)])),
 ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from reft.core.frequency import Pace
 from reft.core.layout import Leaf, pack
 from reft.core.recovery import Decision, Held
-from reft.core.round import Answer, Outcome
+from reft.core.round import UNDECIDED_MAX, Outcome, Said
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
@@ -38,36 +38,54 @@ def test_decisions(decision):
     assert messages.decision_from(wire) == decision
 
 
-@given(st.dictionaries(st.integers(0, messages.STEP_MAX), st.sampled_from(list(Answer))))
-def test_answers(answers):
-    assert messages.answers_from(messages.answers_to(answers)) == answers
+STEPS = st.integers(0, messages.STEP_MAX)
+FEW = st.frozensets(STEPS, max_size=UNDECIDED_MAX)
 
 
-def test_an_answer_that_says_nothing_is_no_answer():
-    assert messages.answers_from([pb.StepAnswer(step=1), pb.StepAnswer(step=2, answer=pb.ANSWER_VOID)]) == {
-        2: Answer.VOID
-    }
+@given(st.integers(-1, messages.STEP_MAX), st.integers(-1, messages.STEP_MAX), FEW, FEW)
+def test_what_ranks_say(one, other, sealed, pending):
+    said = Said(min(one, other), max(one, other), sealed, pending)
+    digests = {step: {3: step % 7} for step in sealed}
+    wire = pb.Said.FromString(messages.said_to(said, digests).SerializeToString())
+    assert messages.said_from(wire) == said
+    assert messages.digests_from(wire) == digests
 
 
-def test_answers_that_can_not_be_are_refused():
-    for bad in (pb.StepAnswer(step=messages.STEP_MAX + 1, answer=pb.ANSWER_SEALED), pb.StepAnswer(step=(1 << 64) - 1)):
+def test_who_says_nothing_says_nothing_of_step_0():
+    assert messages.said_from(pb.Said()) == Said() == messages.said_from(messages.said_to(Said()))
+
+
+@pytest.mark.parametrize("over", [messages.STEP_MAX + 1, (1 << 64) - 1])
+def test_steps_that_can_not_be_are_refused(over):
+    for bad in (pb.Said(until=over), pb.Said(sealed=[pb.SealedStep(step=over)]), pb.Said(pending=[over])):
         with pytest.raises(ConfigError, match="steps end at"):
-            messages.answers_from([bad])
-    unknown = pb.StepAnswer.FromString(b"\x08\x01\x10\x07")  # step 1, answer 7
-    with pytest.raises(ConfigError, match="answer 7"):
-        messages.answers_from([unknown])
+            messages.said_from(bad)
+
+
+def test_a_whole_step_that_was_not_answered_is_refused():
+    for bad in (pb.Said(since=4), pb.Said(since=4, until=3)):
+        with pytest.raises(ConfigError, match="step 4 can't be whole"):
+            messages.said_from(bad)
+
+
+def test_more_undecided_steps_than_slots_are_refused():
+    steps = range(UNDECIDED_MAX + 1)
+    for bad in (pb.Said(until=99, sealed=[pb.SealedStep(step=s) for s in steps]), pb.Said(until=99, pending=steps)):
+        with pytest.raises(ConfigError, match=f"the limit is {UNDECIDED_MAX}"):
+            messages.said_from(bad)
 
 
 @given(
     st.integers(-1, messages.STEP_MAX),
-    st.frozensets(st.integers(0, messages.STEP_MAX)),
-    st.builds(Pace, st.integers(0, messages.STEP_MAX), st.integers(0, 1 << 31)),
+    st.integers(-1, messages.STEP_MAX),
+    st.frozensets(STEPS),
+    st.builds(Pace, STEPS, st.integers(0, 1 << 31)),
 )
-def test_outcomes(whole, voids, pace):
-    outcome = Outcome(whole, voids, pace=pace)
+def test_outcomes(whole, until, still, pace):
+    outcome = Outcome(whole, until, still, pace=pace)
     wire = messages.outcome_to("job", Epoch(1, b"e" * 16), outcome)
     assert messages.outcome_from(wire) == outcome
-    reply = pb.ReportReply(whole=whole, voids=voids, every=pace.every, pace_start=pace.start)
+    reply = pb.ReportReply(whole=whole, until=until, open=still, every=pace.every, pace_start=pace.start)
     assert messages.outcome_from(reply) == outcome
 
 
@@ -81,7 +99,6 @@ def test_headers(version, state):
 
 def test_the_numbers_are_those_of_the_core():
     assert {state.name: state.value for state in SlotState} == dict(pb.SlotState.items())
-    assert (pb.ANSWER_SEALED, pb.ANSWER_VOID) == (Answer.SEALED, Answer.VOID)
 
 
 @given(LEAVES)

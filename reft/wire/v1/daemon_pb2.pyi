@@ -13,12 +13,6 @@ class SlotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LANDED: _ClassVar[SlotState]
     SEALED: _ClassVar[SlotState]
 
-class Answer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    NONE: _ClassVar[Answer]
-    ANSWER_SEALED: _ClassVar[Answer]
-    ANSWER_VOID: _ClassVar[Answer]
-
 class Signal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     JOINING: _ClassVar[Signal]
@@ -45,9 +39,6 @@ EMPTY: SlotState
 WRITING: SlotState
 LANDED: SlotState
 SEALED: SlotState
-NONE: Answer
-ANSWER_SEALED: Answer
-ANSWER_VOID: Answer
 JOINING: Signal
 HEALTHY: Signal
 SNAP: Signal
@@ -371,38 +362,49 @@ class CellDigest(_message.Message):
     digest: int
     def __init__(self, cell: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
-class StepAnswer(_message.Message):
-    __slots__ = ("step", "answer", "cells")
+class SealedStep(_message.Message):
+    __slots__ = ("step", "cells")
     STEP_FIELD_NUMBER: _ClassVar[int]
-    ANSWER_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     step: int
-    answer: Answer
     cells: _containers.RepeatedCompositeFieldContainer[CellDigest]
-    def __init__(self, step: _Optional[int] = ..., answer: _Optional[_Union[Answer, str]] = ..., cells: _Optional[_Iterable[_Union[CellDigest, _Mapping]]] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., cells: _Optional[_Iterable[_Union[CellDigest, _Mapping]]] = ...) -> None: ...
+
+class Said(_message.Message):
+    __slots__ = ("since", "until", "sealed", "pending")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    until: int
+    sealed: _containers.RepeatedCompositeFieldContainer[SealedStep]
+    pending: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ..., sealed: _Optional[_Iterable[_Union[SealedStep, _Mapping]]] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "answers", "wait_ms", "trouble", "wish")
+    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
-    answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
+    said: Said
     wait_ms: int
     trouble: str
     wish: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "voids", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error")
+    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
-    VOIDS_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
@@ -411,7 +413,8 @@ class ReportReply(_message.Message):
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     whole: int
-    voids: _containers.RepeatedScalarFieldContainer[int]
+    until: int
+    open: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
     unlike: _containers.RepeatedScalarFieldContainer[int]
     every: int
@@ -419,7 +422,7 @@ class ReportReply(_message.Message):
     calls: int
     status: int
     error: str
-    def __init__(self, whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -684,38 +687,40 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "answers", "unlike", "wish")
+    __slots__ = ("job", "epoch", "node_index", "said", "unlike", "wish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    SAID_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
-    answers: _containers.RepeatedCompositeFieldContainer[StepAnswer]
+    said: Said
     unlike: _containers.RepeatedScalarFieldContainer[int]
     wish: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[StepAnswer, _Mapping]]] = ..., unlike: _Optional[_Iterable[int]] = ..., wish: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., unlike: _Optional[_Iterable[int]] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "voids", "unlike", "every", "pace_start")
+    __slots__ = ("job", "epoch", "whole", "until", "open", "unlike", "every", "pace_start")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
-    VOIDS_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     PACE_START_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
-    voids: _containers.RepeatedScalarFieldContainer[int]
+    until: int
+    open: _containers.RepeatedScalarFieldContainer[int]
     unlike: _containers.RepeatedScalarFieldContainer[int]
     every: int
     pace_start: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., voids: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()

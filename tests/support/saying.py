@@ -1,0 +1,20 @@
+"""What ranks say of steps, from a few answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reft.core.round import Answer, Outcome, Said
+
+SEALED, VOID = Answer.SEALED, Answer.VOID
+
+
+def says(answers: Mapping[int, Answer], since: int = -1) -> Said:
+    """What a rank says that has given these answers and has skipped all other steps before the newest."""
+    sealed = frozenset(step for step, answer in answers.items() if answer is SEALED)
+    return Said(since, max(answers, default=since), sealed)
+
+
+def voids(outcome: Outcome, steps: range = range(100)) -> set[int]:
+    """Those of the steps that are void."""
+    return {step for step in steps if outcome.voids(step)}
