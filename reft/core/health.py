@@ -81,7 +81,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     newest = max((rank.step for rank in living), default=job.whole.step)
     if troubled:
         first = troubled[0]
-        return Health.WARN, f"rank {first.rank} takes no snapshots: {first.trouble} Held is step {job.whole.step}."
+        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Held is step {job.whole.step}."
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
     if job.unlike:
