@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from reft.client.snapshots import Snapshots
 from reft.core.course import Course
 from reft.core.frequency import Cadence, Controls, Frequency, Overhead
-from reft.core.spacing import spacing
 
 log = logging.getLogger("reft")
 
@@ -82,11 +81,10 @@ class Metronome:
         return False
 
     def _spacing(self, step: int) -> int:
-        every, reporter = self.every(step), self.snapshots.reporter
+        every = self.every(step)
         self._first = step if self._first is None else self._first
-        whole = max(self.snapshots.newest_known_whole(), self._first - every)
-        in_vain = None if reporter.in_vain is None else (step - reporter.in_vain) // every
-        return spacing(step // every - whole // every, in_vain, len(self.snapshots.slots))
+        since = max(self.snapshots.newest_known_whole(), self._first - every)
+        return self.snapshots.reporter.spacing(step, since, every, len(self.snapshots.slots))
 
     def fence(self) -> None:
         """At the end of each window: a step that was left out is not taken any more, and the others must know."""

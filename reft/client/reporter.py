@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from reft.core.frequency import Pace
 from reft.core.round import Answer, Outcome, Said
+from reft.core.spacing import Delays, spacing
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
@@ -65,9 +66,7 @@ class Reporter:
         self.error: ReftError | None = None  # why the last report was not heard
         self.slots_missing = False
         self.wish = 0  # how often to snapshot, see `reft.core.frequency`; travels with the answers
-        self.in_vain: int | None = (
-            None  # the newest step when it was last heard that one sealed here never becomes whole
-        )
+        self._delays = Delays()
 
     @property
     def pace(self) -> Pace:
@@ -172,9 +171,22 @@ class Reporter:
         self.slots_missing = reply.slots_missing
         self._outcome = self._outcome.then(messages.outcome_from(reply))
         for step in [step for step in self._sealed if self._outcome.decides(step)]:
-            if self._outcome.voids(step):
-                self.in_vain = self._until
+            self._delays.decided(step, self._until, self._outcome.voids(step))
             del self._sealed[step]
+
+    def spacing(self, step: int, since: int, every: int, slots: int) -> int:
+        """Each how many-th due step is to be taken, see `reft.core.spacing`.
+
+        Args:
+            step: that is due.
+            since: the newest step that is known to be whole, or the last one before the first.
+            every: each how many-th step is due.
+        """
+        with self._changed:
+            oldest, in_vain = min(self._sealed, default=None), self._delays.in_vain
+            delay = self._delays.worst(step, oldest)
+        passed = None if in_vain is None else (step - in_vain) // every
+        return spacing(step // every - since // every, passed, delay // every, slots)
 
     @property
     def unlike(self) -> frozenset[int]:

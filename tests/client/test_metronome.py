@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from reft.core.frequency import PRIOR_S, History, is_due
+from reft.core.spacing import MEMORY, Delays
 from reft.errors import ConfigError
 from reft.wire.findings import Findings
 from tests.client.test_attach import make
@@ -132,7 +133,8 @@ def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monke
     for _ in session.steps(200):
         step_once(model, optimizer)
         if session.step == 100:
-            snapshots.reporter.in_vain = 100
+            snapshots.reporter._delays = Delays(100, (30,) * MEMORY)
+            monkeypatch.setattr(snapshots.reporter._delays, "decided", lambda *_: None)
     assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
     left_out = [step for step in range(102, 201, 3) if step not in taken]
@@ -149,7 +151,7 @@ def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
     for step in session.steps(60):
         if step == 50:
             monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
-            snapshots.reporter.in_vain = 50
+            snapshots.reporter._delays = Delays(50, (30,) * MEMORY)
         if step == 53:
             assert session._metronome._left_out[0] == 53
             monkeypatch.setattr(snapshots, "newest_known_whole", known)

@@ -84,10 +84,10 @@ def test_each_report_says_all_that_is_not_decided(reporter, played):
     until(lambda: whole(reporter) == 1)
     reporter.answer(5, VOID)
     assert played.next() == says({4: SEALED, 5: VOID}, since=1)
-    assert reporter.in_vain is None
+    assert reporter._delays.in_vain is None
     played.say(whole=1, until=5)
     until(lambda: reporter.voids(Version(EPOCH, 4)))
-    assert reporter.in_vain == 5 and not reporter.voids(Version(EPOCH, 1))
+    assert reporter._delays.in_vain == 5 and not reporter.voids(Version(EPOCH, 1))
     assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
 
 

@@ -16,7 +16,7 @@ import pytest
 from reft.core import spacing as spacing_module
 from reft.core.round import Outcome, Round, Said
 from reft.core.slots import Slot, SlotState, choose
-from reft.core.spacing import spacing
+from reft.core.spacing import Delays, spacing
 from reft.core.version import Epoch, Version
 
 EPOCH = Epoch(1, b"e" * 16)
@@ -31,12 +31,13 @@ class Rank:
         self.outcome = Outcome()
         self.until = -1
         self.sealed: set[int] = set()
-        self.in_vain: int | None = None
+        self.delays = Delays()
         self.waits: int | None = None
 
     def is_in_turn(self, step: int) -> bool:
-        since = None if self.in_vain is None else step - self.in_vain
-        return step % spacing(step - max(self.outcome.whole, 0), since, len(self.slots)) == 0
+        passed = None if self.delays.in_vain is None else step - self.delays.in_vain
+        delay = self.delays.worst(step, min(self.sealed, default=None))
+        return step % spacing(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
 
     def begin(self, step: int) -> int | None:
         """The slot that the step is copied to; None if there is none."""
@@ -60,15 +61,14 @@ class Rank:
         self.outcome = self.outcome.then(outcome)
         for step in [step for step in self.sealed if self.outcome.decides(step)]:
             self.sealed.discard(step)
-            if self.outcome.voids(step):
-                self.in_vain = self.until
+            self.delays.decided(step, self.until, self.outcome.voids(step))
 
 
 class Training:
     """Ranks that train side by side, and the coordinator."""
 
-    def __init__(self, ranks: int, slots: int, network: Network) -> None:
-        self.chance, self.network = random.Random(1), network
+    def __init__(self, ranks: int, slots: int, network: Network, fails: range = range(0)) -> None:
+        self.chance, self.network, self.fails = random.Random(1), network, fails
         self.ranks = [Rank(slots) for _ in range(ranks)]
         self.coordinator = Round(0, 1, frozenset(range(ranks)))
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
@@ -99,7 +99,7 @@ class Training:
             self.at(now + 0.6, lambda now: self.fence(now, rank, step))
 
     def take(self, now: float, rank: int, step: int) -> bool:
-        slot = self.ranks[rank].begin(step)
+        slot = None if rank == 1 and step in self.fails else self.ranks[rank].begin(step)
         if slot is not None:
             self.at(now + 0.3, lambda now: self.sealed(now, rank, step, slot))
         return slot is not None
@@ -162,6 +162,10 @@ def test_the_newest_whole_step_stays_young(case, ranks):
 def test_with_two_slots_too(case):
     network, oldest = CASES[case]
     assert Training(8, 2, network).run() <= 2 * oldest
+
+
+def test_once_a_rank_takes_snapshots_again_the_next_step_is_whole():
+    assert Training(4, 3, CASES["fast"][0], fails=range(100, 200)).run() <= 102
 
 
 @pytest.mark.parametrize("case", ["a slow node", "half of the nodes", "three steps on average"])
