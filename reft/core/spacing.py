@@ -12,9 +12,9 @@ of the step: the multiples of the next power of two.
 
 Invariants
   1. Ranks that know of different lags share steps: a multiple of the larger power is one of the smaller.
-  2. While nothing was sealed in vain, or outcomes come before the next step, every due step is taken: not to have heard of anything,
-     because daemons are away, or to be the one whose snapshots work, is no reason to be out of step, and afterwards the
-     next step counts.
+  2. While nothing was sealed in vain, or outcomes come before the next step, every due step is taken: not to have heard of
+     anything, because daemons are away, or to be the one whose snapshots work, is no reason to be out of step, and afterwards
+     the next step counts.
   3. From any step the next that is taken is less than SPACING_MAX due steps away.
 
 An outcome that is lost or late makes the lag look larger: fewer steps are taken, for as long. A repeated one changes nothing.

@@ -116,6 +116,8 @@ def _train(spec: dict[str, Any]) -> None:
         schedule.step()
         losses.append(loss.item().hex())
         longest = max(longest, time.monotonic() - started)
+        if options.get("tells"):
+            Path(spec["out"]).with_suffix(".step").write_text(str(step))
         _pause(spec, step)
         if step == options.get("die_at", -1) and session.restored_from is None:
             os.kill(os.getpid(), 9)

@@ -105,6 +105,11 @@ class Trainers:
             until(lambda gate=gate, process=process: gate.exists() or not process.is_alive(), 30, f"{gate.name}")
             assert process.is_alive(), (self.folder / f"{rank}.err").read_text()
 
+    def step(self, rank: int = 0) -> int:
+        """Where a rank is, if options["tells"] makes it tell."""
+        path = self.folder / f"{rank}.step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
     def let_go(self, step: int) -> None:
         """Lets every rank go on from `step`."""
         for rank in range(len(self.processes)):
