@@ -17,6 +17,19 @@ from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 
+def set_aside(version: Version | None, damaged: Sequence[int]) -> str:
+    """That a version is not restored as it was found.
+
+    Args:
+        damaged: the ranks whose slots or capsules can't be used.
+    """
+    ranks = ", ".join(map(str, damaged[:3])) + (f" and {len(damaged) - 3} more" if len(damaged) > 3 else "")
+    return (
+        f"{version} of rank {ranks} is damaged, or not what its replicas hold: looking for it elsewhere, else going back to an "
+        "older one."
+    )
+
+
 def lost(job: str, findings: Findings, plan: Plan, erased: Iterable[tuple[str, str, Any]]) -> str:
     """Why a job that had a whole version has none now.
 

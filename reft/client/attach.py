@@ -30,6 +30,7 @@ import grpc
 import torch
 
 from reft.client import announcement, host_state, likeness, pipeline, roster
+from reft.client.comparing import are_unlike
 from reft.client.copier import Copier, CpuCopier
 from reft.client.device import Device
 from reft.client.device_decoding import decoder_for
@@ -332,7 +333,9 @@ class Attachment:
                 self._tree = self._reshaping.finish()
             return damaged
         with contextlib.closing(self._restoration(self.plan.base)) as restoration:
-            damaged = self._damaged(self.exchange.together(lambda: {"damaged": restoration.open()}))
+            said = self.exchange.together(lambda: {"damaged": restoration.open(), "compared": restoration.compared})
+            is_unlike = are_unlike(each["compared"] for each in said)
+            damaged = list(range(self.exchange.world)) if is_unlike else self._damaged(said)
             if damaged:
                 return damaged
             load = lambda: {"damaged": restoration.load(self._transport(), hit)}  # noqa: E731
@@ -384,10 +387,8 @@ class Attachment:
         for rank in damaged:
             source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
             self.erased.add((source.node, source.slot, source.version))
-            if self.exchange.rank == 0:
-                say(
-                    f"{self.plan.base} of rank {rank} is damaged: looking for it elsewhere, else going back to an older one."
-                )
+        if self.exchange.rank == 0:
+            say(announcement.set_aside(self.plan.base, damaged))
         self.leaser.release()
         self._registered = False
         return {}

@@ -3,15 +3,16 @@
     first snapshots of an attach     a digest of all of each cell
     later ones                       a digest of WINDOW_BYTES of it; the window wanders with the step
 
-The digests travel with "sealed" (`reft.core.round`). What to digest follows from the step's number alone, so that all ranks
-digest the same. A difference that lasts is found within cell / WINDOW_BYTES snapshots; one that spreads, as in weights that
-were once updated with unlike gradients, with the next.
+The digests travel with "sealed" (`reft.core.round`), and lie in each rank's capsule: a restore finds all that is sealed, also
+what the round never heard of or found to differ, so it compares them before it reads any bytes. What to digest follows from
+the step's number alone, so that all ranks digest the same. A difference that lasts is found within cell / WINDOW_BYTES
+snapshots; one that spreads, as in weights that were once updated with unlike gradients, with the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -49,6 +50,21 @@ def digest_of(sample: Sample, parts: Sequence[Bytes]) -> int:
         found.update(run.at.to_bytes(8, "little"))  # the same bytes elsewhere are other bytes
         found.update(part.data)
     return found.intdigest()
+
+
+def compared(tree: Mapping[str, Any]) -> list[list[int]]:
+    """What the capsule of a rank says that it had: [cell, digest] of each sample."""
+    return [list(pair) for pair in tree.get("compared", {}).items()]
+
+
+def are_unlike(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
+    """Whether ranks had different bytes where they should be replicas.
+
+    Args:
+        ranks: `compared` of each.
+    """
+    known: dict[int, int] = {}
+    return any(known.setdefault(cell, digest) != digest for each in ranks for cell, digest in each)
 
 
 def _window(nbytes: int, step: int, in_whole: bool) -> tuple[int, int]:

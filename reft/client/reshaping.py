@@ -19,6 +19,7 @@ import torch
 from reft.client import inheritance
 from reft.client.cell_space import CellSpace
 from reft.client.checked import Checked
+from reft.client.comparing import are_unlike, compared
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.host_state import HostState
 from reft.client.inheritance import Inheritance
@@ -106,6 +107,8 @@ class Reshaping:
         if damaged:
             return damaged
         facts = {int(old): about for each in said for old, about in each["about"].items()}
+        if are_unlike(about["compared"] for about in facts.values()):
+            return sorted(facts)
         published = self.exchange.together(lambda: self._publish(facts))
         found = self._match(facts)
         self._inherit(facts, {digest: value for each in published for digest, value in each.items()})
@@ -184,7 +187,7 @@ class Reshaping:
         digests = {part: inheritance.digest(value) for part, value in inheritance.parts(tree).items()}
         return {
             "absent": tree["absent"], "others": text_of(others), "digests": digests, "step": tree["step"],
-            "marked": tree["marked"],
+            "marked": tree["marked"], "compared": compared(tree),
         }  # fmt: skip
 
     def _slot(self, held: Held) -> SlotMap:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client import load
+from reft.client import comparing, load
 from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
@@ -94,6 +94,11 @@ class Restoration:
                 sorted(self._leaves, key=self._place_of), self.subjects, self.bindings, self.room
             )
         return sorted(set(damaged))
+
+    @property
+    def compared(self) -> list[list[int]]:
+        """What this rank had where others should have had the same; known once it is open."""
+        return comparing.compared(self._tree)
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
         """Fills the live tensors; the ranks whose slots turned out to be damaged.

@@ -221,7 +221,7 @@ class Snapshots:
 
         def landed(riders: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
-            whole = {**tree, "riders": dict(riders), "absent": list(held.share.absent)}
+            whole = {**tree, "riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
             opened[0].map.put_capsule(capsule.encode(whole))
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)

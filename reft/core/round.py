@@ -220,9 +220,10 @@ class Round:
 
     @property
     def has_news(self) -> bool:
-        """Whether `said` says more than what the coordinator has decided."""
+        """Whether `said` says more than what the coordinator has decided: of newer steps, or of one that is open."""
         said = self.said()
-        return bool(said.sealed or said.pending) or said.until > self.outcome.until
+        is_answered = any(said.answer(step) is not None for step in self.outcome.open)
+        return bool(said.sealed or said.pending) or said.until > self.outcome.until or is_answered
 
     def said(self) -> Said:
         """What the parent must know: what the subtree says, whole, every time."""

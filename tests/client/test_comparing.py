@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reft.client.comparing import WINDOW_BYTES, digest, samples
+from reft.client.comparing import WINDOW_BYTES, are_unlike, compared, digest, samples
 from reft.client.share import CellRuns, Run
+from reft.wire import capsule
 
 A, B = 3 * WINDOW_BYTES + 100, 77
 
@@ -49,3 +50,12 @@ def test_a_small_cell_is_always_compared_in_whole():
     small = CellRuns(0, B, (Run(1, 0, B, 0),))
     (sample,) = samples([small], 9, in_whole=False)
     assert sample.runs == small.runs
+
+
+def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
+    one, other, third = (compared(capsule.decode(capsule.encode({"compared": cells}))) for cells in (
+        {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
+    ))  # fmt: skip
+    assert not are_unlike([one, other, one]) and not are_unlike([other, third])
+    assert are_unlike([one, other, third])
+    assert not are_unlike([one, compared({})]), "a capsule of before says nothing of it"

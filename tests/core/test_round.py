@@ -119,6 +119,17 @@ def test_a_node_says_what_is_known_of_its_whole_subtree():
     assert not leaf.has_news and not leaf.is_open
 
 
+def test_a_void_of_a_step_that_is_open_above_is_news():
+    """The coordinator has heard of a newer step from its own ranks, and of this one that it is pending here."""
+    leaf = Round(1, 2, frozenset({2, 3}))
+    leaf.hear_rank(2, says({10: SEALED, 15: VOID}))
+    leaf.hear_outcome(Outcome(1, 15, frozenset({10})))
+    leaf.hear_rank(3, says({15: VOID}, since=1))
+    assert leaf.said() == Said(1, 15) and leaf.has_news
+    leaf.hear_outcome(Outcome(1, 15))
+    assert not leaf.has_news
+
+
 def test_what_a_restarted_daemon_finds_sealed_says_nothing_of_other_steps():
     leaf = Round(1, 2, frozenset({1, 2}))
     leaf.hear_rank(1, Said(sealed=frozenset({7, 9})))

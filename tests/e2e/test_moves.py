@@ -17,6 +17,7 @@ from tests.support.trainers import Spec, Trainers, run
 
 OPTIONS = {"seal_at": [4, 5, 6], "width": 96}
 STOP_AT = 6
+INVENTORY = pb.InventoryRequest(job="job")
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,37 @@ def test_state_that_nobody_foresaw_is_protected_from_the_first_review_on(site, p
     after = train(nodes, hidden=True)
     assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == STOP_AT
     assert_equal(after, undisturbed)
+
+
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_what_ranks_held_since_they_differed_is_never_put_together(site, plain, lost):
+    """Every slot of it is sealed and sound; between two reviews only the round knew that it was no version."""
+    nodes = site.add(3)
+    trainers = Trainers(
+        spec_of(drift_at=4, pause_at=[STOP_AT], seal_at=[3, 4, 5, 6]), 3, [daemon.address for daemon in nodes]
+    )
+    trainers.wait_for(STOP_AT)
+    assert nodes[0].status("job").whole == 4
+    newest = {slot.version.step for node in nodes for slot in node.call("Inventory", INVENTORY).slots}
+    assert newest == {4, 5, 6}
+    trainers.kill()
+    vanish(*(nodes[i] for i in lost))
+    for i in lost:
+        nodes[i] = site.add(1)[0]
+    after = train(nodes)
+    assert [each["began"] for each in after] == [4] * 3
+    assert_equal(after, plain(3))
+
+
+def test_nor_by_another_number_of_ranks(site):
+    nodes = site.add(3)
+    trainers = Trainers(
+        spec_of(drift_at=4, pause_at=[STOP_AT], seal_at=[3, 4, 5, 6]), 3, [daemon.address for daemon in nodes]
+    )
+    trainers.wait_for(STOP_AT)
+    trainers.kill()
+    after = train(nodes[:2])
+    assert [each["began"] for each in after] == [4] * 2
 
 
 def test_a_leaf_in_which_ranks_begin_to_differ_is_kept_by_each_for_itself(site):
