@@ -155,6 +155,8 @@ class Snapshots:
         """Starts the copy; why not, if it can't."""
         if self.reporter.is_fenced:
             return str(self.reporter.error)
+        if trouble := self._unlike():
+            return trouble  # until a review moves them out: a restore would find it sealed, and its windows may agree
         if self.reporter.slots_missing:
             self._give_back()
         if step <= self._floor:

@@ -12,7 +12,8 @@ Invariants
   3. void(s) is announced as soon as one rank said void; s never becomes whole after that.
   4. Outcomes only permit reuse. Recovery never trusts them: it reads slot headers.
   5. Ranks that hold replicas say with "sealed" what the bytes of each cell look like: a digest of all of it, or of a
-     window that wanders with the step. Two that differ make s void: shards of unlike replicas are no state.
+     window that wanders with the step. Two that differ make s void, and all that comes later in this epoch, whose windows
+     may lie elsewhere: shards of unlike replicas are no state.
   6. What ranks say carries each one's wish how often to snapshot, outcomes the agreed pace (core/frequency.py). A step that
      only some of them take, because not all have heard of a pace, is void by what the others say of a later one.
 
@@ -277,6 +278,6 @@ class Round:
 
     def _decide(self) -> None:
         said = self.said()
-        whole = max(said.sealed, default=-1)
+        whole = -1 if self.outcome.unlike else max(said.sealed, default=-1)
         pace = next_pace(self.outcome.pace, self.wish, whole) if whole > self.outcome.whole else self.outcome.pace
         self.hear_outcome(Outcome(whole, said.until, said.pending, pace=pace))

@@ -447,6 +447,14 @@ def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
     assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(-1, 1, unlike=frozenset({3}))
 
 
+def test_after_a_difference_no_later_step_becomes_whole():
+    """The window of the next step lies elsewhere, and agrees; the difference is still there."""
+    node = both_sealed({3: 7}, {3: 8})
+    for rank in (0, 1):
+        node.hear_rank(rank, says({2: SEALED}), {2: {3: 1}})
+    assert node.outcome == Outcome(-1, 2, unlike=frozenset({3}))
+
+
 def test_ranks_of_other_cells_are_not_compared():
     assert both_sealed({3: 7}, {4: 8}).outcome.whole == 1
 
