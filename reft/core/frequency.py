@@ -38,10 +38,6 @@ class Pace(NamedTuple):
     start: int = 0
     every: int = 0
 
-    def leaves_out(self, step: int) -> bool:
-        """Whether ranks that know this pace take no snapshot of `step` by themselves."""
-        return self.every > 0 and step >= self.start and not is_due(step, self.every)
-
 
 def is_due(step: int, every: int) -> bool:
     """Whether a pace with this interval takes the step."""
