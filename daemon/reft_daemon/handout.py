@@ -1,4 +1,4 @@
-"""Serves the small socket of `reft.wire.handout`: descriptors of slots to the trainers that leased them."""
+"""Serves the small socket of `reft.wire.handout`: descriptors of slots to the trainers that leased them, and who they are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reft.errors import AttachError, ReftError
 from reft.wire import handout
+from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.registry import Registry
 
@@ -65,11 +66,12 @@ class Handout:
         with connection:
             try:
                 connection.setblocking(False)
-                if handout.peer_uid(connection) != os.getuid():
+                pid, uid = handout.peer(connection)
+                if uid != os.getuid():
                     return
                 try:
                     request = await asyncio.wait_for(self._receive(connection, given), DEADLINE_S)
-                    reply = self._reply(request, given)
+                    reply = _introduction(pid) if request.who else self._reply(request, given)
                 except (ReftError, ValueError) as error:
                     reply = [b"\0" + str(error).encode()[: handout.REQUEST_MAX - 1]], []
                 connection.sendmsg(*reply)
@@ -118,3 +120,18 @@ class Handout:
         if unknown or not request.slots:
             raise AttachError(f"rank {request.rank} of job {job.id} has no slots {unknown} here.")
         return [bytes([len(request.slots)])], handout.ancillary([held[name].descriptor for name in request.slots])
+
+
+def _introduction(pid: int) -> tuple[list[bytes], list[tuple]]:
+    """Tells a process who it is.
+
+    Raises:
+        AttachError: this daemon does not see it, so would not notice its death.
+    """
+    facts = stat_of(pid)
+    if facts is None:
+        raise AttachError(
+            "it lives in a pid namespace that this daemon does not see.",
+            "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
+        )
+    return [b"\1" + pb.Caller(pid=pid, pid_start=facts.start, parent=facts.parent).SerializeToString()], []

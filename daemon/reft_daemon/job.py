@@ -202,7 +202,7 @@ class HeldJob:
 
         Raises:
             StaleEpoch, AlreadyAttached, NoRoom: see each class.
-            AttachError: the process has closed its session, or can't be seen.
+            AttachError: the process has closed its session, or is not there.
         """
         self.check_epoch(request.epoch)
         if request.rank not in self.ranks:
@@ -218,8 +218,7 @@ class HeldJob:
         self._check_free(request.rank, process)
         if not process.is_alive:
             raise AttachError(
-                f"the daemon can't see process {request.pid}: it lives in another pid namespace.",
-                "run reft-daemon in the trainers' container, or share the host's pid namespace",
+                f"process {request.pid}, which started at {request.pid_start}, is not there: it can't hold a lease.",
             )
         async with self.allocating:
             slots = await self._slots_for(request)

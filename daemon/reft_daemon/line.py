@@ -76,7 +76,7 @@ class _Caller(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if handout.peer_uid(transport.get_extra_info("socket")) != os.getuid():
+        if handout.peer(transport.get_extra_info("socket"))[1] != os.getuid():
             transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ from reft.core.layout import pack
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import capsule, messages, rpc, starter, symbols
+from reft.wire import capsule, handout, messages, rpc, starter, symbols
 from reft.wire.findings import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
 from reft.wire.revival import Reviver
@@ -181,13 +180,14 @@ class Attachment:
         self.table = messages.table_to(self.predicted)
         identity = roster.identity_facts(self.settings, self.launch)
         self.address, self.hello = starter.find(self.settings, job=roster.job_of(identity).id)
+        self.own = handout.introduce(self.hello.handout, self.settings.attach_deadline_s)
         if self.hello.held:
             self._make_room()
         if self.launch.under_agent:
             die_with_parent()
         return {
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
-            "domain": self.hello.domain, "pid": os.getpid(), **roster.team_facts(Team.own()), **identity,
+            "domain": self.hello.domain, "pid": self.own.process.pid, **roster.team_facts(Team.own()), **identity,
             **(self._secrets() if self.exchange.rank == 0 else {}),
             **roster.layout_facts(self.predicted, self.symbolic),
         }  # fmt: skip
@@ -352,7 +352,7 @@ class Attachment:
     def _register(self) -> dict[str, Any]:
         self.leaser = Leaser(
             self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
-            self.launch.under_agent, self._on_cuda,
+            self.own, self.launch.under_agent, self._on_cuda,
         )  # fmt: skip
         self.leaser.register()
         self._registered = True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from reft.config import Launch
 from reft.errors import AttachError
-from reft.wire.process import stat_of
+from reft.wire.process import mark_of
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,10 +20,7 @@ def launch_mark(launch: Launch) -> str:
     """What tells this launch from any other: as reft's rendezvous says, else the agent that restarts its workers, else we."""
     if launch.launch:
         return launch.launch
-    pid = os.getppid() if launch.under_agent else os.getpid()
-    facts = stat_of(pid)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{pid}/{facts.start if facts else 0}"
+    return mark_of(os.getppid() if launch.under_agent else os.getpid())
 
 
 def die_with_parent() -> None:

@@ -11,9 +11,7 @@ from reft.client.mapping import MappedSlot
 from reft.config import Config
 from reft.core.layout import align
 from reft.core.version import Epoch
-from reft.errors import AttachError
 from reft.wire import handout, messages, rpc
-from reft.wire.process import stat_of
 from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -31,6 +29,7 @@ class Leaser:
         address: of the daemon's unix socket.
         handout_path: of the socket that hands out descriptors.
         job, epoch, rank: who leases.
+        own: this process, as the daemon sees it.
         under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
         pins: whether the slots are registered with CUDA, so that copies into them run beside the host.
     """
@@ -41,6 +40,7 @@ class Leaser:
     epoch: Epoch
     rank: int
     settings: Config
+    own: handout.Caller
     under_agent: bool
     pins: bool
 
@@ -87,15 +87,11 @@ class Leaser:
         self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank), 0)
 
     def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
-        pid = os.getpid()
-        facts = stat_of(pid)
-        if facts is None:
-            raise AttachError(f"/proc/{pid} can't be read.", "mount /proc in this container")
-        mine = os.sched_getaffinity(0)
+        process, mine = self.own.process, os.sched_getaffinity(0)
         is_bound = len(mine) < (os.cpu_count() or 0)
         return pb.LeaseRequest(
-            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, pid=pid, pid_start=facts.start,
-            parent=facts.parent if self.under_agent else 0, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
+            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, pid=process.pid, pid_start=process.start,
+            parent=self.own.parent if self.under_agent else 0, slots=slots, data_bytes=data_bytes, table_bytes=table_bytes,
             chunk_bytes=self.settings.chunk_bytes, cpus=sorted(mine) if is_bound else [],
         )  # fmt: skip
 

@@ -20,7 +20,6 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -46,6 +45,7 @@ from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.say import say
 from reft.elastic.state import Facts, State
 from reft.elastic.warm import Warm, begin
+from reft.wire.revival import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 
 SILENCE_S = 2.0  # of the store, before a person is told
@@ -60,15 +60,14 @@ class ReftRendezvousHandler(RendezvousHandler):
         facts: what this agent says of itself.
         run_id: as the workers see it.
         shrink_s: see `reft.elastic.rounds`.
-        daemon: address of this node's daemon; empty means that nobody tells signals.
+        daemon: address of this node's daemon, and who starts it again; None means that nobody tells signals.
         guard: what ends the workers if this agent is killed; None: nobody does.
         warm: what workers are forked from; None: each is started anew.
-        refused: called with the daemon's address when nobody listens there.
     """
 
     def __init__(
-        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float, daemon: str = "",
-        guard: Guard | None = None, warm: Warm | None = None, refused: Callable[[str], None] = lambda address: None,
+        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float,
+        daemon: tuple[str, Reviver] | None = None,        guard: Guard | None = None, warm: Warm | None = None,
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
@@ -83,7 +82,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
         self._guard, self._is_guarded, self._warm = guard, False, warm
-        self._listener = Listener(daemon, tls(), self._heard, refused) if daemon else None
+        self._listener = Listener(*daemon, tls(), self._heard) if daemon else None
         self._term: Term | None = None
         self._news: tuple[Term | None, Reaction] = (None, Reaction())
         self._lost_s: dict[str, float] = {}  # home → when this agent was told that it is lost
@@ -249,12 +248,12 @@ def create(parameters: RendezvousParameters) -> Any:
     check(parameters)
     rendezvous_id = rendezvous_id_of(parameters.run_id)
     warm = begin(text(parameters, "warm_imports")) if truth(parameters, "warm") else None  # imports while we go on
-    facts, address, reviver = settle(parameters)
+    facts, daemon = settle(parameters)
     connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
     backend, store = connect(parameters, rendezvous_id)
-    if address:
-        os.environ["REFT_DAEMON"] = address
+    if daemon:
+        os.environ["REFT_DAEMON"], _ = daemon
     run_id, parameters.run_id = parameters.run_id, rendezvous_id
     inner = create_torchs(store, backend, parameters)
     shrink_s = number(parameters, "shrink_timeout")
-    return ReftRendezvousHandler(inner, facts, run_id, shrink_s, address, Guard(), warm, reviver.refused)
+    return ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, Guard(), warm)

@@ -9,7 +9,6 @@ this node up. Nothing here raises into the agent: without answers the rendezvous
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from reft.core.reaction import Reaction, react
 from reft.core.ring import neighbours, ring_of
 from reft.core.signals import BEAT_S, Agent, Sign
 from reft.wire import messages, rpc
+from reft.wire.revival import Reviver
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -48,16 +48,15 @@ class Listener:
 
     Args:
         address: of this node's daemon.
+        reviver: starts that daemon again; knows by which pid it sees this agent.
         tls: for the daemons of other nodes; None means plain text.
         on_news: told what the signals of a term mean, as often as they change; called from a thread of the listener.
-        refused: called with the address when nobody listens there.
     """
 
     def __init__(
-        self, address: str, tls: Tls | None, on_news: Callable[[Term, Reaction], None],
-        refused: Callable[[str], None] = lambda address: None,
-    ) -> None:  # fmt: skip
-        self._address, self._tls, self._on_news, self._refused = address, tls, on_news, refused
+        self, address: str, reviver: Reviver, tls: Tls | None, on_news: Callable[[Term, Reaction], None]
+    ) -> None:
+        self._address, self._reviver, self._tls, self._on_news = address, reviver, tls, on_news
         self._term: Term | None = None
         self._phase = Agent.TRAINING
         self._watchers: list[pb.Node] = []
@@ -118,7 +117,7 @@ class Listener:
         if term is None or self._under_way[name] >= UNDER_WAY_MAX:
             return None
         request = pb.AgentBeatRequest(
-            job=term.job, node_id=term.node_id, launch=term.launch, round=term.round, pid=os.getpid(),
+            job=term.job, node_id=term.node_id, launch=term.launch, round=term.round, pid=self._reviver.agent_pid,
             phase=messages.agent_to(self._phase),
         )  # fmt: skip
         if not name:
@@ -148,7 +147,7 @@ class Listener:
         if error is not None:  # a daemon that was started anew knows nothing
             self._must_introduce = True
             if is_unreached:
-                self._refused(self._address)
+                self._reviver.refused(self._address)
             return
         reply: pb.AgentBeatReply = call.result()
         self._must_introduce = reply.unknown_round

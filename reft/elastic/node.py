@@ -13,38 +13,27 @@ from reft.elastic.options import text
 from reft.elastic.say import say
 from reft.elastic.state import Facts
 from reft.errors import ConfigError, ReftError
-from reft.wire import rpc, starter
-from reft.wire.process import Process, stat_of
+from reft.wire import handout, rpc, starter
+from reft.wire.process import Process, machine, mark_of
 from reft.wire.revival import Reviver
 from reft.wire.tls import Tls
 
 ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
 
 
-def own_process() -> str:
-    """What tells this process from every other: the machine's boot, the process namespace, pid, start."""
-    facts = stat_of(os.getpid())
-    return f"{_machine()}/{os.getpid()}/{facts.start if facts else 0}"
-
-
 def has_ended(process: str) -> bool:
-    """Whether a process that `own_process` named has ended. False if this machine can't know."""
-    machine, _, rest = process.partition("/")
+    """Whether a process that `mark_of` named has ended. False if this machine can't know."""
+    where, _, rest = process.partition("/")
     pid, _, start = rest.partition("/")
-    if machine != _machine() or not pid.isdigit() or not start.isdigit():
+    if where != machine() or not pid.isdigit() or not start.isdigit():
         return False
     return not Process(int(pid), int(start)).is_alive
 
 
-def _machine() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver] | None]:
+    """What this agent says of itself; its daemon's address and who starts that daemon again, None if there is none.
 
-
-def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
-    """What this agent says of itself, its daemon's address, and who starts the daemon again.
-
-    It starts one if none runs. The address is "" if there is none.
+    It starts one if none runs.
 
     Raises:
         ConfigError: an option is not allowed.
@@ -52,18 +41,18 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
     wanted = text(parameters, "daemon")
     if wanted not in ("auto", "off"):
         raise ConfigError(f"--rdzv-conf daemon={wanted}: it can be auto or off.")
-    process = own_process()
+    process = mark_of(os.getpid())
     settings = Config.load()
-    nobody = Reviver(settings, False)
     if wanted == "off" or settings.mode == "off":
-        return Facts(process), "", nobody
+        return Facts(process), None
     flags = _flags(parameters)
     try:
         address, hello = starter.find(settings, flags)
-        starter.hello(address, agent_pid=os.getpid())
+        pid = handout.introduce(hello.handout, starter.HELLO_DEADLINE_S).process.pid
+        starter.hello(address, agent_pid=pid)
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
-        return Facts(process), "", nobody
+        return Facts(process), None
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
@@ -75,7 +64,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, str, Reviver]:
             "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
     facts = Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
-    return facts, address, Reviver(settings, hello.unattended, flags, os.getpid())
+    return facts, (address, Reviver(settings, hello.unattended, flags, pid))
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:

@@ -24,7 +24,7 @@ class Facts:
     """What an agent says of its node when it joins.
 
     Attributes:
-        process: the agent's, see `reft.elastic.node.own_process`; empty if unknown.
+        process: the agent's, see `reft.wire.process.mark_of`; empty if unknown.
         home: id of its daemon's arena; empty if it has no daemon.
         name, domain, addresses: of the daemon.
     """

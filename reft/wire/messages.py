@@ -17,7 +17,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 5  # daemons and clients of unlike numbers refuse each other
+PROTOCOL = 6  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,18 @@ class Stat:
     state: str
     parent: int
     start: int
+
+
+def mark_of(pid: int) -> str:
+    """What tells a process of this pid namespace from every other, of whatever namespace, machine or time; `pid` lives."""
+    facts = stat_of(pid)
+    return f"{machine()}/{pid}/{facts.start if facts else 0}"
+
+
+def machine() -> str:
+    """This machine since it was booted, and the pid namespace: where a pid means the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def stat_of(pid: int) -> Stat | None:

@@ -31,7 +31,7 @@ class Reviver:
         settings: by which the daemon was found.
         unattended: whether it was started by a trainer or an agent: what it said in its HelloReply.
         flags: with which it was started, or would have been.
-        agent_pid: of the torchrun agent for which it is to stay; 0: for none.
+        agent_pid: of the torchrun agent for which it is to stay, as it sees that one; 0: for none.
     """
 
     settings: Config

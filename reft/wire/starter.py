@@ -32,7 +32,7 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
     """Who answers at `address`, and whether he holds `job`.
 
     Args:
-        agent_pid: of a torchrun agent, for which the daemon stays as long as it lives.
+        agent_pid: of a torchrun agent, as the daemon sees it, which stays as long as that one lives.
         job: that the answer says something of; empty: of none.
 
     Raises:

@@ -162,7 +162,7 @@ def test_sizes_that_can_not_be(shared, job, changes):
 
 
 def test_a_process_that_is_not_there(shared, job):
-    with refused(Code.FAILED_PRECONDITION, "can't see process"):
+    with refused(Code.FAILED_PRECONDITION, "is not there"):
         job.lease(1, pid_start=1)
 
 

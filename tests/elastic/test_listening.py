@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from reft.config import Config
 from reft.core.reaction import Reaction
 from reft.core.signals import Agent
 from reft.elastic.listening import Listener, Term
 from reft.wire import messages
+from reft.wire.revival import Reviver
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.certificates import Certificates, why_not
@@ -28,7 +31,12 @@ class Node:
         self.hello = self.daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
         self.news: list[tuple[Term, Reaction]] = []
         self.term: Term | None = None
-        self.listener = Listener(self.daemon.address, tls, lambda *said: self.news.append(said))
+        self.listener = Listener(
+            self.daemon.address,
+            Reviver(Config(), False, agent_pid=os.getpid()),
+            tls,
+            lambda *said: self.news.append(said),
+        )
 
     @property
     def member(self) -> pb.Node:
@@ -144,7 +152,7 @@ def _is_heard(agent: Node, by: Node) -> bool:
 def test_an_agent_knows_who_watches_it_without_its_own_daemon():
     """It may be stopped just when a round begins: were its agent silent too, the node would be given up."""
     members = [pb.Node(name=f"n{i}", id=f"id{i}", addresses=[f"127.0.0.1:{9 + i}"]) for i in range(3)]
-    listener = Listener("unix:/nowhere/d.sock", None, lambda *said: None)
+    listener = Listener("unix:/nowhere/d.sock", Reviver(Config(), False), None, lambda *said: None)
     listener.begin(Term("job", "id0", "launch", 1, TOKEN, tuple(members)))
     try:
         assert {name for name, _ in listener._targets()} == {"", "id1", "id2"}

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from reft.errors import AttachError
 from reft.wire import handout
+from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
 REQUEST = pb.HandoutRequest(job="job", rank=1, slots=["rank-1.slot-0", "rank-1.slot-1"])
@@ -74,7 +75,7 @@ def test_descriptors_travel(tmp_path):
 
     def answer(connection: socket.socket) -> None:
         assert handout.parse(connection.recv(4096)) == REQUEST
-        assert handout.peer_uid(connection) == os.getuid()
+        assert handout.peer(connection) == (os.getpid(), os.getuid())
         connection.sendmsg([b"\1"], handout.ancillary([memfd]))
 
     with served(tmp_path, answer) as path:
@@ -113,6 +114,21 @@ def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
     with served(tmp_path, answering(b"\0it is no memfd")) as path:
         with pytest.raises(AttachError, match="it is no memfd"):
             handout.ask(path, request, [0], 5)
+
+
+def test_a_process_is_told_who_it_is(tmp_path):
+    reply = b"\1" + pb.Caller(pid=7, pid_start=8, parent=6).SerializeToString()
+    with served(tmp_path, answering(reply)) as path:
+        assert handout.introduce(path, 5) == handout.Caller(Process(7, 8), 6)
+
+
+@pytest.mark.parametrize(("reply", "count"), [(b"", 0), (b"\0not seen", 0), (b"\1\xff", 0), (b"\0", 1)])
+def test_an_introduction_that_says_nobody_is_an_error_and_leaks_nothing(tmp_path, reply, count):
+    before = descriptors_open()
+    with served(tmp_path, answering(reply, (0,) * count)) as path:
+        with pytest.raises(AttachError, match="did not say who this process is: "):
+            handout.introduce(path, 5)
+    assert descriptors_open() == before
 
 
 def test_nobody_there_and_nobody_answering(tmp_path):

@@ -853,18 +853,30 @@ class BeatReply(_message.Message):
     def __init__(self, signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
 
 class HandoutRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "returned", "slots")
+    __slots__ = ("job", "epoch", "rank", "returned", "slots", "who")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
     returned: _containers.RepeatedScalarFieldContainer[str]
     slots: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., returned: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
+    who: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., returned: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[str]] = ..., who: bool = ...) -> None: ...
+
+class Caller(_message.Message):
+    __slots__ = ("pid", "pid_start", "parent")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PID_START_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    pid_start: int
+    parent: int
+    def __init__(self, pid: _Optional[int] = ..., pid_start: _Optional[int] = ..., parent: _Optional[int] = ...) -> None: ...
 
 class LeaseRecord(_message.Message):
     __slots__ = ("rank", "pid", "pid_start", "parent", "closed")

@@ -1,0 +1,102 @@
+"""One daemon for a node's containers, as in a DaemonSet with hostPID: it knows trainers and agents by other pids than they do.
+
+A container shares the folder of the sockets with the daemon; process numbers, /proc and /dev/shm are its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reft.errors import AttachError
+from reft.wire import handout
+from tests.e2e.test_examples import losses, restored, run
+from tests.support.daemons import ROOT, DaemonProcess, until
+
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc",
+             "sh", "-c", 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"', "init"]  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-id=ddp", "--rdzv-backend=reft",
+            "--local-addr=127.0.0.1"]  # fmt: skip
+KILLED = "snapshot.chunk:kill:from=60:rank=1:epoch=1"
+ATTACHES = """
+import reft, sys, torch
+model = torch.nn.Linear(4, 4)
+reft.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+print("attached", flush=True)
+sys.stdin.read()
+"""
+
+pytestmark = pytest.mark.skipif(
+    subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0, reason="namespaces can't be made here"
+)
+
+
+def attaching(daemon: DaemonProcess, job: str = "one") -> subprocess.Popen[str]:
+    """A container whose trainer attaches, says so, and stays until its input ends. It is no init: that ignores SIGKILL."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_DAEMON": daemon.address, "REFT_JOB": job}
+    return subprocess.Popen(
+        [*CONTAINER, "sh", "-c", f"{sys.executable} -c '{ATTACHES}'; exit $?"], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def trainer_in(container: subprocess.Popen[str]) -> int:
+    """The pid of a container's trainer as this test and the daemon see it."""
+    (init,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+    (trainer,) = Path(f"/proc/{init}/task/{init}/children").read_text().split()
+    return int(trainer)
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_is_killed_in_a_container_and_then_the_container_is_replaced(daemon):
+    plain = run(daemon, *TORCHRUN, REFT_JOB="plain")
+    assert plain.returncode == 0, plain.stderr
+    once = run(daemon, *CONTAINER, *TORCHRUN, "--max-restarts=2", REFT_FAILPOINTS=KILLED, REFT_JOB="once")
+    assert once.returncode == 0, once.stderr
+    assert 0 < restored(once) < 100
+    assert set(losses(once)) == set(losses(plain))
+
+    gone = run(daemon, *CONTAINER, *TORCHRUN, "--max-restarts=0", REFT_FAILPOINTS=KILLED, REFT_JOB="gone")
+    assert gone.returncode != 0 and losses(gone) == losses(plain)[:1]
+    after = run(daemon, *CONTAINER, *TORCHRUN, REFT_JOB="gone")
+    assert after.returncode == 0, after.stderr
+    assert 0 < restored(after) < 100
+    assert set(losses(after)) | set(losses(gone)) == set(losses(plain))
+
+
+def test_the_daemon_knows_trainers_by_its_own_pids_and_sees_them_die(daemon):
+    first = attaching(daemon)
+    assert first.stdout.readline() == "attached\n", first.communicate()
+    pid = trainer_in(first)
+    assert [each.pid for each in daemon.status("one").ranks] == [pid]
+    second = attaching(daemon)  # the same pid in its own container, another trainer
+    _, errors = second.communicate(timeout=60)
+    assert second.returncode == 1 and f"is trained by process {pid}, which lives" in errors, errors
+    first.kill()
+    first.communicate()
+    until(lambda: not daemon.status("one").ranks[0].alive, what="the trainer's death to be known")
+
+
+def test_a_daemon_that_can_not_see_its_trainers_says_what_to_do(tmp_path):
+    socket = tmp_path / "d.sock"
+    command = [*CONTAINER, sys.executable, "-m", "reft_daemon", "--socket", str(socket), "--dir", str(tmp_path / "s")]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    daemon = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: (tmp_path / "d.sock.fd").exists() or list(tmp_path.glob("*.fd")), what="the daemon's start")
+        (door,) = tmp_path.glob("*.fd")
+        with pytest.raises(AttachError, match=r"does not see.*hostPID"):
+            handout.introduce(str(door), 10)
+        inside = subprocess.run(
+            ["nsenter", f"--pid=/proc/{daemon.pid}/ns/pid_for_children", "--", sys.executable, "-c",
+             f"from reft.wire import handout; print(handout.introduce({str(door)!r}, 10).process.pid > 1)"],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert inside.stdout == "True\n", inside.stderr
+    finally:
+        daemon.kill()
+        daemon.wait()
