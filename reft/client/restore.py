@@ -31,13 +31,7 @@ def live_tensors(
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
     missing = [leaf for leaf in leaves if leaf.name not in before.tensors]
-    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        room = room_for(missing, subjects, before)
-    try:
-        make_missing_state(missing, subjects, room)
-        bindings = subjects.bind()
-    finally:
-        room.settle()  # pages are made by writing zeros: nobody may have a tensor there meanwhile
+    bindings = _made(missing, subjects, before, room) if missing or not before.hold() else before
     lines = differences(leaves, bindings.layout().leaves)
     if lines:
         raise LayoutChanged(
@@ -45,6 +39,17 @@ def live_tensors(
             "start it under another job name, or drop what is held with reft-cli purge",
         )
     return bindings.tensors
+
+
+def _made(missing: Sequence[Leaf], subjects: Subjects, before: Bindings, room: Room | None) -> Bindings:
+    """What there is once the missing leaves are made."""
+    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
+        room = room_for(missing, subjects, before)
+    try:
+        make_missing_state(missing, subjects, room)
+        return subjects.bind()
+    finally:
+        room.settle()  # pages are made by writing zeros: nobody may have a tensor there meanwhile
 
 
 def room_for(leaves: Iterable[Leaf], subjects: Subjects, bindings: Bindings) -> Room:
