@@ -12,7 +12,7 @@ What others do on the machine disturbs it: a block waits until they are quiet (-
 not count only where a round has no others.
 
 `--ways plain,bare,reft` adds a thread that copies and digests the same bytes beside training and does nothing else: what any
-snapshot on another core costs, mostly by the memory that both want.
+snapshot on another core costs.
 
 Fresh processes take a first snapshot each, others restore what is held, and one measures the memory that reft takes.
 A restore needs fresh pages for an optimizer's state that there is none of before its first step, and they cost more than the
