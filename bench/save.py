@@ -14,12 +14,8 @@ not count only where a round has no others.
 `--ways plain,bare,reft` adds a thread that copies and digests the same bytes beside training and does nothing else: what any
 snapshot on another core costs.
 
-Fresh processes take a first snapshot each, others restore what is held, and one measures the memory that reft takes.
-A restore needs fresh pages for an optimizer's state that there is none of before its first step, and they cost more than the
-copy into them where a hypervisor backs them anew. So a third of the restores goes into state that exists, as frameworks with
-optimizers of their own have it (Megatron, DeepSpeed); one into fresh pages; one into fresh pages that the host backs already,
-for they were in use just before. Beside the latter two stands their floor, in the same process: making so many fresh pages in
-two threads, and then the memcpy.
+Fresh processes take a first snapshot each, others restore what is held (bench/restoring.py), and one measures the memory that
+reft takes.
 
 Ends with 1 if a goal is missed.
 """
@@ -34,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import reft
-from bench import common
+from bench import common, restoring
 from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
 
 STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
@@ -53,11 +50,6 @@ STEPS = 4  # of a block; the first has nothing of the block's own under way, so 
 QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
 CALM_S = 0.25
 JOB = "bench-save"
-INTO = {
-    "existing": "restore in a fresh process, state exists",
-    "fresh": "restore in a fresh process, fresh pages",
-    "backed": "the same, host backs free memory",
-}
 
 
 def parse() -> argparse.Namespace:
@@ -77,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--role", choices=["train", "first", "restore", "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="busy", help=argparse.SUPPRESS)
-    parser.add_argument("--into", choices=INTO, default="fresh", help=argparse.SUPPRESS)
+    parser.add_argument("--into", choices=restoring.INTO, default="fresh", help=argparse.SUPPRESS)
     parser.add_argument("--daemon", help=argparse.SUPPRESS)
     parser.add_argument("--daemon-pid", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -275,7 +267,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-# Roles: first, restore, memory
+# Roles: first, memory; restore: bench/restoring.py
 
 
 def first(options: argparse.Namespace) -> dict[str, Any]:
@@ -286,45 +278,6 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
         later = [bench.time_to_sealed()[0] for _ in range(3)]
         bench.close()
     return {"first_s": bench.first_s, "first_blocked_s": bench.first_blocked_s, "later_s": median(later)}
-
-
-def restore(options: argparse.Namespace) -> dict[str, Any]:
-    """Attaches to what is held, and times the way from the mapped slot into live tensors; then the memcpy and the floor."""
-    from reft.client.restoration import Restoration
-
-    set_threads("busy")
-    training = Training(common.QUICK if options.quick else common.FULL)
-    took: list[float] = []
-
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = method(*arguments)
-            took.append(time.perf_counter() - began)
-            return result
-
-        return call
-
-    for name in ("open", "load", "finish"):
-        setattr(Restoration, name, timed(getattr(Restoration, name)))
-    missing = 2 * sum(parameter.nbytes for parameter in training.model.parameters())
-    if options.into == "existing":
-        training.step()
-    elif options.into == "backed":
-        common.fresh(missing)
-    began = time.perf_counter()
-    session = reft.attach(training.model, training.optimizer, job=JOB, daemon=options.daemon)
-    attach_s = time.perf_counter() - began
-    if session.restored_from != "memory" or session.step < 1:
-        raise RuntimeError("nothing was restored")
-    mapped = Mapped(training.tensors())
-    mapped.copy()
-    memcpy = {threads: [mapped.copy_back(threads) for _ in range(7)] for threads in (1, 2)}
-    session.close()
-    return {
-        "into": options.into, "load_s": sum(took), "attach_s": attach_s, "memcpy_1_s": median(memcpy[1]),
-        "memcpy_2_s": median(memcpy[2]), "fresh_s": common.fresh(missing), "fresh_backed_s": common.fresh(missing),
-    }  # fmt: skip
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -397,12 +350,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
             Goal(f"{mode}: time to sealed", sealed / (memcpy + digest), 1.25, "of copy+digest",
                  "median mark to SEALED, trainer idle / (memcpy + xxh3 of the same bytes)"),
         ]  # fmt: skip
-    for into, name in INTO.items():
-        some = [each for each in found["restores"] if each["into"] == into]
-        if some:
-            ratio = median([each["load_s"] / each["memcpy_2_s"] for each in some])
-            made.append(Goal(name, ratio, 1.6, "memcpy", "slot to live tensors, digests checked / memcpy with two threads"
-                             + _floor(into, some)))  # fmt: skip
+    made += restoring.goals(found["restores"])
     if found["memory"]:
         made.append(
             Goal(
@@ -423,14 +371,6 @@ def goals(found: dict[str, Any]) -> list[Goal]:
             )
         )
     return made
-
-
-def _floor(into: str, some: Sequence[dict[str, Any]]) -> str:
-    """What restores into fresh pages can't be faster than, in words; nothing of others."""
-    if into == "existing":
-        return ""
-    pages = "fresh_backed_s" if into == "backed" else "fresh_s"
-    return f"; floor with fresh pages: {median([1 + each[pages] / each['memcpy_2_s'] for each in some]):.2f}"
 
 
 def report(found: dict[str, Any]) -> str:
@@ -474,6 +414,7 @@ def main() -> int:
     options = parse()
     common.end_on_signals()
     if options.role:
+        restore: Callable[..., dict[str, Any]] = partial(restoring.restore, job=JOB)
         role = {"train": train, "first": first, "restore": restore, "memory": memory}[options.role]
         options.result.write_text(json.dumps(role(options)))
         return 0
@@ -501,7 +442,7 @@ def main() -> int:
         with common.daemon() as (address, pid):
             found["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
             if mode == modes[-1]:
-                kinds = [into for _ in range(options.restores) for into in INTO]
+                kinds = [into for _ in range(options.restores) for into in restoring.INTO]
                 found["restores"] = [run("restore", address, pid, more=["--into", into]) for into in kinds]
     if options.restores:
         with common.daemon() as (address, pid):

@@ -1,0 +1,87 @@
+"""The restores of bench/save.py: each in a fresh process, from slots that a trainer before it has left.
+
+A restore needs fresh pages for an optimizer's state that there is none of before its first step, and they cost more than the
+copy into them where a hypervisor backs them anew. So a third of the restores goes into state that exists, as frameworks with
+optimizers of their own have it (Megatron, DeepSpeed); one into fresh pages; one into fresh pages that the host backs already,
+for they were in use just before. Beside the latter two stands what else that would cost, in the same process: so many fresh
+pages in two threads, and then the memcpy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import reft
+from bench import common
+from bench.common import Goal, Mapped, Training, median
+
+INTO = {
+    "existing": "restore in a fresh process, state exists",
+    "fresh": "restore in a fresh process, fresh pages",
+    "backed": "the same, host backs free memory",
+}
+
+
+def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
+    """Attaches to what is held, and times the way from the slot into live tensors; then the memcpy, and fresh pages alone."""
+    from reft.client.restoration import Restoration
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    training = Training(common.QUICK if options.quick else common.FULL)
+    took: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*arguments)
+            took.append(time.perf_counter() - began)
+            return result
+
+        return call
+
+    for name in ("open", "load", "finish"):
+        setattr(Restoration, name, timed(getattr(Restoration, name)))
+    missing = 2 * sum(parameter.nbytes for parameter in training.model.parameters())
+    if options.into == "existing":
+        training.step()
+    elif options.into == "backed":
+        common.fresh(missing)
+    began = time.perf_counter()
+    session = reft.attach(training.model, training.optimizer, job=job, daemon=options.daemon)
+    attach_s = time.perf_counter() - began
+    if session.restored_from != "memory" or session.step < 1:
+        raise RuntimeError("nothing was restored")
+    mapped = Mapped(training.tensors())
+    mapped.copy()
+    memcpy = {threads: [mapped.copy_back(threads) for _ in range(7)] for threads in (1, 2)}
+    session.close()
+    return {
+        "into": options.into, "load_s": sum(took), "attach_s": attach_s, "memcpy_1_s": median(memcpy[1]),
+        "memcpy_2_s": median(memcpy[2]), "fresh_s": common.fresh(missing), "fresh_backed_s": common.fresh(missing),
+    }  # fmt: skip
+
+
+def goals(found: Sequence[dict[str, Any]]) -> list[Goal]:
+    """What is asked of restores, with what was measured."""
+    made = []
+    for into, name in INTO.items():
+        some = [each for each in found if each["into"] == into]
+        if some:
+            ratio = median([each["load_s"] / each["memcpy_2_s"] for each in some])
+            made.append(Goal(name, ratio, 1.6, "memcpy", "slot to live tensors, digests checked / memcpy with two threads"
+                             + _pages_first(into, some)))  # fmt: skip
+    return made
+
+
+def _pages_first(into: str, some: Sequence[dict[str, Any]]) -> str:
+    """What as many fresh pages and then the memcpy cost, in words; nothing of restores that need none."""
+    if into == "existing":
+        return ""
+    pages = "fresh_backed_s" if into == "backed" else "fresh_s"
+    return f"; fresh pages, then memcpy: {median([1 + each[pages] / each['memcpy_2_s'] for each in some]):.2f}"
