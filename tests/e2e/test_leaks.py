@@ -27,17 +27,18 @@ def assert_flat(before: dict[str, int], after: dict[str, int], who: str, slack: 
 
 
 def test_300_snapshots(daemon: DaemonProcess):
-    trainers = Trainers(Spec(daemon.address, steps=340, options={**WIDE, "pause_at": [30, 335]}))
+    # On a busy machine the round is slower than these steps, some of which are left out then.
+    trainers = Trainers(Spec(daemon.address, steps=640, options={**WIDE, "pause_at": [30, 635]}))
     trainers.wait_for(30)
     pids = {"trainer": trainers.processes[0].pid, "daemon": daemon.process.pid}
     before = {who: facts(pid) for who, pid in pids.items()}
     files = sorted(daemon.folder.rglob("*"))
     trainers.let_go(30)
-    trainers.wait_for(335)
+    trainers.wait_for(635)
     for who, pid in pids.items():
         assert_flat(before[who], facts(pid), who, TRAINER_SLACK_BYTES if who == "trainer" else SLACK_BYTES)
     assert sorted(daemon.folder.rglob("*")) == files
-    trainers.let_go(335)
+    trainers.let_go(635)
     assert trainers.wait() == [0]
     assert trainers.results()[0]["stats"]["snapshots"] >= 300
 
