@@ -27,18 +27,21 @@ def assert_flat(before: dict[str, int], after: dict[str, int], who: str, slack: 
 
 
 def test_300_snapshots(daemon: DaemonProcess):
-    # On a busy machine the round is slower than these steps, some of which are left out then.
-    trainers = Trainers(Spec(daemon.address, steps=640, options={**WIDE, "pause_at": [30, 635]}))
-    trainers.wait_for(30)
+    # On a busy machine the round is slower than these steps, some of which are left out then. What leaked is there at all of
+    # the last pauses; what malloc just keeps is not.
+    pauses = [30, 605, 615, 625, 635]
+    trainers = Trainers(Spec(daemon.address, steps=640, options={**WIDE, "pause_at": pauses}))
     pids = {"trainer": trainers.processes[0].pid, "daemon": daemon.process.pid}
-    before = {who: facts(pid) for who, pid in pids.items()}
-    files = sorted(daemon.folder.rglob("*"))
-    trainers.let_go(30)
-    trainers.wait_for(635)
-    for who, pid in pids.items():
-        assert_flat(before[who], facts(pid), who, TRAINER_SLACK_BYTES if who == "trainer" else SLACK_BYTES)
-    assert sorted(daemon.folder.rglob("*")) == files
-    trainers.let_go(635)
+    found, files = [], []
+    for step in pauses:
+        trainers.wait_for(step)
+        found.append({who: facts(pid) for who, pid in pids.items()})
+        files.append(sorted(daemon.folder.rglob("*")))
+        trainers.let_go(step)
+    for who in pids:
+        after = min((each[who] for each in found[1:]), key=lambda each: each["memory"])
+        assert_flat(found[0][who], after, who, TRAINER_SLACK_BYTES if who == "trainer" else SLACK_BYTES)
+    assert files == files[:1] * len(pauses)
     assert trainers.wait() == [0]
     assert trainers.results()[0]["stats"]["snapshots"] >= 300
 
