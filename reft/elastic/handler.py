@@ -67,7 +67,7 @@ class ReftRendezvousHandler(RendezvousHandler):
 
     def __init__(
         self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float,
-        daemon: tuple[str, Reviver] | None = None,        guard: Guard | None = None, warm: Warm | None = None,
+        daemon: tuple[str, Reviver] | None = None, guard: Guard | None = None, warm: Warm | None = None,
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings

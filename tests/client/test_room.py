@@ -16,7 +16,7 @@ from reft.client.restore import live_tensors, room_for
 from reft.client.room import Room
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
-from tests.client.test_state_kinds import state_bytes, train
+from tests.client.test_state_kinds import state_bytes, step_once, train
 from tests.support.smaps import bytes_of
 
 MIB = 1 << 20
@@ -105,6 +105,21 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
         live_tensors(held, subjects, before, room)
     assert ended.is_set()
     handed_out.set()
+
+
+def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
+    model, optimizer = make()
+    step_once(model, optimizer)
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    before = subjects.bind()
+    held = before.leaves()
+    state = optimizer.state[model[1].weight]
+    state["exp_avg"] = state["exp_avg"].clone()
+    found = {id(tensor) for tensor in live_tensors(held, subjects, before).values()}
+    assert id(state["exp_avg"]) in found, "what the optimizer has by now, not what was found first"
+    before = subjects.bind()
+    monkeypatch.setattr(Subjects, "bind", lambda *_: 1 / 0)
+    assert live_tensors(held, subjects, before) is before.tensors
 
 
 def test_a_closed_room_is_written_by_nobody(monkeypatch):
