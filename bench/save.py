@@ -11,8 +11,8 @@ random order; what counts is the difference to the plain blocks of the same roun
 What others do on the machine disturbs it: a block waits until they are quiet (--patience), and steps in which they were
 not count only where a round has no others.
 
-`--ways plain,bare,reft` adds a thread that copies and digests the same bytes beside training and does nothing else: what any
-snapshot on another core costs.
+`--ways plain,read,bare,reft` adds threads that do nothing else beside training: `bare` copies and digests the same bytes, which
+is what any snapshot on another core costs; `read` digests them only, for which each byte is looked at once.
 
 Fresh processes take a first snapshot each, others restore what is held (bench/restoring.py), and one measures the memory that
 reft takes.
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--firsts", type=int, help="fresh processes of each mode that take a first snapshot (5)")
     parser.add_argument("--restores", type=int, help="fresh processes that restore, of each kind (5)")
     parser.add_argument("--modes", default="free,busy", help="free: one core is left alone; busy: all compute")
-    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns; bare is another")
+    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns; bare and read are others")
     parser.add_argument("--patience", type=float, default=120, help="seconds a mode may wait for others to be quiet")
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
@@ -103,8 +103,8 @@ class Bench:
         self.mapped.copy()
         self.patience_s = options.patience
         self.upload: Any = None
-        self.bare = threading.Thread()
-        self.bare.start()
+        self.beside = threading.Thread()
+        self.beside.start()
         self.group = self._group() if "dcp" in self.ways else None
         self.steps: dict[str, list[list[float]]] = {way: [] for way in self.ways}
         self.quiet: dict[str, list[list[bool]]] = {way: [] for way in self.ways}
@@ -141,9 +141,15 @@ class Bench:
         self.session.step_end()
 
     def after_bare(self) -> None:
-        self.bare.join()
-        self.bare = threading.Thread(target=self.mapped.copy_and_digest)
-        self.bare.start()
+        self._beside(self.mapped.copy_and_digest)
+
+    def after_read(self) -> None:
+        self._beside(self.mapped.digest)
+
+    def _beside(self, work: Callable[[], object]) -> None:
+        self.beside.join()
+        self.beside = threading.Thread(target=work)
+        self.beside.start()
         self.session.step_end()
 
     def after_dcp(self) -> None:
@@ -214,7 +220,7 @@ class Bench:
                 raise RuntimeError(
                     f"{taken} of {self.session.step - first} snapshots were taken: {self.session.stats()}"
                 )
-        self.bare.join()
+        self.beside.join()
         if self.upload is not None:
             self.upload.result()
             self.upload = None
