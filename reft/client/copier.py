@@ -89,6 +89,9 @@ class Copier(Protocol):
     def fence(self) -> None:
         """Makes sure that nothing reads the state any more; the time for which training is held up goes into the tally."""
 
+    def is_capturing(self) -> bool:
+        """Whether what training does now is only captured, into a CUDA graph: nothing may be enqueued for computing."""
+
     def enter(self, index: int, tier: Tier) -> Any:
         """Tells what training does from now on; stretches of a window are numbered, 0 begins at the mark.
 
@@ -273,6 +276,9 @@ class CpuCopier:
         self._gate.lift(Tier.FENCE)
         self._reading.wait()
         self.tally.stalled(began_s, self._clock())
+
+    def is_capturing(self) -> bool:
+        return False
 
     def enter(self, index: int, tier: Tier) -> float:
         return self._gate.enter(index, tier)

@@ -14,6 +14,9 @@ optimizer's pre-hook returns: an event that is not recorded yet would be no fenc
 is decided by whoever comes first, the fence or the worker; after the fence the optimizer itself changes the counters that
 tell. LANDED is written by the host once the event has passed: in the order of a tag in the stream, and never before it.
 
+While training is captured into a CUDA graph nothing is enqueued: the side stream would become part of the graph, or the capture
+fail. A captured optimizer calls no hook when it is replayed, so the session asks for the fence right after each mark then.
+
 What talks to CUDA is behind `Device`, so that the contract test can run this engine where there is none.
 """
 
@@ -88,6 +91,9 @@ class CudaCopier:
         at_once = job.share.written_bytes - sum(self._transfers.written)  # what lies on the host
         self.tally.wrote([at_once if tier is self._tier else 0 for tier in Tier])
         self._launch(list(flight.todo) if plan is None else [*plan.tasks(pacing.AT_MARK), *plan.tasks(0)], self._tier)
+
+    def is_capturing(self) -> bool:
+        return self._device.is_capturing()
 
     def enter(self, index: int, tier: Tier) -> Any:
         event = self._device.record_compute()

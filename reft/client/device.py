@@ -22,6 +22,10 @@ class Device:
         self.side = torch.cuda.Stream(device, priority=0)  # 0 is the lowest priority: compute goes first
         self._anchor: tuple[Any, float] | None = None  # an event that was passed, and when
 
+    def is_capturing(self) -> bool:
+        """Whether the compute stream is being captured into a graph: it runs nothing, and must not wait for other streams."""
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
     def record_compute(self) -> Any:
         """An event behind all that is enqueued for computing."""
         return _recorded(torch.cuda.current_stream(self._device))

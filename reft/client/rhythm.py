@@ -86,7 +86,7 @@ class Rhythm:
             kind: if it is a piece of the schedule's work.
         """
         window = self._window
-        if window is None:
+        if window is None or self._copier.is_capturing():
             return
         stamp = self._copier.enter(len(window.tiers), tier)
         window.tiers.append(tier)

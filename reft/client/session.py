@@ -3,6 +3,9 @@
     optimizer.step ─► mark (session.steps, step_end) ─► window: the snapshot may read the state ─► optimizer's pre-hook: fence
                         step += 1, snapshot begins        forward and backward only read it          the next writer
 
+A step that is captured in a CUDA graph is not trained, and its replays call no hook: from then on the window closes right after
+its mark, and the device waits there until the state is copied. Likewise until a capturable optimizer is first seen to step.
+
 Where nothing is marked, each call of the (last) optimizer is a step and its post-hook is the mark. The first such call
 only counts: whether the loop marks its steps is not known yet then.
 """
@@ -18,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +45,14 @@ if TYPE_CHECKING:
 
 CLOSE_WAIT_S = 2.0
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
+
+
+class _Stepping(Enum):
+    """What is known of how the optimizers step."""
+
+    UNSEEN = auto()  # capturable, and no hook was called yet: attach may have come after a capture
+    CALLED = auto()  # a hook closes the window
+    REPLAYED = auto()  # by a graph that was captured before our eyes: nobody calls a hook
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,8 @@ class Session:
         self._taken = -1
         self._window_open = False
         self._inside = 0  # calls of optimizer.step that have not returned: a subclass may call its parent's
+        is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
+        self._stepping = _Stepping.UNSEEN if is_capturable else _Stepping.CALLED
         self._hooks = []
         for optimizer in optimizers:
             after = self._after_last if optimizer is optimizers[-1] else self._after_other
@@ -163,7 +177,7 @@ class Session:
     def _take(self, course: Course | None = None) -> None:
         is_marked = isinstance(self._marks, _Marked)
         if self._metronome is not None and self._metronome.take(self.step, is_marked, course):
-            self._window_open = True
+            self._open_window()
         self._taken = self.step
 
     @property
@@ -177,14 +191,23 @@ class Session:
         For attach, before the first step; the version that was restored stays held until this one is whole.
         """
         if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
-            self._window_open = True
+            self._open_window()
         self._taken = self.step
+
+    def _open_window(self) -> None:
+        """The snapshot may read the state until the optimizer's hook, or only until now, where none may be called."""
+        self._window_open = True
+        if self._stepping is not _Stepping.CALLED:
+            self._fence()
 
     def _close_window(self) -> None:
         if self._rhythm is not None:
             self._rhythm.fence()
         if self._metronome is not None:
             self._metronome.fence()
+        self._fence()
+
+    def _fence(self) -> None:
         if self._window_open and self._snapshots is not None:
             self._window_open = False
             self._snapshots.fence()
@@ -192,9 +215,31 @@ class Session:
     # Hooks: they run inside the user's optimizer step, in whatever grad mode that has
 
     def _before_optimizer(self, *_: object) -> None:
-        if os.getpid() == self._pid:
-            self._inside += 1
-            self._close_window()
+        if os.getpid() != self._pid:
+            return
+        if self._is_capturing():
+            self._captured()
+            return
+        if self._stepping is _Stepping.UNSEEN:
+            self._stepping = _Stepping.CALLED
+        self._inside += 1
+        self._close_window()
+
+    def _is_capturing(self) -> bool:
+        return self._snapshots is not None and self._snapshots.copier.is_capturing()
+
+    def _captured(self) -> None:
+        """This call of the optimizer trains nothing; the graph's replays will, unseen.
+
+        A snapshot that is under way is given up: the call counts as a write (`Bindings.versions`), though it writes nothing yet.
+        """
+        assert self._snapshots is not None
+        if self._stepping is not _Stepping.REPLAYED:
+            log.warning(
+                "rank %d: the optimizer's step is captured in a CUDA graph, whose replays call no hook. Mark each step with "
+                "session.step_end(); the device waits there until the state is copied.", self._snapshots.rank,
+            )  # fmt: skip
+        self._stepping = _Stepping.REPLAYED
 
     def _after_other(self, *_: object) -> None:
         self._inside = max(self._inside - 1, 0)
@@ -204,6 +249,7 @@ class Session:
         if (
             self._inside
             or os.getpid() != self._pid
+            or self._is_capturing()
             or not isinstance(self._marks, _Unmarked)
             or _was_skipped(optimizer)
         ):

@@ -15,8 +15,13 @@ class Inline(Device):
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.captures = False
+
+    def is_capturing(self):
+        return self.captures
 
     def record_compute(self):
+        assert not self.captures, "an event of the compute stream becomes part of the graph"
         self.order.append("record compute")
         return "compute"
 
@@ -28,6 +33,7 @@ class Inline(Device):
         self.order.append(f"side waits for {event}")
 
     def compute_waits(self, event):
+        assert not self.captures, "waiting for what is outside breaks the capture"
         self.order.append(f"compute waits for {event}")
 
     def on_side(self):
@@ -59,6 +65,7 @@ class Late(Inline):
         return _Keeping(self._queue)
 
     def compute_waits(self, event):
+        assert not self.captures, "waiting for what is outside breaks the capture"
         self._run(event)
 
     def host_waits(self, event):
