@@ -417,6 +417,8 @@ class Attachment:
         if self.exchange.rank == 0:
             self._announce(restored_from)
         if tree is not None:
+            if tree["marked"]:
+                session.resume_marking()
             host_state.restore_random(tree["random"])
             if self._must_protect_again:
                 session.protect_again(tree["marked"])

@@ -7,7 +7,8 @@ A step that is captured in a CUDA graph is not trained, and its replays call no 
 its mark, and the device waits there until the state is copied. Likewise until a capturable optimizer is first seen to step.
 
 Where nothing is marked, each call of the (last) optimizer is a step and its post-hook is the mark. The first such call
-only counts: whether the loop marks its steps is not known yet then.
+only counts: whether the loop marks its steps is not known yet then. Where the restored step was marked, calls are none: a loop
+that calls its optimizer several times a step would else take the place of what was restored before its first mark.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from reft.client.renewal import Reviews  # which attaches anew, and so needs this module
 
 CLOSE_WAIT_S = 2.0
+CALLS_WITHOUT_MARK = 1000  # after a restore of a marked step: then the log says that nothing is taken
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
@@ -102,7 +104,7 @@ class Session:
         self._counts_calls = counts_calls
         self._pid = os.getpid()
         self._marks: _Marks = _Unmarked(step)
-        self._taken = -1
+        self._taken = self._written = -1  # the newest steps whose state was taken, and has been written since
         self._window_open = False
         self._inside = 0  # calls of optimizer.step that have not returned: a subclass may call its parent's
         is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
@@ -150,6 +152,7 @@ class Session:
             RestoreError: the restored step was counted by calls of the optimizer.
         """
         if not isinstance(self._marks, _Unmarked):
+            self._marks = _Marked()
             return
         if self._counts_calls:
             raise RestoreError(
@@ -161,6 +164,10 @@ class Session:
             self._snapshots.discard(self.step)
         self.step = self._marks.start
         self._marks = _Marked()
+
+    def resume_marking(self) -> None:
+        """The restored step was marked: calls of the optimizer are no steps, from the first one on."""
+        self._marks = _Resumed()
 
     def _mark(self) -> None:
         self._close_window()
@@ -223,6 +230,7 @@ class Session:
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
         self._inside += 1
+        self._written = self.step
         self._close_window()
 
     def _is_capturing(self) -> bool:
@@ -246,15 +254,17 @@ class Session:
 
     def _after_last(self, optimizer: object, *_: object) -> None:
         self._inside = max(self._inside - 1, 0)
-        if (
-            self._inside
-            or os.getpid() != self._pid
-            or self._is_capturing()
-            or not isinstance(self._marks, _Unmarked)
-            or _was_skipped(optimizer)
-        ):
+        if self._inside or os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
             return
-        if self._marks.count():
+        marks = self._marks
+        if isinstance(marks, _Resumed) and marks.count() == CALLS_WITHOUT_MARK:
+            log.warning(
+                "%d calls of the optimizer without a mark: no snapshot is taken, since the restored step was marked. Mark steps "
+                "with session.step_end(), or start under another job name.", CALLS_WITHOUT_MARK,
+            )  # fmt: skip
+        elif not isinstance(marks, _Unmarked):
+            return
+        elif marks.count():
             self._mark()
         else:
             self.step += 1
@@ -264,7 +274,8 @@ class Session:
     def seal(self, timeout: float | None = None) -> Sealed:
         """Waits until the newest marked step is whole: every rank holds it, sealed.
 
-        Takes the snapshot first if that step was not due. Call it on all ranks, between a mark and the next optimizer step.
+        Takes the snapshot first if that step was not due. Call it on all ranks, between a mark and the next optimizer step:
+        behind that the marked state is gone, and a step that was not taken stays so.
 
         Args:
             timeout: seconds; None means REFT_SEAL_DEADLINE_S.
@@ -272,11 +283,11 @@ class Session:
         self._check_process()
         if self._snapshots is None:
             return Sealed(False, False, -1)
-        if self._taken != self.step and self.step > 0 and self._inside == 0:
+        if self._taken != self.step and self.step > 0 and self._written != self.step:
             self._take()
         self._snapshots.copier.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
-        if not whole:
+        if not whole and self._taken == self.step and not self._snapshots.leaves_out(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
             whole = self._snapshots.reporter.wait(self.step, deadline)
         return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())
@@ -399,6 +410,18 @@ class _Marks:
 
 class _Marked(_Marks):
     """The loop marks its steps."""
+
+
+class _Resumed(_Marked):
+    """The loop that the restored step is of marked its steps; this one has not done so yet."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def count(self) -> int:
+        """Counts a call of the optimizer; how many there were."""
+        self._calls += 1
+        return self._calls
 
 
 class _Unmarked(_Marks):

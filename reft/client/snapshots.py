@@ -325,7 +325,13 @@ class Snapshots:
     def newest_known_whole(self) -> int:
         """The newest step known to be whole, in this epoch or as its base; -1 if none."""
         known = self.reporter.whole or self.base
+        if known is not None and known.epoch == self.epoch and known.step <= self._floor:
+            return self.base.step if self.base else -1  # it was discarded
         return known.step if known else -1
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether no snapshot of this step is ever taken: the number was used for a call of the optimizer, and discarded."""
+        return step <= self._floor
 
     @cached_property
     def is_protected(self) -> bool:

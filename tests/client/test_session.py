@@ -218,3 +218,59 @@ def test_a_script_that_ends_in_order_has_closed_its_session_and_one_that_fails_h
     _drain(weakref.ref(session))
     job = session._snapshots.reporter._job
     assert shared_daemon.status(job).ranks[0].closed is (error is None)
+
+
+def test_a_loop_that_was_marked_keeps_what_was_restored_through_calls_before_its_first_mark(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    session.begin_marking()
+    for _ in range(4):
+        for _ in range(9):
+            step_once(model, optimizer)
+        session.step_end()
+    assert session.seal(timeout=10).step == 4
+    other, another = make()
+    session = attach(other, another)
+    for _ in range(9):
+        step_once(other, another)
+    assert session.step == 4, "calls are no steps"
+    third = attach(*make())
+    assert third.step == 4 and third.restored_from == "memory"
+
+
+def test_a_loop_that_stops_marking_is_told_that_nothing_is_taken(attach, caplog, monkeypatch):
+    monkeypatch.setattr("reft.client.session.CALLS_WITHOUT_MARK", 3)
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.seal(timeout=10)
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(5):
+        step_once(model, optimizer)
+    assert session.step == 1 and sum("without a mark" in each for each in caplog.messages) == 1
+
+
+def test_what_was_discarded_is_not_called_whole(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(5):
+        step_once(model, optimizer)
+        session._snapshots.reporter.wait(session.step, 10)
+    assert session.stats()["whole_step"] == 5
+    session.step_end()
+    assert session.step == 1 and not session.seal(timeout=10) and session.stats()["whole_step"] == -1
+
+
+def test_seal_in_the_body_does_not_take_the_next_state_for_the_marked_one(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer, every=10)
+    for step in session.steps(12):
+        step_once(model, optimizer)
+        if step == 11:
+            session._snapshots.reporter.wait(10, 10)
+            sealed = session.seal(timeout=10)
+            assert not sealed and sealed.step == 10
+            break
+    assert attach(*make()).step == 10
