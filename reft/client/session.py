@@ -265,9 +265,20 @@ class Session:
         elif not isinstance(marks, _Unmarked):
             return
         elif marks.count():
+            if self.step == marks.start + 1:
+                self._say_unmarked()
             self._mark()
         else:
             self.step += 1
+
+    def _say_unmarked(self) -> None:
+        """Once, when it is clear that nobody marks: what the loop changes behind the optimizer comes back a step late."""
+        snapshots = self._snapshots
+        if snapshots is not None and (names := [*snapshots.subjects.scalers, *snapshots.host.objects]):
+            log.warning(
+                "no step is marked: %s are held as they are when optimizer.step returns; a scheduler or scaler that steps after "
+                "it comes back one step behind. Mark steps with session.step_end() or session.steps().", ", ".join(names),
+            )  # fmt: skip
 
     # What users ask
 

@@ -274,3 +274,11 @@ def test_seal_in_the_body_does_not_take_the_next_state_for_the_marked_one(attach
             assert not sealed and sealed.step == 10
             break
     assert attach(*make()).step == 10
+
+
+def test_without_marks_the_log_says_that_a_scheduler_is_held_a_step_behind(attach, caplog):
+    model, optimizer = make()
+    attach(model, optimizer, state={"lr": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)})
+    for _ in range(4):
+        step_once(model, optimizer)
+    assert sum("one step behind" in each and "lr" in each for each in caplog.messages) == 1
