@@ -109,7 +109,7 @@ class Restoration:
         lost = {} if self._digests is None else {self.rank: self._digests}
         done = load.load(
             transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
-            self._tensors, frozenset(self._tree["absent"]), lost, at_chunk,
+            self._tensors, self._not_in_cells, lost, at_chunk,
             decoder=self.decoder,
         )  # fmt: skip
         damaged = set(done.damaged)
@@ -137,6 +137,12 @@ class Restoration:
         """Nothing more is read."""
         for slot in self._taken:
             slot.close()
+
+    @property
+    def _not_in_cells(self) -> frozenset[str]:
+        """Leaves whose place in a cell, if they have one, is zeros: they did not exist, or not as foreseen and so were kept."""
+        kept = self._kept.leaves if self._kept else ()
+        return frozenset(self._tree["absent"]) | {leaf.name for leaf in kept}
 
     def _place_of(self, leaf: Leaf) -> int:
         """Where a leaf stood when it was predicted, so that optimizers get their state back in the order that they made it in."""

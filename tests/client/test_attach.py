@@ -311,6 +311,16 @@ def test_another_number_of_ranks_goes_on_from_what_is_held(daemon):
     assert trainers.results()[0]["began"] == 12 and trainers.results()[0]["from"] == "peers"
 
 
+def test_state_that_grew_after_the_first_step_comes_back(daemon):
+    """It is foreseen with one gradient in its cell, and held with three: every rank kept its own."""
+    options = {"growing": True}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    run(Spec(daemon.address, steps=8, options=options), 2)
+    after = run(Spec(daemon.address, options=options), 2)
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["began"] == 8 and mine["digests"] == reference["digests"]
+
+
 def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):
     codes = pair_of_models.wait()
     assert codes.count(0) == 0

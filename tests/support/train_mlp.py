@@ -30,7 +30,7 @@ def build(options: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimiz
         torch.nn.Linear(width, width),
         torch.nn.Linear(width, 4),
     )
-    kind = Hidden if options.get("hidden") else torch.optim.AdamW
+    kind = Hidden if options.get("hidden") else Growing if options.get("growing") else torch.optim.AdamW
     optimizer = kind(model.parameters(), lr=1e-2)
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
 
@@ -46,6 +46,18 @@ class Hidden(torch.optim.SGD):
                 buffer = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
                 buffer.mul_(0.9).add_(parameter.grad, alpha=1 / (1 + size))
                 parameter.sub_(buffer, alpha=group["lr"])
+
+
+class Growing(torch.optim.SGD):
+    """An optimizer that steps along the mean of the last three gradients: its state is small after the first step, then grows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, new = self.state[parameter], parameter.grad[None]
+                state["last"] = torch.cat([state["last"], new])[-3:] if "last" in state else new.clone()
+                parameter.sub_(state["last"].mean(0), alpha=group["lr"])
 
 
 def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
