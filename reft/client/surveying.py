@@ -50,18 +50,30 @@ def surveyed(
     ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
     erased: Collection[tuple[str, str, Version]],
 ) -> Findings:
-    """What all daemons hold, as far as they answer; the same on every rank, as `ask` is.
+    """What all daemons hold, as far as they answer; the same on every rank, as `ask` is. No node is asked more than twice.
 
     Args:
         replies: node id → inventory, of the nodes that take part.
-        absent: the others.
+        absent: the others that these know of.
         ask: an `Asker`.
         erased: (node, name, version) of slots and capsules that failed their digests.
     """
-    found, brief = _add(Findings(replies), ask(absent, False))
-    if brief and not is_settled(found.plan(erased), found.decision):
-        found, _ = _add(Findings(found.replies, found.silent), ask(brief, True))
+    found, asked = Findings(replies), {node.id for node in absent}
+    brief: list[pb.Node] = []
+    while absent:
+        found, given_up = _add(found, ask(absent, False))
+        brief += given_up
+        absent = _further(found, asked)
+        if not absent and brief and not is_settled(found.plan(erased), found.decision):
+            found, _ = _add(found, ask(brief, True))
+            brief, absent = [], _further(found, asked)
+        asked |= {node.id for node in absent}
     return found
+
+
+def _further(found: Findings, asked: Collection[str]) -> list[pb.Node]:
+    """Nodes that nobody knew of until others had answered: the job may have gone on without any that take part now."""
+    return [node for node in found.absent(()) if node.id in found.members and node.id not in asked]
 
 
 def _add(found: Findings, reply: pb.SurveyReply) -> tuple[Findings, list[pb.Node]]:

@@ -80,6 +80,13 @@ class Findings:
         """The newest manifest."""
         return self.manifests.get(self.decision.epoch) if self.decision else None
 
+    @property
+    def members(self) -> set[str]:
+        """Ids of the nodes of the newest manifest and of its base's: nobody else writes what may still count."""
+        decision = self.decision
+        epochs = [each.epoch for each in (decision, decision and decision.base) if each]
+        return {node.id for epoch in epochs if epoch in self.manifests for node in self.manifests[epoch].nodes}
+
     @cached_property
     def placements(self) -> dict[Epoch, Placement]:
         """Where the bytes of each epoch's versions lie; only epochs whose versions may still count."""

@@ -44,3 +44,40 @@ def test_else_it_is_asked_again(monkeypatch, later, heard, silent):
 
 def test_whoever_had_the_whole_time_is_not_asked_again(monkeypatch):
     assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", False)])
+
+
+def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
+    """What a node says that remembers the attach of an epoch, on these nodes, and the nodes of its base."""
+    epochs = [pb.Epoch(counter=each, ident=bytes([each]) * 16) for each in (epoch, epoch - 1)]
+    reply = pb.InventoryReply(node_id=node, decision=pb.Decision(epoch=epochs[0]))
+    reply.manifest.nodes.extend(NODES[each] for each in nodes)
+    if base_nodes:
+        reply.decision.base.CopyFrom(pb.Version(epoch=epochs[1], step=1))
+        reply.base_manifest.nodes.extend(NODES[each] for each in base_nodes)
+    return reply
+
+
+def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
+    """The job went from a and b to b and c: a, which takes part again, never heard of c."""
+    monkeypatch.setattr(surveying, "is_settled", lambda plan, decision: True)
+    says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
+
+    def ask(nodes, is_again):
+        asked.append("".join(node.id for node in nodes))
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=says[node.id]) for node in nodes])
+
+    found = surveying.surveyed({"a": chained("a", 1, "ab")}, [NODES["b"]], ask, ())
+    assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
+
+
+def test_nodes_of_a_history_that_is_over_are_not_asked(monkeypatch):
+    """Nodes that were left two attaches ago may be gone for good: each restart would wait for them."""
+    monkeypatch.setattr(surveying, "is_settled", lambda plan, decision: True)
+    asked = []
+
+    def ask(nodes, is_again):
+        asked.append("".join(node.id for node in nodes))
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
+
+    surveying.surveyed({"a": chained("a", 3, "a", "b")}, [NODES["b"]], ask, ())
+    assert asked == ["b"]

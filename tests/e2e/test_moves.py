@@ -109,6 +109,16 @@ def test_a_node_that_takes_no_part_any_more_still_gives_what_it_holds(site, plai
     assert_equal(after, plain(3))
 
 
+def test_a_node_is_found_that_only_another_node_knows_of(site):
+    """A and B, B and C, then A and D: A never heard of C, which has what nobody else keeps."""
+    a, b, c, d = site.add(4)
+    for steps, nodes in ((4, [a, b]), (6, [b, c]), (8, [a, d])):
+        spec = spec_of(protect="none")
+        spec.steps = steps
+        after = run(spec, 2, [each.address for each in nodes])
+    assert after[0]["began"] == 6
+
+
 def test_fewer_nodes_hold_the_same_ranks(site, plain):
     nodes = site.add(3)
     stop(nodes)
