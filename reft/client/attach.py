@@ -126,6 +126,7 @@ class Attachment:
     request: Request
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
     room: Room = field(default_factory=lambda: Room(0))  # for state that is held, once it is likely that there is some
+    _before: Findings | None = None  # what the first try found, once that one is over
     _registered: bool = False
 
     def run(self) -> Session:
@@ -155,6 +156,7 @@ class Attachment:
                 break
             # Together: an inventory must not find a rank that has not withdrawn yet.
             self.exchange.together(partial(self._erase, damaged))
+            self._before = self._before or self.findings
             self.bindings = self.subjects.bind()  # that try may have made what did not exist
         else:
             raise RestoreError(
@@ -260,14 +262,14 @@ class Attachment:
             for rank, inventory in enumerate(inventories)
             if inventory
         }
-        self.findings = Findings(replies)
+        self.findings = Findings(replies, before=self._before)
         absent = self.findings.absent(self.nodes)
         if not absent:
             return
         # Any daemon that knows the job has its token; the first of them asks for all.
         asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
         ask = Asker(self.exchange, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
-        self.findings = surveyed(replies, absent, ask, self.erased)
+        self.findings = surveyed(self.findings, absent, ask, self.erased)
 
     def _knows(self, rank: int) -> bool:
         return self.findings.replies[self.roster.facts[rank]["node_id"]].HasField("decision")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.client.exchange import Exchange, bytes_of, text_of
@@ -45,7 +45,7 @@ class Asker:
 
 
 def surveyed(
-    replies: Mapping[str, pb.InventoryReply],
+    found: Findings,
     absent: Sequence[pb.Node],
     ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
     erased: Collection[tuple[str, str, Version]],
@@ -53,12 +53,12 @@ def surveyed(
     """What all daemons hold, as far as they answer; the same on every rank, as `ask` is. No node is asked more than twice.
 
     Args:
-        replies: node id → inventory, of the nodes that take part.
+        found: of the nodes that take part.
         absent: the others that these know of.
         ask: an `Asker`.
         erased: (node, name, version) of slots and capsules that failed their digests.
     """
-    found, asked = Findings(replies), {node.id for node in absent}
+    asked = {node.id for node in absent}
     brief: list[pb.Node] = []
     while absent:
         found, given_up = _add(found, ask(absent, False))
@@ -82,4 +82,6 @@ def _add(found: Findings, reply: pb.SurveyReply) -> tuple[Findings, list[pb.Node
     missing = [each for each in reply.nodes if not each.HasField("reply")]
     asked = {each.node.name for each in reply.nodes}
     silent = (*(name for name in found.silent if name not in asked), *(each.node.name for each in missing))
-    return Findings({**found.replies, **heard}, silent), [each.node for each in missing if each.brief]
+    return replace(found, replies={**found.replies, **heard}, silent=silent), [
+        each.node for each in missing if each.brief
+    ]

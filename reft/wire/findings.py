@@ -30,10 +30,13 @@ class Findings:
     Attributes:
         replies: node id → what its daemon holds.
         silent: names of nodes of the newest manifest that did not answer.
+        before: what the same attach found before it told a decision whose base could not be loaded. Nothing was written under
+            that one, so it ends no history: the one that was in force then still says what counts.
     """
 
     replies: Mapping[str, pb.InventoryReply]
     silent: tuple[str, ...] = ()
+    before: Findings | None = None
 
     @cached_property
     def decisions(self) -> list[Decision]:
@@ -52,6 +55,8 @@ class Findings:
     @cached_property
     def decision(self) -> Decision | None:
         """The one in force."""
+        if self.before is not None:
+            return self.before.decision
         # A node that was purged and holds another job of this name says nothing of this one.
         known = {node: self.manifests.get(each.epoch) for node, each in self._remembered.items()}
         tokens = {node: manifest.token for node, manifest in known.items() if manifest is not None}
@@ -64,7 +69,7 @@ class Findings:
     @cached_property
     def manifests(self) -> dict[Epoch, pb.Manifest]:
         """The manifest under which each epoch's versions were written."""
-        found: dict[Epoch, pb.Manifest] = {}
+        found = dict(self.before.manifests) if self.before else {}
         for reply in self.replies.values():
             if not reply.HasField("decision"):
                 continue
@@ -113,6 +118,8 @@ class Findings:
     @property
     def history(self) -> History:
         """What the job has lived through, the epoch in force included."""
+        if self.before is not None:
+            return self.before.history
         if self.manifest is None or self.decision is None:
             return History()
         last = [self.replies[node] for node, each in self._remembered.items() if each.epoch == self.decision.epoch]

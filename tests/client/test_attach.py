@@ -282,6 +282,18 @@ def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_befor
         assert mine["digests"] == reference["digests"]
 
 
+def test_if_all_that_came_after_a_restart_is_damaged_what_the_restart_began_with_is_found(daemon):
+    """That base is of an epoch which a decision of this attach, told before anyone looked at the slots, would not count."""
+    for options in ({"pause_at": [8], "seal_at": [7, 8]}, {"pause_at": [9], "seal_at": [9]}):
+        trainers = Trainers(Spec(daemon.address, options=options))
+        trainers.wait_for(options["pause_at"][0])
+        trainers.kill()
+    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+        if header.version.epoch.counter == 2:
+            flip(daemon.folder / "job", header.slot)
+    assert run(Spec(daemon.address))[0]["began"] == 8
+
+
 def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
     """A file that is shorter than its mapping kills whoever touches it: neither the daemon nor attach may."""
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.client import surveying
+from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}
@@ -25,7 +26,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
                 each.reply.node_id = node.id
         return reply
 
-    found = surveying.surveyed({"a": pb.InventoryReply(node_id="a")}, [NODES[n] for n in answers], ask, ())
+    found = surveying.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ())
     return sorted(found.replies), found.silent, asked
 
 
@@ -66,7 +67,7 @@ def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=says[node.id]) for node in nodes])
 
-    found = surveying.surveyed({"a": chained("a", 1, "ab")}, [NODES["b"]], ask, ())
+    found = surveying.surveyed(Findings({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
     assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
 
 
@@ -79,5 +80,5 @@ def test_nodes_of_a_history_that_is_over_are_not_asked(monkeypatch):
         asked.append("".join(node.id for node in nodes))
         return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
 
-    surveying.surveyed({"a": chained("a", 3, "a", "b")}, [NODES["b"]], ask, ())
+    surveying.surveyed(Findings({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
     assert asked == ["b"]
