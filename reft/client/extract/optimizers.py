@@ -118,6 +118,7 @@ class OptimizerExtractor:
         foreseen = {} if is_plain else {each.leaf.name: each for each in self._foresee(prefix, value, names)}
         by_name = {named.name: named for named in names.values()}
         by_run = {run.name: named for named in names.values() for run in named.runs}
+        on_device = _with_steps_on_device(self.owner(value))
         for leaf in leaves:
             expected = foreseen.get(leaf.name)
             key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
@@ -135,7 +136,8 @@ class OptimizerExtractor:
             else:
                 continue
             if not parameter.runs or model.shape != parameter.local.shape:
-                state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room)
+                on_host = key == "step" and not leaf.shape and id(parameter.tensor) not in on_device
+                state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room, on_host)
             elif key not in state[parameter.tensor]:  # one for all its runs; padding has to be something
                 dtype = getattr(torch, leaf.dtype)
                 state[parameter.tensor][key] = torch.zeros_like(parameter.local.detach(), dtype=dtype)
@@ -334,19 +336,28 @@ def _stepped(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
     return double.state
 
 
-def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room) -> torch.Tensor:
-    """Room for one leaf of optimizer state. A scalar counter stays on the host, where torch's own optimizers keep it.
+def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters whose `step` lies beside them: kernels of these groups read it there, and not from the host.
+
+    As in Optimizer._process_value_according_to_param_policy of torch. All other state lies beside its parameter.
+    """
+    groups = (each for each in optimizer.param_groups if each.get("fused") or each.get("capturable"))
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room, on_host: bool) -> torch.Tensor:
+    """Room for one leaf of optimizer state.
 
     Args:
         parameter: its local tensor, whose device the state shares.
         model: a tensor that is placed as the new one: a DTensor for one that is sharded.
+        on_host: whether it lies on the host wherever the parameter does.
     """
     dtype, stride = getattr(torch, leaf.dtype), parameter.stride()
     is_alike = stride != leaf.stride and tuple(parameter.shape) == leaf.shape
     if is_alike and plain_strides(leaf.shape, stride) == leaf.stride:
         # As the optimizer would make it: fused kernels compare strides, those of dimensions of size 1 too.
         leaf = replace(leaf, stride=stride)
-    on_host = not leaf.shape and parameter.dim() > 0
     if on_host or parameter.device.type == "cpu":
         local = room.empty(leaf, dtype)
     else:
