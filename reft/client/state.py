@@ -9,8 +9,9 @@ all is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -83,9 +84,13 @@ class Bindings:
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _pointers: list[Callable[[], int]] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
+    _extents: list[Callable[[], object]] = field(default_factory=list)
+    _measured: list[object] = field(default_factory=list)
     _wrappers: list[torch.Tensor] = field(default_factory=list)
     _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _views: list[Collection[Any]] = field(default_factory=list)
+    _entries: list[Any] = field(default_factory=list)
     _outer: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -116,6 +121,9 @@ class Bindings:
         self._places.append((place, key, tensor))
         self._pointers.append(local.data_ptr)
         self._addresses.append(local.data_ptr())
+        extent = local.size if staged else local.numel  # buffers are resized in place; numel takes a third of the time
+        self._extents.append(extent)
+        self._measured.append(extent())
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
             return
@@ -149,13 +157,22 @@ class Bindings:
         """Notes how many entries a container has."""
         self._sizes.append((container, len(container)))
 
+    def entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
+        """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
+        view: Collection[Any] = container.values() if isinstance(container, Mapping) else container
+        self.count(view)
+        self._views.append(view)
+        self._entries.extend(view)
+
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
         return (
             all(len(container) == size for container, size in self._sizes)
+            and all(map(is_, chain.from_iterable(self._views), self._entries))
             and all(place.get(key) is value for place, key, value in self._places)
             and all(map(is_, map(LOCAL, self._wrappers), self._locals))
             and [pointer() for pointer in self._pointers] == self._addresses
+            and [extent() for extent in self._extents] == self._measured
         )
 
     def versions(self) -> list[int]:

@@ -9,7 +9,9 @@ from torch import nn
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
 from reft.client.room import Room
+from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
+from tests.client.test_state_kinds import step_once
 
 
 def scalar(key):
@@ -28,3 +30,61 @@ def test_a_step_is_made_where_the_kernels_of_its_group_read_it(flags, step_devic
     OptimizerExtractor().make("optimizer.0", optimizer, leaves, names, Room(0))
     made = optimizer.state[parameter]
     assert {key: each.device.type for key, each in made.items()} == {"step": step_device, "eta": "meta", "mu": "meta"}
+
+
+class Twins(nn.Module):
+    """Two networks, and a buffer that has no value yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("later", None)
+        self.register_buffer("grows", torch.zeros(8))
+
+
+def replace_a_submodule(model, optimizer):
+    model.two = nn.Linear(4, 4)
+
+
+def give_a_buffer_its_value(model, optimizer):
+    model.later = torch.ones(3)
+
+
+def resize_in_place(model, optimizer):
+    model.grows.resize_(4)
+
+
+def replace_a_parameters_state(model, optimizer):
+    parameter = model.one.weight
+    optimizer.state[parameter] = {key: each.clone() for key, each in optimizer.state[parameter].items()}
+
+
+def replace_a_parameter_in_its_group(model, optimizer):
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
+
+
+def replace_a_group(model, optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0]}
+
+
+CHANGES = [
+    replace_a_submodule,
+    give_a_buffer_its_value,
+    resize_in_place,
+    replace_a_parameters_state,
+    replace_a_parameter_in_its_group,
+    replace_a_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_bindings_see_what_leaves_all_counts_as_they_were(change):
+    model = Twins()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_once(model, optimizer)
+    bindings = Subjects({"model.0": model}, [optimizer], {}).bind()
+    assert bindings.hold()
+    step_once(model, optimizer)
+    assert bindings.hold(), "training alone changes nothing"
+    change(model, optimizer)
+    assert not bindings.hold()

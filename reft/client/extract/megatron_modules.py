@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import Box
-from reft.client.extract.modules import ModuleExtractor
+from reft.client.extract.modules import ModuleExtractor, note_structure
 from reft.client.extract.registry import Named, Names
 from reft.client.state import Bindings
 from reft.core.flattened import placed
@@ -71,9 +71,7 @@ class MegatronModuleExtractor(ModuleExtractor):
 
     def bind(self, found: Bindings, prefix: str, value: nn.Module, names: Names) -> None:
         """Parameters, and buffers as staged leaves: those that checkpoints do not have belong to their chunk and stage."""
-        for part in value.modules():
-            for container in (part._parameters, part._buffers, part._modules):
-                found.count(container)
+        note_structure(found, [*value.named_modules()])
         for slot in self.slots(prefix, value, "_parameters"):
             named = names[id(slot.tensor)]
             found.add(named.name, slot.place, slot.key, slot.tensor, box=named.box)

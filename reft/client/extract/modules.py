@@ -57,9 +57,7 @@ class ModuleExtractor:
     def bind(self, found: Bindings, prefix: str, value: nn.Module, names: Names) -> None:
         """Parameters, and buffers as staged leaves."""
         parts = [*value.named_modules()]
-        for _, part in parts:
-            for container in (part._parameters, part._buffers, part._modules):
-                found.count(container)
+        note_structure(found, parts)
         elsewhere = _sharded_elsewhere(parts)
         for flat in elsewhere:
             found.expect(flat.place, flat.key, flat.place.get(flat.key))
@@ -108,6 +106,17 @@ class ModuleExtractor:
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
         """A module is no optimizer."""
         return []
+
+
+def note_structure(found: Bindings, parts: Parts) -> None:
+    """Notes which modules there are, how many tensors they have, and what they have room for: a buffer may come later."""
+    for _, part in parts:
+        found.entries(part._modules)
+        for container in (part._parameters, part._buffers):
+            found.count(container)
+            for key, tensor in container.items():
+                if tensor is None:
+                    found.expect(container, key, None)
 
 
 def _slots(prefix: str, parts: Parts, attribute: str) -> Iterator[Slot]:

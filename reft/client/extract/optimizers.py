@@ -72,15 +72,15 @@ class OptimizerExtractor:
         for each in dict.fromkeys((value, owner)):
             found.expect(vars(each), "state", each.state)
             found.expect(vars(each), "param_groups", each.param_groups)
-            found.count(each.state)
-            found.count(each.param_groups)
+            found.entries(each.state)
+            found.entries(each.param_groups)
         foreign = [key for key in owner.state if id(key) not in names]
         if foreign:
             raise UnsupportedState(
                 f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
             )
         for g, group in enumerate(value.param_groups):
-            found.count(group["params"])
+            found.entries(group["params"])
             for key, each in group.items():
                 if isinstance(each, torch.Tensor):
                     found.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
@@ -89,7 +89,7 @@ class OptimizerExtractor:
                 if not named.name.startswith(("model.", "state.")):
                     _note(found, "", {named.name: parameter}, named.name, named)
         for group in owner.param_groups:
-            found.count(group["params"])
+            found.entries(group["params"])
             for parameter in group["params"]:
                 # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
                 named = names[id(parameter)]
