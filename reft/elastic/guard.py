@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -35,7 +36,7 @@ class Guard:
     def look(self) -> None:
         """Tells the guard of the workers that this agent has now."""
         found = {child.pid for child in psutil.Process().children()} - self._others
-        workers = {pid for pid in found if _leads_a_session(pid)}
+        workers = {pid for pid in found if _leads_a_session(pid) and not _is_daemon(pid)}
         assert self._process.stdin is not None
         named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
         with contextlib.suppress(OSError):  # somebody has killed the guard: the agent is as torch has it
@@ -46,6 +47,14 @@ class Guard:
 def _leads_a_session(pid: int) -> bool:
     try:
         return os.getsid(pid) == pid
+    except OSError:
+        return False
+
+
+def _is_daemon(pid: int) -> bool:
+    """Whether it is the daemon that this agent has started again: that one stays when the agent ends."""
+    try:
+        return b"reft_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
 
