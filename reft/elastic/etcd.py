@@ -38,6 +38,10 @@ SCHEME = "etcd://"
 PREFIX = "/reft/rendezvous/"
 CALL_S = 2.0  # for one member; a leader's loss takes etcd about one second
 PAUSE_S = 0.1
+ENDING = (
+    1,
+    14,
+)  # codes of gRPC, cancelled and unavailable: what a member says of calls that it cuts off when it is stopped
 LEASE_LOST = "requested lease not found"
 LEASE_EXISTS = "lease already exists"
 
@@ -103,7 +107,8 @@ class Etcd:
         if answer.status == 200:
             return dict(data)
         said = str(data.get("error") or data.get("message"))
-        if "no leader" in said or "leader changed" in said or "timed out" in said:
+        passing = answer.status >= 500 or data.get("code") in ENDING
+        if passing or "no leader" in said or "leader changed" in said or "timed out" in said:
             raise OSError(said)  # another member may answer, or this one soon
         raise EtcdError(said)
 

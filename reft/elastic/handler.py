@@ -23,7 +23,7 @@ import time
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
+    RendezvousClosedError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -187,7 +187,9 @@ class ReftRendezvousHandler(RendezvousHandler):
             return 1
         try:
             waiting = self._looker.look()
-        except RendezvousConnectionError as error:
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise
+        except RendezvousError as error:  # torch's agent would end the job, and needs the store for a restart alone
             self._say(f"the rendezvous store is lost: training goes on, but can't be restarted. {error}")
             return 0
         if waiting is None:

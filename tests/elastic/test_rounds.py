@@ -245,6 +245,18 @@ def test_a_lost_store_stops_no_training(make_job):
     assert a.num_nodes_waiting() == 0
 
 
+def test_a_store_that_refuses_stops_no_training(make_job, monkeypatch):
+    job = make_job("1")
+    a = job.agent("node-a")
+    assert job.ranks(a) == [0]
+
+    def refuse():
+        raise RendezvousStateError("etcd refuses: database space exceeded.")
+
+    monkeypatch.setattr(a._looker, "look", refuse)
+    assert a.num_nodes_waiting() == 0
+
+
 def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monkeypatch):
     monkeypatch.setattr(handler, "SILENCE_S", 0.1)
     job = make_job("1:2")
