@@ -1,7 +1,7 @@
 """A loop on Accelerate with reft: three lines.
 
 python examples/accelerate_loop.py                                        one process
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/accelerate_loop.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/accelerate_loop.py
 """
 
 import argparse

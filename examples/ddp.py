@@ -1,7 +1,7 @@
 """Your own training with reft: the lines that name it are all that it takes.
 
 python examples/ddp.py                                                    one process
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/ddp.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/ddp.py
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 --stage 0 to 3; --accumulate fp32 with stage 1 runs DeepSpeed's BF16_Optimizer.
 
-DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/deepspeed_zero.py
+DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/deepspeed_zero.py
 """
 
 import argparse

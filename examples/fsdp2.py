@@ -1,6 +1,6 @@
 """FSDP2: every rank holds its shards of parameters and optimizer state, and nobody else does.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/fsdp2.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/fsdp2.py
 
 reft brings the shards back after lost processes. A lost node takes its shards with it, and attach says so: for that, let
 replicas of the shards lie on other nodes, as examples/hsdp.py does.

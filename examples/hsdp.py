@@ -1,6 +1,6 @@
 """HSDP: shards within a node, replicas of them on every node. So any node may be lost, and no tensor byte is sent for that.
 
-torchrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 --rdzv-endpoint=storehost:29400 … examples/hsdp.py
+torchrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-endpoint=storehost:29400 examples/hsdp.py
 
 reft finds from the shards' places in the whole which ranks hold the same bytes: here rank i of each node. The README says
 how to start the daemons and the store for several nodes.

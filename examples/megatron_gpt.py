@@ -2,7 +2,7 @@
 
 --tp, --pp and --ep split it by tensors, stages and experts; --vp gives each rank so many stages.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/megatron_gpt.py --tp 2
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/megatron_gpt.py --tp 2
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Tensor, pipeline and data parallel training at once: TP 2 x PP 2 x DP 2, 1F1B, on eight ranks.
 
-torchrun --nproc-per-node=8 --max-restarts=3 --rdzv-id=run1 examples/tensor_pipeline_3d.py
+torchrun --nproc-per-node=8 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/tensor_pipeline_3d.py
 """
 
 import argparse

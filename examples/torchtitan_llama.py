@@ -1,6 +1,6 @@
 """torchtitan with reft: a small Llama 3 with FSDP2, or --tp 2, and one line of its configuration.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/torchtitan_llama.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/torchtitan_llama.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """ZeRO-1 of torch: DDP, with each parameter's optimizer state on one rank alone.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-id=run1 examples/zero1.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/zero1.py
 
 Parameters are replicas, so they survive a lost node; optimizer state has one holder and survives lost processes only. Attach
 and `reft-cli status` say so.
