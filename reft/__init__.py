@@ -51,8 +51,7 @@ def attach(
         every: a snapshot after each n-th step; None means each step; "auto" as often as `Config.overhead_budget` and
             `Config.mtbf_s` allow, by what snapshots are measured to cost: all ranks agree on it while they train.
         slots: snapshots to hold for each rank; None means 3.
-        job: name of the job; None means REFT_JOB, torchrun's --rdzv-id (which it keeps on one node only with --rdzv-backend),
-            Slurm's job id, or this launch alone.
+        job: name of the job; None means REFT_JOB, torchrun's --rdzv-id, Slurm's job id, or this launch alone.
         daemon: address of this node's daemon, unix:PATH or host:port; None means REFT_DAEMON, else this user's own, which
             is started if it does not run.
         config: all further settings.

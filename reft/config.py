@@ -155,6 +155,7 @@ class Launch:
     round: int = -1  # of reft's rendezvous; -1 under any other
     unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
     backend: str = ""  # --rdzv-backend, where it was given by the environment
+    asked_id: str = ""  # --rdzv-id, likewise
 
     @property
     def under_agent(self) -> bool:
@@ -176,6 +177,7 @@ class Launch:
             round=int(source.get("REFT_ROUND", "-1")),
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
             backend=source.get("PET_RDZV_BACKEND", ""),
+            asked_id=source.get("PET_RDZV_ID", ""),
         )
 
 

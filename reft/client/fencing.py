@@ -1,10 +1,11 @@
 """What a trainer and its torchrun agent have to do with each other: a mark of the launch, death with the agent, and whether
-the agent has the rendezvous that it was asked for."""
+the agent has the rendezvous and the name that it was asked for."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from reft.errors import AttachError
 from reft.wire.process import mark_of
 
 _PR_SET_PDEATHSIG = 1
+_UUID4 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+_TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.run|.*/torch/distributed/run\.py")
 
 
 def launch_mark(launch: Launch) -> str:
@@ -41,6 +44,21 @@ def agents_command() -> list[str]:
         return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return []
+
+
+def chosen_run_id(launch: Launch, agent: Sequence[str]) -> str:
+    """The --rdzv-id that a person gave; for one node without a backend torchrun puts a random one in its place.
+
+    Args:
+        launch: what the agent told this process.
+        agent: its command line.
+    """
+    was_drawn = _UUID4.fullmatch(launch.run_id) and launch.run_id != launch.asked_id
+    if not was_drawn or not any(map(_TORCHRUN.fullmatch, agent)):
+        return launch.run_id
+    words = " ".join(agent).replace("--rdzv_id", "--rdzv-id")
+    written = re.search(r"--rdzv-id[= ](\S+)", words)
+    return written.group(1) if written else launch.asked_id or "none"
 
 
 def dropped_backend(launch: Launch, agent: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from reft.client.exchange import bytes_of
-from reft.client.fencing import launch_mark
+from reft.client.fencing import agents_command, chosen_run_id, launch_mark
 from reft.client.workers import Team
 from reft.config import Config, Launch
 from reft.core.identity import Job, identify
@@ -79,8 +79,8 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
     """What a rank says of the job that it belongs to."""
     script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
     return {
-        "job": settings.job, "run_id": launch.run_id, "slurm": launch.slurm_job, "script": script, "user": os.getuid(),
-        "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
+        "job": settings.job, "run_id": chosen_run_id(launch, agents_command()), "slurm": launch.slurm_job,
+        "script": script, "user": os.getuid(), "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from reft.client.fencing import dropped_backend, launch_mark
+from reft.client.fencing import chosen_run_id, dropped_backend, launch_mark
 from reft.config import Launch
 
 WORKER = Launch(0, 2, 0, "run", "", 0)
@@ -25,6 +25,37 @@ AGENT = ["python", "torchrun", "--nproc-per-node=2"]
 )
 def test_who_asked_for_the_backend_and_did_not_get_it_is_told(launch, flags, is_told):
     assert bool(dropped_backend(launch, [*AGENT, *flags, "train.py"])) is is_told
+
+
+DRAWN = replace(WORKER, run_id="0b0a3c0e-7a34-4d6c-9a51-0a3f3f1f2b11")
+
+
+@pytest.mark.parametrize(
+    ("launch", "flags", "name"),
+    [
+        (DRAWN, ["--rdzv-id=run1"], "run1"),
+        (DRAWN, ["--rdzv_id", "run1"], "run1"),
+        (replace(DRAWN, asked_id="run1"), [], "run1"),
+        (DRAWN, [], "none"),
+        (DRAWN, [f"--rdzv-id={DRAWN.run_id}"], DRAWN.run_id),
+        (replace(DRAWN, asked_id=DRAWN.run_id), [], DRAWN.run_id),
+        (WORKER, ["--rdzv-id=other"], "run"),
+    ],
+)
+def test_a_name_that_torchrun_drew_is_nobodys_choice(launch, flags, name):
+    assert chosen_run_id(launch, [*AGENT, *flags, "train.py"]) == name
+    assert chosen_run_id(launch, ["bash", "wrapper", *flags]) == launch.run_id, "that is no torchrun"
+
+
+def test_torchruns_own_default_keeps_the_name(tmp_path):
+    """torch 2.13 for real: one node, no backend."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from reft.client.roster import identity_facts; from reft.config import Config, Launch\n"
+        "launch = Launch.load(); print(len(launch.run_id), identity_facts(Config.load(), launch)['run_id'])"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--rdzv-id=run1", str(script)]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "36 run1\n"
 
 
 def test_the_agents_command_line_is_read():
