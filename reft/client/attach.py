@@ -279,7 +279,7 @@ class Attachment:
         before = self.findings.manifest
         self.plan = self.findings.plan(self.erased)
         base = self.plan.base
-        if base is None and (self.erased or self.findings.had_whole):
+        if base is None and self._had_something:
             raise RestoreError(
                 announcement.lost(self.job.id, self.findings, self.plan, self.erased),
                 f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
@@ -299,6 +299,11 @@ class Attachment:
         self.manifest.unequal.extend(unequal)
         self.placement = placement_of(self.manifest, self.alike)
         self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
+
+    @property
+    def _had_something(self) -> bool:
+        """Whether a person must decide before all begins anew."""
+        return bool(self.erased) or self.findings.had_whole
 
     def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""

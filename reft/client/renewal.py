@@ -10,7 +10,8 @@ late): nobody else keeps them. Or if ranks were found to hold different bytes in
 and those that differ are kept by every rank for itself.
 
 Invariants
-  1. The newest whole version is the base of the new epoch: it stays until a newer one is whole.
+  1. The newest version that any rank was told to be whole is the base of the new epoch: it stays until a newer one is whole.
+     What all ranks sealed after it may be what the round refused because replicas differ, so that is given up.
   2. A rank that does not come ends the reviews, a renewal that fails ends the snapshots of this run; training goes on.
 """
 
@@ -18,18 +19,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reft.client.attach import Attachment, say
 from reft.client.copier import Copier
 from reft.client.snapshots import Counts, Snapshots
+from reft.core.recovery import Copy, Held
 from reft.errors import ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft")
 DEADLINE_S = 30.0  # for ranks to come to the mark of one step
 NAMES_SHOWN = 3
+NOTHING = (-1, -1)  # comes before the order of any version
 
 
 @dataclass
@@ -70,10 +74,11 @@ class Reviews:
 
     def _renewed(self, step: int, snapshots: Snapshots) -> Snapshots:
         before = self.attachment
-        if not snapshots.retire(DEADLINE_S):
-            raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
+        # Asked once no rank can hear of a newer one any more: whoever hears writes over older ones.
+        known = before.exchange.together(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
         renewal = Renewal(before.settings, before.launch, before.exchange, before.request)
         renewal.step, renewal.known_unequal = step, tuple(before.manifest.unequal)
+        renewal.whole = max(tuple(rank["whole"]) for rank in known)
         renewal.copier, renewal.counts = snapshots.copier, snapshots.counts
         renewal.run()
         self.attachment = renewal
@@ -92,6 +97,7 @@ class Renewal(Attachment):
 
     Attributes:
         step: that was completed.
+        whole: epoch counter and step of the newest version that any rank was told to be whole; NOTHING: none was told of one.
         known_unequal: names of leaves that were unequal before.
         copier: the engine, which goes on.
         counts: the session's counts, which go on.
@@ -99,6 +105,7 @@ class Renewal(Attachment):
     """
 
     step: int
+    whole: tuple[int, ...]
     known_unequal: Sequence[str]
     copier: Copier
     counts: Counts
@@ -106,6 +113,21 @@ class Renewal(Attachment):
 
     def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         return sorted({*found, *self.known_unequal, *(base.unequal if base else ())})
+
+    def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
+        super()._find(inventories)
+        if self.whole == NOTHING and self.findings.had_whole:
+            return  # the news of the very first whole version had not come yet
+        found: list[Held | Copy] = [*self.findings.held, *self.findings.copies]
+        self.erased = {
+            (each.node, each.slot, each.version)
+            for each in found
+            if each.version is not None and each.version.order > self.whole
+        }
+
+    @property
+    def _had_something(self) -> bool:
+        return self.findings.had_whole  # what is given up here was never whole
 
     def _make_room(self) -> None:
         """Nothing is restored."""
@@ -129,6 +151,17 @@ def is_due(steps: int) -> bool:
 def misfits(snapshots: Snapshots) -> bool:
     """Whether this rank's state does not fit its placement, as far as the last snapshot showed."""
     return bool(snapshots.unforeseen or snapshots.reporter.unlike)
+
+
+def _retired(step: int, snapshots: Snapshots) -> list[int]:
+    """Ends the snapshots; the order of the newest version that this rank was told to be whole.
+
+    Raises:
+        ReftError: they do not end.
+    """
+    if not snapshots.retire(DEADLINE_S):
+        raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
+    return list(snapshots.whole.order if snapshots.whole else NOTHING)
 
 
 def _said(before: Attachment, after: Attachment) -> str:

@@ -192,7 +192,7 @@ class Snapshots:
     def _free_slot(self) -> MappedSlot | None:
         views = [slot.view() for slot in self.slots if slot.index not in self._under_way]
         voids = [view.version for view in views if view.version is not None and self.reporter.voids(view.version)]
-        chosen = choose(views, self.reporter.whole or self.base, voids)
+        chosen = choose(views, self.whole, voids)
         return None if chosen is None else self.slots[chosen.index]
 
     def _job(self, step: int, held: Held, tree: Mapping[str, Any], course: Course | None) -> CopyJob:
@@ -322,12 +322,15 @@ class Snapshots:
         share = self._held.share
         return share.written_bytes + sum(share.leaves[i].nbytes for i in share.riders)
 
+    @property
+    def whole(self) -> Version | None:
+        """The newest version known to be whole, of this epoch and not discarded, or as its base."""
+        known = self.reporter.whole
+        return self.base if known is None or self.leaves_out(known.step) else known
+
     def newest_known_whole(self) -> int:
         """The newest step known to be whole, in this epoch or as its base; -1 if none."""
-        known = self.reporter.whole or self.base
-        if known is not None and known.epoch == self.epoch and known.step <= self._floor:
-            return self.base.step if self.base else -1  # it was discarded
-        return known.step if known else -1
+        return self.whole.step if self.whole else -1
 
     def leaves_out(self, step: int) -> bool:
         """Whether no snapshot of this step is ever taken: the number was used for a call of the optimizer, and discarded."""

@@ -20,7 +20,7 @@ class Exchange:
         self.group: object | None = object()
         self.rank, self.other, self.met = 0, other, 0
 
-    def together(self, act: Any, deadline_s: float) -> list[dict[str, Any]]:
+    def together(self, act: Any, extra_s: float = 0, deadline_s: float | None = None) -> list[dict[str, Any]]:
         self.met += 1
         if isinstance(self.other, Exception):
             raise self.other

@@ -281,6 +281,20 @@ def test_nor_by_another_number_of_ranks(site):
     assert [each["began"] for each in after] == [4] * 2
 
 
+@pytest.mark.parametrize(
+    "drifts, began", [({"drift_at": 2, "seal_at": [2, 3]}, 2), ({"drift_at": 0, "seal_at": [1]}, 0)]
+)
+def test_a_review_takes_no_unlike_replicas_for_a_whole_version(site, drifts, began):
+    """All die in the first snapshot after it; with two slots, only one other version is left then."""
+    nodes = site.add(2)
+    spec = spec_of(slots=2, **drifts)
+    spec.failpoints = "snapshot.chunk:kill:epoch=2"
+    trainers = Trainers(spec, 2, [each.address for each in nodes])
+    assert -9 in trainers.wait(), trainers.errors()
+    assert "the placement was made anew" in trainers.errors()
+    assert train(nodes, slots=2)[0]["began"] == began
+
+
 def test_a_leaf_in_which_ranks_begin_to_differ_is_kept_by_each_for_itself(site):
     """That leaf is not covered any more, alone: all others are, and steps become whole again."""
     nodes = site.add(3)
