@@ -279,7 +279,7 @@ class Attachment:
         before = self.findings.manifest
         self.plan = self.findings.plan(self.erased)
         base = self.plan.base
-        if base is None and self._had_something:
+        if base is None and not self._may_begin_anew():
             raise RestoreError(
                 announcement.lost(self.job.id, self.findings, self.plan, self.erased),
                 f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
@@ -300,10 +300,8 @@ class Attachment:
         self.placement = placement_of(self.manifest, self.alike)
         self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
 
-    @property
-    def _had_something(self) -> bool:
-        """Whether a person must decide before all begins anew."""
-        return bool(self.erased) or self.findings.had_whole
+    def _may_begin_anew(self) -> bool:
+        return not self.erased and not self.findings.had_whole  # else a person must decide
 
     def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""

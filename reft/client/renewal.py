@@ -125,9 +125,8 @@ class Renewal(Attachment):
             if each.version is not None and each.version.order > self.whole
         }
 
-    @property
-    def _had_something(self) -> bool:
-        return self.findings.had_whole  # what is given up here was never whole
+    def _may_begin_anew(self) -> bool:
+        return not self.findings.had_whole  # what is given up here was never whole
 
     def _make_room(self) -> None:
         """Nothing is restored."""
