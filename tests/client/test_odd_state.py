@@ -11,6 +11,7 @@ from reft.client.extract.registry import Named
 from reft.client.room import Room
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
+from reft.errors import UnsupportedState
 from tests.client.test_state_kinds import step_once
 
 
@@ -88,3 +89,19 @@ def test_bindings_see_what_leaves_all_counts_as_they_were(change):
     assert bindings.hold(), "training alone changes nothing"
     change(model, optimizer)
     assert not bindings.hold()
+
+
+class Around(torch.optim.Optimizer):
+    """Steps other optimizers, as SAM and Lookahead do."""
+
+    def __init__(self, parameters, shares):
+        super().__init__(parameters, {})
+        self.inner = {"base": torch.optim.SGD(self.param_groups, lr=0.1)}
+        if shares:
+            self.state = self.inner["base"].state
+
+
+def test_an_optimizer_around_another_one_of_any_name_is_refused():
+    with pytest.raises(UnsupportedState, match=r"Around keeps its state in another optimizer, its \.inner"):
+        OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=False))
+    OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=True))

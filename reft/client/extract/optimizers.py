@@ -52,12 +52,15 @@ class OptimizerExtractor:
 
     def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
         """Refuses an optimizer around another one (Accelerate's, …), whose own state is empty."""
-        inner = [name for name in ("optim", "optimizer") if isinstance(vars(value).get(name), torch.optim.Optimizer)]
-        if inner:
-            raise UnsupportedState(
-                f"{type(value).__name__} keeps its state in another optimizer, its .{inner[0]}.",
-                "pass that one if it holds whole parameters, or register_extractor for this one",
-            )
+        for name, each in vars(value).items():
+            # One that shares its state with this one keeps nothing of its own.
+            if any(
+                inner is not value and inner.state is not vars(value).get("state") for inner in _optimizers_in(each)
+            ):
+                raise UnsupportedState(
+                    f"{type(value).__name__} keeps its state in another optimizer, its .{name}.",
+                    "pass that one if it holds whole parameters, or register_extractor for this one",
+                )
 
     def parameters(self, prefix: str, value: torch.optim.Optimizer, known: Names) -> Iterator[Named]:
         """Those of its groups; the models have named most of them already."""
@@ -228,6 +231,12 @@ class OptimizerExtractor:
             value.register_step_pre_hook(functools.partial(_before_writing, before)),
             value.register_step_post_hook(after),
         ]
+
+
+def _optimizers_in(value: object) -> list[torch.optim.Optimizer]:
+    """The optimizers that an attribute is, or is a list, tuple or dict of."""
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
 
 
 def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
