@@ -48,6 +48,13 @@ class Request:
                     f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected, or what "
                     "reft.client.register_extractor was told of."
                 )
+        for name, value in self.state.items():
+            found = extractor_of(value)
+            if found is not None and found.roles == {"optimizer"}:
+                raise ConfigError(
+                    f"state[{name!r}] is a {type(value).__name__}: an optimizer there would write while its state is copied.",
+                    "pass it in optimizer=[...]",
+                )
         hooks.check(self.schedule)
         if not isinstance(self.every, int) or self.every < 1:
             raise ConfigError(f"every is {self.every!r}; it can be a number of steps from 1 on, or 'auto'.", "every=1")

@@ -8,10 +8,11 @@ from torch import nn
 
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
+from reft.client.request import Request
 from reft.client.room import Room
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
-from reft.errors import UnsupportedState
+from reft.errors import ConfigError, UnsupportedState
 from tests.client.test_state_kinds import step_once
 
 
@@ -105,3 +106,12 @@ def test_an_optimizer_around_another_one_of_any_name_is_refused():
     with pytest.raises(UnsupportedState, match=r"Around keeps its state in another optimizer, its \.inner"):
         OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=False))
     OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=True))
+
+
+def test_an_optimizer_in_state_is_refused():
+    model = Twins()
+    one, two = (torch.optim.SGD(each.parameters()) for each in (model.one, model.two))
+    request = Request(model, [one], None, {"second": two}, None, "auto", 1)
+    with pytest.raises(ConfigError, match=r"state\['second'\] is a SGD") as refused:
+        request.subjects()
+    assert "pass it in optimizer=[...]" in str(refused.value)
