@@ -44,6 +44,14 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedState(
             f"{name} has layout {tensor.layout}, or is quantized or a lazy view; dense tensors are held."
         )
+    shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    if tensor.numel() and (shared or tensor.numel() > span):
+        raise UnsupportedState(
+            f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}: elements of it share memory, as "
+            "those of an expanded tensor, so nothing can be written back into it.",
+            "clone() it",
+        )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

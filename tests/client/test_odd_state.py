@@ -10,6 +10,7 @@ from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
 from reft.client.request import Request
 from reft.client.room import Room
+from reft.client.state import check
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
@@ -115,3 +116,21 @@ def test_an_optimizer_in_state_is_refused():
     with pytest.raises(ConfigError, match=r"state\['second'\] is a SGD") as refused:
         request.subjects()
     assert "pass it in optimizer=[...]" in str(refused.value)
+
+
+def strided(shape, stride):
+    return torch.arange(32.0).as_strided(shape, stride)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(1).expand(8), strided((2, 4), (0, 3)), strided((3, 2), (1, 1))], ids=lambda t: str(t.stride())
+)
+def test_a_tensor_whose_elements_share_memory_is_refused(tensor):
+    with pytest.raises(UnsupportedState, match=r"model\.0\.mask .*share memory") as refused:
+        check("model.0.mask", tensor)
+    assert "clone()" in str(refused.value)
+
+
+@pytest.mark.parametrize("tensor", [strided((1, 8), (0, 1)), strided((8, 0), (0, 1)), strided((2, 2), (16, 3))])
+def test_other_strides_are_held(tensor):
+    check("model.0.mask", tensor)
