@@ -46,11 +46,18 @@ class HostState:
         """The tree as it is now; it holds copies, no live values."""
         return {
             "step": step,
-            "subjects": self._subjects.capture(self._names),
+            "subjects": self._captured(),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._subjects.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
             "random": capture_random(),
         }
+
+    def _captured(self) -> dict[str, dict[str, Any]]:
+        try:
+            return self._subjects.capture(self._names)
+        except KeyError:  # a parameter that has joined since: looking for all names takes too long for every mark
+            self._names = self._subjects.names()
+            return self._subjects.capture(self._names)
 
     @property
     def objects(self) -> Mapping[str, Any]:

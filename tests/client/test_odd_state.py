@@ -8,6 +8,7 @@ from torch import nn
 
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
+from reft.client.host_state import HostState
 from reft.client.request import Request
 from reft.client.room import Room
 from reft.client.state import check
@@ -134,3 +135,18 @@ def test_a_tensor_whose_elements_share_memory_is_refused(tensor):
 @pytest.mark.parametrize("tensor", [strided((1, 8), (0, 1)), strided((8, 0), (0, 1)), strided((2, 2), (16, 3))])
 def test_other_strides_are_held(tensor):
     check("model.0.mask", tensor)
+
+
+def add_a_group(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+@pytest.mark.parametrize("change", [add_a_group, replace_a_parameter_in_its_group], ids=lambda change: change.__name__)
+def test_snapshots_go_on_when_a_parameter_joins(change):
+    model = Twins()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    host = HostState(Subjects({"model.0": model}, [optimizer], {}), {})
+    change(model, optimizer)
+    names = [name for group in host.capture(1)["subjects"]["optimizer.0"]["groups"] for name in group["params"]]
+    assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert [name for name in names if name.startswith("optimizer.0.")]
