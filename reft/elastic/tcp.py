@@ -12,7 +12,9 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,13 +89,30 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
     if _matches_machine_hostname(host) if is_host is None else is_host:
         _ensure_host(host, port, number(parameters, "store_idle_exit"))
     try:
-        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        store = _connected(host, port, timeout)
         return TcpBackend(store, rendezvous_id, number(parameters, "store_idle_exit")), store
     except (ValueError, RuntimeError, TimeoutError) as error:
         raise RendezvousConnectionError(
             f"no store answers at {host}:{port} within {timeout.seconds} s. It is started by the agent on that host: "
-            f"is one running there, does the name lead to it (else give it --rdzv-conf=is_host=true), is the port open?"
+            f"is one running there and nothing else at that port, does the name lead to it (else give it "
+            f"--rdzv-conf=is_host=true), is the port open?"
         ) from error
+
+
+def _connected(host: str, port: int, timeout: timedelta) -> Store:
+    """torch's store, made in a thread: where something listens that is no store, torch waits for ever, whatever its timeout."""
+    made: Future[Store] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(TCPStore(host, port, is_master=False, timeout=timeout))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="reft-store", daemon=True).start()
+    if not wait([made], timeout.total_seconds() + PROBE_S).done:  # torch's own error, which says more, comes first
+        raise TimeoutError("something listens there that does not answer as a store")
+    return made.result()
 
 
 def _listens(host: str, port: int) -> bool:

@@ -1,9 +1,10 @@
 import getpass
 import re
+import socket
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
 from reft.elastic import etcd, tcp
 from reft.elastic.options import OPTIONS, check, number, rendezvous_id, script_of
@@ -49,6 +50,13 @@ def test_several_nodes_need_a_place_to_meet():
     for endpoint in ("etcd://", "etcd://host"):
         with pytest.raises(ConfigError, match="members"):
             etcd.connect(parameters(endpoint), "job")
+
+
+def test_who_listens_at_the_endpoint_and_is_no_store_is_not_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(RendezvousConnectionError, match=f"no store answers at {endpoint} within 1 s.*nothing else"):
+            tcp.connect(parameters(endpoint, read_timeout=1), "job")
 
 
 def test_the_readme_lists_all_options_with_their_defaults():
