@@ -49,7 +49,8 @@ def check(parameters: RendezvousParameters) -> None:
     for name, (default, _) in OPTIONS.items():
         if isinstance(default, int) and number(parameters, name) <= 0:
             raise ConfigError(f"--rdzv-conf {name}={number(parameters, name)} must be above 0.")
-    truth(parameters, "warm")
+    for name in ("warm", "is_host"):
+        truth(parameters, name)
 
 
 def number(parameters: RendezvousParameters, name: str) -> int:
@@ -74,7 +75,8 @@ def truth(parameters: RendezvousParameters, name: str) -> bool:
     try:
         return bool(parameters.get_as_bool(name, OPTIONS[name][0]))
     except ValueError as error:
-        raise ConfigError(f"--rdzv-conf {name}={parameters.get(name)} is neither yes nor no.") from error
+        said = f"--rdzv-conf {name}={parameters.get(name)} is neither yes nor no."
+        raise ConfigError(said, "yes, no, true, false, 1 or 0") from error
 
 
 def text(parameters: RendezvousParameters, name: str) -> str:

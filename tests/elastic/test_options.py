@@ -44,6 +44,13 @@ def test_what_nobody_reads_is_refused_and_so_is_nonsense():
     assert number(parameters(), "shrink_timeout") == OPTIONS["shrink_timeout"][0]
 
 
+def test_a_word_that_is_neither_yes_nor_no_is_refused():
+    check(parameters(is_host="false", warm="y"))
+    for name in ("is_host", "warm"):
+        with pytest.raises(ConfigError, match=f"{name}=perhaps is neither yes nor no. Fix: yes, no,"):
+            check(parameters(**{name: "perhaps"}))
+
+
 def test_several_nodes_need_a_place_to_meet():
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         tcp.connect(parameters(nodes=2), "job")
