@@ -36,7 +36,7 @@ COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, and nothing else.")
 daemon_option = click.option(
-    "--daemon", metavar="ADDR", help="unix:PATH or host:port; default: REFT_DAEMON, else this user's own daemon."
+    "--daemon", metavar="unix:PATH", help="A daemon of this node; default: REFT_DAEMON, else this user's own."
 )
 
 
@@ -93,7 +93,7 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
     """Shows what of JOB is lost with its nodes and how it comes back; with --yes rebuilds it on replacements.
 
     All trainers must have ended. A restart of the job finds lost nodes by itself: this makes their slots anew before it.
-    Without --onto, the daemon of this node is the replacement if --daemon names another one that holds the job.
+    Run it on a living node that holds the job, and name the daemon of each replacement with --onto NODE=HOST:PORT.
     """
     with failing(as_json):
         run = Recovery(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))

@@ -48,6 +48,12 @@ def test_wrong_usage(arguments):
     assert invoke("status", *arguments).exit_code == 2
 
 
+@pytest.mark.parametrize("verb", ["status", "recover", "purge", "timeline"])
+def test_no_verb_offers_a_daemon_over_tcp_which_tells_nobody_anything(verb):
+    daemon = invoke(verb, "--help").stdout.partition("--daemon")[2].partition("--help")[0]
+    assert "unix:PATH" in daemon and ":port" not in daemon.lower()
+
+
 def test_the_daemon_is_found_by_its_socket_in_the_runtime_folder(daemon):
     link = daemon.home / "daemon.sock"
     link.symlink_to(daemon.socket)
