@@ -62,9 +62,11 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
 
     --what-if answers for the newest whole step: exit 0 if it survives, 4 if it does not.
     """
-    if watch and (as_json or check or question):
-        raise click.UsageError("--watch goes with neither --json, --check nor --what-if: they ask once.")
     with failing(as_json):
+        if watch and (as_json or check or question):
+            raise ConfigError(
+                "--watch goes with neither --json, --check nor --what-if: they ask once.", "leave one out"
+            )
         address = local_address(daemon)
         request = pb.StatusRequest(job=job, deep=True)
         if watch:
@@ -122,12 +124,11 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
         held = views.job_view(reply.jobs[0])
         others = [node.node for node in held.nodes if node.node != reply.node]
-    if not yes:
-        if as_json or not sys.stdin.isatty():
-            raise click.UsageError("there is nobody to ask: give --yes.")
-        step = "nothing whole" if held.whole is None else f"step {held.whole}"
-        click.confirm(f"Free {step} of job {job} on {reply.node}?", abort=True)
-    with failing(as_json):
+        if not yes:
+            if as_json or not sys.stdin.isatty():
+                raise ConfigError("there is nobody to ask.", "give --yes")
+            step = "nothing whole" if held.whole is None else f"step {held.whole}"
+            click.confirm(f"Free {step} of job {job} on {reply.node}?", abort=True)
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}

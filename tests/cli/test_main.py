@@ -75,6 +75,13 @@ def test_a_job_with_nothing_whole_is_a_warning_only_with_check(daemon):
     assert document["health"] == document["jobs"][0]["health"] == "WARN"
 
 
+def test_wrong_usage_is_json_too_where_that_was_asked_for(daemon):
+    make_job(daemon, "empty")
+    for arguments in (["status", "--watch"], ["purge", "empty"]):
+        found = invoke(*arguments, "--json", daemon=daemon.address)
+        assert (found.stdout, found.exit_code, json.loads(found.stderr)["error"]["exit_code"]) == ("", 2, 2)
+
+
 def test_no_such_job(daemon):
     for arguments in (["status", "--job", "other"], ["purge", "other", "--yes"]):
         found = invoke(*arguments, daemon=daemon.address)
