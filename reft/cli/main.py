@@ -128,7 +128,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
             if as_json or not sys.stdin.isatty():
                 raise ConfigError("there is nobody to ask.", "give --yes")
             step = "nothing whole" if held.whole is None else f"step {held.whole}"
-            click.confirm(f"Free {step} of job {job} on {reply.node}?", abort=True)
+            _ask_to(f"Free {step} of job {job} on {reply.node}?")
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
@@ -196,6 +196,17 @@ def pairs_of(given: Iterable[str]) -> dict[str, str]:
             )
         found[node] = rpc.check_address(address)
     return found
+
+
+def _ask_to(do: str) -> None:
+    """Returns if the person says yes.
+
+    Raises:
+        Abort: any other answer; exit code 1. Ctrl-C is one of its own, which click's own question does not tell apart.
+    """
+    click.echo(f"{do} [y/N]: ", nl=False)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise click.Abort
 
 
 def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) -> NoReturn:

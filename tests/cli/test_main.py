@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -114,6 +115,27 @@ def test_watching_ends_with_ctrl_c(daemon):
     watcher.send_signal(signal.SIGINT)
     _, errors = watcher.communicate(timeout=10)
     assert (watcher.returncode, errors) == (130, "")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1), (None, 130)])
+def test_purge_asks_and_ctrl_c_is_no_answer(daemon, answer, code):
+    make_job(daemon, "empty")
+    person, terminal = pty.openpty()
+    command = [sys.executable, "-m", "reft.cli.main", "purge", "empty", "--daemon", daemon.address]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
+    asking = subprocess.Popen(command, stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                              preexec_fn=heed_ctrl_c)  # fmt: skip
+    question = b"Free nothing whole of job empty on "
+    assert asking.stdout.read(len(question)) == question
+    if answer is None:
+        asking.send_signal(signal.SIGINT)
+    else:
+        os.write(person, f"{answer}\n".encode())
+    asking.communicate(timeout=20)
+    os.close(person)
+    os.close(terminal)
+    assert asking.returncode == code
+    assert invoke("status", "--job", "empty", daemon=daemon.address).exit_code == (0 if code else 11)
 
 
 def test_the_cli_loads_no_torch():
