@@ -39,10 +39,13 @@ def collect(address: str, job: str, rank: int | None) -> Collected:
     (found,) = reply.jobs
     here = [each for each in found.ranks if each.node == reply.node and each.alive and rank in (None, each.rank)]
     if not here:
-        whom = "no rank" if rank is None else f"rank {rank} does not"
-        raise ReftError(
-            f"{whom} of job {job} trains on node {reply.node} now.", "reft-cli status shows where ranks are"
+        where = f"on node {reply.node} now"
+        said = (
+            f"no rank of job {job} trains {where}."
+            if rank is None
+            else f"rank {rank} of job {job} does not train {where}."
         )
+        raise ReftError(said, "reft-cli status shows where ranks are")
     traces: dict[int, dict[str, Any]] = {}
     silent: dict[int, str] = {}
     for each in here:

@@ -71,7 +71,7 @@ def test_whom_nobody_answers_is_an_error(daemon, tmp_path):
     assert "no rank of job closed trains on node" in found.stderr
     with trained(daemon, "living", 3):
         found = invoke("living", "--rank", "7", "--daemon", daemon.address)
-        assert found.exit_code == 1 and "rank 7 does not" in found.stderr
+        assert found.exit_code == 1 and "rank 7 of job living does not train on node" in found.stderr
         found = invoke("living", "--daemon", daemon.address, "--output", str(tmp_path / "no" / "where.json"))
         assert found.exit_code == 1 and "can't be written" in found.stderr
 
