@@ -23,8 +23,11 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from reft.core.budget import Limit, refusal
 from reft.core.identity import check_name
@@ -78,11 +81,31 @@ class SlotFile:
         if os.fstat(self.descriptor).st_size < self.file_bytes:
             raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
 
+    def digests(self) -> np.ndarray:
+        """Of all of its chunks, computed from its bytes."""
+        return np.fromiter(self.map.digests_of(0, self.map.chunks), np.uint64, self.map.chunks)
+
     def free(self) -> None:
         """Gives the memory back, once the trainer's mapping is gone too."""
         if self.path:
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
+
+
+def fits(have: Geometry, want: Geometry) -> bool:
+    """Whether what `want` describes can be written into a slot that has `have`."""
+    return (
+        have.chunk_bytes == want.chunk_bytes
+        and have.table_capacity >= want.table_capacity
+        and have.data_capacity >= want.data_capacity
+    )
+
+
+def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
+    """Names for further slots of a rank."""
+    mine = [name for name in taken if name.startswith(f"rank-{rank}.")]
+    serial = 1 + max((int(name.rpartition("-")[2]) for name in mine), default=-1)
+    return [f"rank-{rank}.slot-{serial + i}" for i in range(count)]
 
 
 def claim_folder(folder: Path) -> Path:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from reft.core.capsules import DIGESTS_MAX, Deposits
 from reft.core.round import NO_DIGESTS, Digests, Outcome, Round, Said
 from reft.core.slots import SlotState
@@ -24,7 +22,7 @@ from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile
+from reft_daemon.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile, fits, next_names
 from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
@@ -113,6 +111,7 @@ class HeldJob:
         for entry in self.record.leases:
             lease = Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
             self.leases[entry.rank] = lease
+            lease.handed.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
             if not entry.closed:
                 self._watch(entry.rank, lease)
         for rank in self.ranks:
@@ -229,6 +228,7 @@ class HeldJob:
             lease = self.leases[request.rank] = Lease(process, request.parent)
             self._watch(request.rank, lease)
             self.save()
+        self.leases[request.rank].handed.update(slot.name for slot in slots)
         return slots
 
     def _check_free(self, rank: int, process: Process) -> None:
@@ -243,22 +243,28 @@ class HeldJob:
         wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
         mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
         sound = [slot for slot in mine if self._header(slot)]
-        fitting = [slot for slot in sound if _fits(slot.map.header.geometry, wanted)][: request.slots]
+        fitting = [slot for slot in sound if fits(slot.map.header.geometry, wanted)][: request.slots]
         if len(fitting) == request.slots:
             return fitting
-        # What holds nothing is freed first; what holds something is kept until a newer version is whole.
         for slot in mine:
-            del self.slots[slot.name]
             header = self._header(slot)
-            if header is None or header.state is SlotState.EMPTY:
-                self.arena.free(slot)
-            else:
-                self.retired[slot.name] = slot
-        serial = 1 + max((int(name.rpartition("-")[2]) for name in self.retired), default=-1)
-        names = [f"rank-{request.rank}.slot-{serial + i}" for i in range(request.slots)]
+            if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
+                self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
+        names = next_names(self.all_slots, request.rank, request.slots)
         made = await asyncio.to_thread(self.arena.create, self.id, request.rank, names, wanted, list(request.cpus))
+        # Only now: if there is no room, the trainer goes on with what it has.
+        for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
+            self.retired[slot.name] = self.slots.pop(slot.name)
         self.slots.update({slot.name: slot for slot in made})
         return made
+
+    def _is_written(self, slot: SlotFile) -> bool:
+        """Whether a living trainer may write it: it has it mapped, and has begun nothing in slots that came later."""
+        lease = self.leases.get(slot.rank)
+        if lease is None or lease.watch is None or slot.name not in lease.handed:
+            return False
+        headers = [self._header(other) for other in self.slots.values() if other.rank == slot.rank]
+        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in headers)
 
     def take_back(self, slot: SlotFile) -> None:
         """A memfd that a trainer returned after this daemon's restart."""
@@ -266,6 +272,8 @@ class HeldJob:
             self.arena.free(slot)
             return
         self.slots[slot.name] = slot
+        if slot.rank in self.leases:
+            self.leases[slot.rank].handed.add(slot.name)
         self._answer_for(slot.rank, self._sealed_steps(slot.rank))
 
     # Training
@@ -374,8 +382,10 @@ class HeldJob:
             return
         whole = Version(self.epoch, self.round.outcome.whole)
         for name, slot in list(self.retired.items()):
-            version = slot.map.header.version
-            if version is None or version.is_older_than(whole):
+            if self._is_written(slot):
+                continue
+            header = self._header(slot)
+            if header is None or header.version is None or header.version.is_older_than(whole):
                 self.arena.free(self.retired.pop(name))
 
     # The end of a trainer
@@ -407,7 +417,7 @@ class HeldJob:
             if header is None or header.state is not SlotState.LANDED:
                 continue
             try:
-                digests = await asyncio.to_thread(_digest_all, slot)
+                digests = await asyncio.to_thread(slot.digests)
             except FormatError as error:
                 log.error("job=%s rank=%d %s is not sealed: %s", self.id, rank, header.version, error)
                 continue
@@ -480,18 +490,6 @@ class HeldJob:
         self.retired.clear()
         self.arena.forget(self.id)
         return freed
-
-
-def _fits(have: Geometry, want: Geometry) -> bool:
-    return (
-        have.chunk_bytes == want.chunk_bytes
-        and have.table_capacity >= want.table_capacity
-        and have.data_capacity >= want.data_capacity
-    )
-
-
-def _digest_all(slot: SlotFile) -> np.ndarray:
-    return np.fromiter(slot.map.digests_of(0, slot.map.chunks), np.uint64, slot.map.chunks)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

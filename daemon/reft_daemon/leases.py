@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reft.errors import AlreadyAttached, AttachError
 from reft.wire.process import Process
@@ -16,7 +16,7 @@ log = logging.getLogger("reft.daemon")
 
 @dataclass
 class Lease:
-    """A rank's trainer: who it is, and what it said last. `watch` is None once it has ended."""
+    """A rank's trainer: who it is, which slots it was handed, what it said last. `watch` is None once it has ended."""
 
     process: Process
     parent: int
@@ -24,6 +24,7 @@ class Lease:
     closed: bool = False
     step: int = -1
     trouble: str = ""
+    handed: set[str] = field(default_factory=set)
 
 
 async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new: Collection[int]) -> None:

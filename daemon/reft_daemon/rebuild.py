@@ -35,7 +35,7 @@ from reft.wire.slot_format import PAGE, Geometry, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import reading
-from reft_daemon.arena import SlotFile
+from reft_daemon.arena import SlotFile, next_names
 from reft_daemon.couriers import reason_of
 from reft_daemon.job import HeldJob
 from reft_daemon.registry import Registry
@@ -212,9 +212,7 @@ class Rebuild:
             geometry = Geometry(max(len(each.table), PAGE), each.data_bytes, self._chunk_bytes)
             async with job.allocating:
                 self._check_still(job)
-                names = [slot for slot in job.all_slots if slot.startswith(f"rank-{each.rank}.")]
-                serial = 1 + max((int(slot.rpartition("-")[2]) for slot in names), default=-1)
-                name = f"rank-{each.rank}.slot-{serial}"
+                (name,) = next_names(job.all_slots, each.rank, 1)
                 (each.slot,) = await asyncio.to_thread(
                     self.registry.arena.create, job.id, each.rank, [name], geometry, []
                 )

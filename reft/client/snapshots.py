@@ -301,11 +301,12 @@ class Snapshots:
                 # The outgrown slots stay mapped: the engine may hold views of them until the process ends.
                 self._outgrown += self.slots
                 self.slots, self._leased = self._leased, None
+        if self._leasing is not None:
+            return False  # even if the old slots fit: the daemon frees them once larger ones are made
         if held.fits(self.slots):
             return True
-        if self._leasing is None:
-            self._leasing = threading.Thread(target=self._lease, args=(held,), name="reft-lease", daemon=True)
-            self._leasing.start()
+        self._leasing = threading.Thread(target=self._lease, args=(held,), name="reft-lease", daemon=True)
+        self._leasing.start()
         return False
 
     def _lease(self, held: Held) -> None:

@@ -167,3 +167,23 @@ def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_drop
     states = {slot.map.header.version: slot.map.header.state for slot in rank.snapshots.slots}
     assert states[Version(NEW, 7)] is SlotState.SEALED and Version(NEW, 8) not in states
     rank.copier.close()
+
+
+def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
+    made, larger = threading.Event(), Room(3, 1 << 20).slots
+
+    def lease(*sizes):
+        made.wait(20)
+        return larger
+
+    rank.snapshots.leaser = SimpleNamespace(lease=lease)
+    rank.step()
+    assert rank.take(1) == (Answer.SEALED, "")
+    rank.model[0].register_buffer("late", torch.randn(1 << 10))
+    assert rank.take(2)[0] is Answer.VOID
+    del rank.model[0].late
+    answer, trouble = rank.take(3)
+    assert answer is Answer.VOID and "are being made" in trouble, "it fits again, and the daemon may free it any time"
+    made.set()
+    rank.snapshots._leasing.join(20)
+    assert rank.take(4) == (Answer.SEALED, "") and rank.snapshots.slots is larger
