@@ -15,7 +15,7 @@ from reft.client.state import check
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
-from tests.client.test_state_kinds import step_once
+from tests.client.test_state_kinds import round_trip, state_bytes, step_once
 
 
 def scalar(key):
@@ -150,3 +150,34 @@ def test_snapshots_go_on_when_a_parameter_joins(change):
     names = [name for group in host.capture(1)["subjects"]["optimizer.0"]["groups"] for name in group["params"]]
     assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
     assert [name for name in names if name.startswith("optimizer.0.")]
+
+
+class Tabled(torch.optim.Optimizer):
+    """Gives all parameters one table, as bitsandbytes does."""
+
+    key = "table"
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.table = torch.arange(16.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = {self.key: self.table, "moment": torch.zeros_like(parameter)}
+            parameter.sub_(
+                self.state[parameter]["moment"].add_(parameter.grad) * self.state[parameter][self.key][1] * 0.01
+            )
+
+
+def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        return model, Tabled(model.parameters())
+
+    (model, optimizer), (other, another), _ = round_trip(attach, make)
+    assert len({id(each["table"]) for each in another.state.values()}) == 1
+    step_once(model, optimizer)
+    step_once(other, another)
+    assert state_bytes(model, optimizer) == state_bytes(other, another)

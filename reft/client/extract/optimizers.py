@@ -195,7 +195,9 @@ class OptimizerExtractor:
             groups.append({"params": own, "values": _plain_values(group, but="params")})
         state = self.owner(value).state
         plain = ((key, _plain_values(each)) for key, each in state.items())
+        shared = _shared(state, names)
         return {
+            **({"shared": shared} if shared else {}),
             "class": self._class_of(value),
             "groups": groups,
             "scalars": {names[id(key)].name: values for key, values in plain if values and id(key) in names},
@@ -218,6 +220,11 @@ class OptimizerExtractor:
                 name = names[id(parameter)].name
                 if name in saved["scalars"]:
                     state[parameter].update(from_plain(saved["scalars"][name]))
+        live_of = {names[id(parameter)].name: parameter for parameter in state if id(parameter) in names}
+        own = {names[id(p)].name: p for group in self.owner(value).param_groups for p in group["params"]}
+        for name, key, first, first_key in saved.get("shared", ()):
+            if name in own and first_key in state.get(live_of.get(first), {}):
+                state[own[name]][key] = state[live_of[first]][first_key]
 
     def _class_of(self, value: torch.optim.Optimizer) -> str:
         kinds = [type(each) for each in dict.fromkeys((value, self.owner(value)))]
@@ -373,6 +380,23 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         local = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
     with torch.no_grad():
         return like(model, local)
+
+
+def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> list[list[str]]:
+    """Which tensors of the state are there again: (parameter, key, first parameter that has it, key there).
+
+    They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
+    """
+    first: dict[int, list[str]] = {}
+    found = []
+    for parameter, values in state.items():
+        for key, each in values.items():
+            if isinstance(each, torch.Tensor) and id(parameter) in names:
+                place = [names[id(parameter)].name, key]
+                before = first.setdefault(id(each), place)
+                if before is not place:
+                    found.append([*place, *before])
+    return found
 
 
 def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
