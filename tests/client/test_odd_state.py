@@ -181,3 +181,15 @@ def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
     step_once(model, optimizer)
     step_once(other, another)
     assert state_bytes(model, optimizer) == state_bytes(other, another)
+
+
+@pytest.mark.parametrize("key", [0, "a.b"])
+def test_a_state_key_that_a_leafs_name_can_not_hold_is_refused(key):
+    model = Twins()
+    optimizer = type("Odd", (Tabled,), {"key": key})(model.parameters())
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
+        subjects.predict()
+    step_once(model, optimizer)
+    with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
+        subjects.bind()

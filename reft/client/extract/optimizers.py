@@ -107,6 +107,7 @@ class OptimizerExtractor:
         found.count(state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
+                _check_key(prefix, key)
                 _note(found, f"{prefix}.{key}.", state, key, parameter)
 
     def predict(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> Iterable[Leaf]:
@@ -181,6 +182,7 @@ class OptimizerExtractor:
         return named.tensor.requires_grad and not _is_bare(named)
 
     def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Iterator[Foreseen]:
+        _check_key(prefix, key)
         for owner, piece, place in pieces(parameter, made):
             name = f"{prefix}.{key}.{owner}"
             local, own = local_piece(name, piece)
@@ -238,6 +240,15 @@ class OptimizerExtractor:
             value.register_step_pre_hook(functools.partial(_before_writing, before)),
             value.register_step_post_hook(after),
         ]
+
+
+def _check_key(prefix: str, key: object) -> None:
+    """Refuses what would not be found again: a leaf's name has the key up to its first dot."""
+    if not isinstance(key, str) or "." in key:
+        raise UnsupportedState(
+            f"{prefix} keeps a tensor of each parameter's state under {key!r}; keys can be text without dots.",
+            "name it so in the optimizer's step",
+        )
 
 
 def _optimizers_in(value: object) -> list[torch.optim.Optimizer]:
