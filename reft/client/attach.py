@@ -58,7 +58,7 @@ from reft.core.layout import pack
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import capsule, handout, messages, rpc, starter, symbols
+from reft.wire import handout, messages, rpc, starter, symbols
 from reft.wire.findings import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
 from reft.wire.revival import Reviver
@@ -175,7 +175,7 @@ class Attachment:
                 "call init_process_group before reft.attach",
             )
         self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
-        capsule.encode(self.host.capture(0))
+        self.host.check_size()
         self.bindings = self.subjects.bind()
         leaves = [*self.bindings.leaves(), *self.subjects.predict()]
         self.predicted, self.symbolic = pack(leaves), symbolic.of(leaves)

@@ -16,7 +16,9 @@ import torch
 
 from reft.client.plain import from_plain, to_plain
 from reft.client.subjects import Subjects
-from reft.errors import ConfigError, LayoutChanged, RestoreError
+from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
+from reft.wire import capsule
+from reft.wire.slot_format import CAPSULE_MAX
 
 
 class HostState:
@@ -51,6 +53,20 @@ class HostState:
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
             "random": capture_random(),
         }
+
+    def check_size(self) -> None:
+        """Encodes it once, before training.
+
+        Raises:
+            UnsupportedState: a value is of a type that is not stored, or all is larger than a capsule can be.
+        """
+        size = len(capsule.encode(self.capture(0)))
+        if size > CAPSULE_MAX:
+            raise UnsupportedState(
+                f"the small state on the host has {size} bytes, names of {len(self._names)} parameters included; the limit "
+                f"is {CAPSULE_MAX}.",
+                "keep large values as tensors in a module, and pass that in state=; merge small parameters, or shorten names",
+            )
 
     def _captured(self) -> dict[str, dict[str, Any]]:
         try:

@@ -193,3 +193,14 @@ def test_a_state_key_that_a_leafs_name_can_not_hold_is_refused(key):
     step_once(model, optimizer)
     with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
         subjects.bind()
+
+
+def host_of(module):
+    return HostState(Subjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
+
+
+def test_host_state_that_no_capsule_can_hold_is_refused_before_training():
+    host_of(nn.Linear(2, 2)).check_size()
+    named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
+    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters .* limit is 1048576"):
+        host_of(named_at_length).check_size()
