@@ -193,7 +193,7 @@ class Arena:
         """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it.
 
         Raises:
-            NoRoom: it can't be written.
+            NoRoom, AttachError: it can't be written, for lack of room or for another reason.
         """
         path = claim_folder(self.folder / job) / name
         self._write(path, data)
@@ -208,7 +208,8 @@ class Arena:
                     _replace(path, data)
                     return
             free = memory.file_system_free(self._lock)
-            raise NoRoom(
+            raise _failure(
+                error,
                 f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
                 f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
             ) from error
@@ -277,6 +278,7 @@ class Arena:
 
         Raises:
             NoRoom: they don't fit; nothing is left behind.
+            AttachError: they can't be made for another reason; nothing is left behind.
         """
         size = geometry.file_bytes
         self.check_room(size * len(names), len(names))
@@ -290,8 +292,8 @@ class Arena:
         except OSError as error:
             for slot in made:
                 self.free(slot)
-            raise NoRoom(
-                f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
+            raise _failure(
+                error, f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
             ) from error
         return made
 
@@ -316,16 +318,16 @@ class Arena:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             pages = self._filled(descriptor, size, name)
+            if not path:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
+            if path:
+                draft.rename(path)
         except OSError:
             os.close(descriptor)
             if path:
-                draft.unlink()
+                draft.unlink(missing_ok=True)
             raise
-        if not path:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
-        if path:
-            draft.rename(path)
         return slot
 
     def _filled(self, descriptor: int, size: int, name: str) -> Bytes:
@@ -391,6 +393,13 @@ class _running_on:
 
     def __exit__(self, *_: object) -> None:
         os.sched_setaffinity(0, self._before)
+
+
+def _failure(error: OSError, message: str, hint: str) -> AttachError:
+    """NoRoom only if memory is short: for that other jobs give way, which would help against nothing else."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return NoRoom(message, hint)
+    return AttachError(message)
 
 
 def _replace(path: Path, data: bytes) -> None:

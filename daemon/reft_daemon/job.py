@@ -17,7 +17,7 @@ from reft.core.capsules import DIGESTS_MAX, Deposits
 from reft.core.round import NO_DIGESTS, Digests, Outcome, Round, Said
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, NoRoom, StaleEpoch
+from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
 from reft.wire.slot_format import Geometry, Header
@@ -27,6 +27,7 @@ from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
 from reft_daemon.leases import Lease, end_orphans
+from reft_daemon.making import Making
 from reft_daemon.watch import Watch
 
 log = logging.getLogger("reft.daemon")
@@ -52,13 +53,14 @@ class HeldJob:
     ended_s: float = field(default_factory=time.monotonic)
     sealed_s: dict[int, float] = field(default_factory=dict)
     listeners: set[Callable[[], None]] = field(default_factory=set)
-    allocating: asyncio.Lock = field(default_factory=asyncio.Lock)
     round: Round | None = None
     degraded: Degraded = field(default_factory=Degraded)
     custody: Custody = field(init=False)
+    making: Making = field(init=False)
 
     def __post_init__(self) -> None:
         self.custody = Custody(CapsuleStore(self.arena, self.id))
+        self.making = Making(self.arena, self.id)
 
     @property
     def id(self) -> str:
@@ -219,8 +221,7 @@ class HeldJob:
             raise AttachError(
                 f"process {request.pid}, which started at {request.pid_start}, is not there: it can't hold a lease.",
             )
-        async with self.allocating:
-            slots = await self._slots_for(request)
+        slots = await self.making.alone(lambda: self._slots_for(request))
         self.check_epoch(request.epoch)  # memory has taken its time: there may be a newer attach, or the session closed
         self._check_free(request.rank, process)
         before = self.leases.get(request.rank)
@@ -251,7 +252,7 @@ class HeldJob:
             if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
                 self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
         names = next_names(self.all_slots, request.rank, request.slots)
-        made = await asyncio.to_thread(self.arena.create, self.id, request.rank, names, wanted, list(request.cpus))
+        made = await self.making.create(request.rank, names, wanted, list(request.cpus))
         # Only now: if there is no room, the trainer goes on with what it has.
         for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
             self.retired[slot.name] = self.slots.pop(slot.name)
@@ -474,12 +475,13 @@ class HeldJob:
         """Saves what only a restarted daemon would miss: that it can't be written keeps this one from nothing."""
         try:
             self.save()
-        except NoRoom as error:
+        except AttachError as error:
             log.error("job=%s %s", self.id, error)
 
     def free(self) -> int:
         """Gives everything back; the number of bytes."""
         freed = self.held_bytes
+        self.making.drop()
         for lease in self.leases.values():
             if lease.watch:
                 lease.watch.close()

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -209,16 +210,16 @@ class Rebuild:
         sources = {each.rank: each for each in self.request.slots}
         await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
         for each in lost:
-            geometry = Geometry(max(len(each.table), PAGE), each.data_bytes, self._chunk_bytes)
-            async with job.allocating:
-                self._check_still(job)
-                (name,) = next_names(job.all_slots, each.rank, 1)
-                (each.slot,) = await asyncio.to_thread(
-                    self.registry.arena.create, job.id, each.rank, [name], geometry, []
-                )
-                # A rank of another lost node than the one whose place was taken is held, but does not train here.
-                (job.slots if each.rank in job.ranks else job.retired)[name] = each.slot
+            each.slot = await job.making.alone(partial(self._made, job, each))
             each.slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
+
+    async def _made(self, job: HeldJob, lost: _Lost) -> SlotFile:
+        self._check_still(job)
+        geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
+        (slot,) = await job.making.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
+        # A rank of another lost node than the one whose place was taken is held, but does not train here.
+        (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = slot
+        return slot
 
     @property
     def _chunk_bytes(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import pytest
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Version
+from reft.errors import AttachError, NoRoom
 from reft.wire import messages
+from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
@@ -80,3 +84,68 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
         assert job.record.had_whole
 
     asyncio.run(run())
+
+
+def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        begun, goes_on = threading.Event(), threading.Event()
+        create, calls = arena.create, []
+
+        def slowly(*arguments: object) -> list:
+            calls.append(arguments)
+            begun.set()
+            goes_on.wait(20)
+            return create(*arguments)
+
+        monkeypatch.setattr(arena, "create", slowly)
+        first = asyncio.ensure_future(job.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        first.cancel()
+        second = asyncio.ensure_future(job.lease(lease_request(1)))
+        await asyncio.sleep(0.1)
+        goes_on.set()
+        assert {slot.name for slot in await second} == set(job.slots)
+        assert len(calls) == 1 and len(job.slots) == 2 and arena.held_bytes == job.held_bytes
+
+    asyncio.run(run())
+
+
+def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        begun, goes_on = threading.Event(), threading.Event()
+        create = arena.create
+
+        def slowly(*arguments: object) -> list:
+            slots = create(*arguments)
+            begun.set()
+            goes_on.wait(20)
+            return slots
+
+        monkeypatch.setattr(arena, "create", slowly)
+        lease = asyncio.ensure_future(job.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        job.free()
+        with pytest.raises(AttachError, match="was dropped"):
+            await lease
+        goes_on.set()
+        await asyncio.sleep(0.3)
+        assert arena.held_bytes == 0 and not job.slots
+
+    asyncio.run(run())
+
+
+def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
+    def refuse(number: int) -> None:
+        monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+
+    before = len(os.listdir("/proc/self/fd"))
+    for number, kind in ((errno.EMFILE, AttachError), (errno.ENOSPC, NoRoom)):
+        refuse(number)
+        with pytest.raises(AttachError) as raised:
+            arena.create("job", 0, ["rank-0.slot-0"], Geometry(4096, 4096, 4096), [])
+        assert type(raised.value) is kind
+    assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
