@@ -49,7 +49,7 @@ def machine() -> str:
 def stat_of(pid: int) -> Stat | None:
     """What /proc says of a process; None if it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name may be cut within a character
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
