@@ -398,6 +398,9 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> li
 
     They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
     """
+    ids = [id(each) for values in state.values() for each in values.values()]
+    if len(set(ids)) == len(ids):
+        return []  # as it nearly always is; this runs at every mark
     first: dict[int, list[str]] = {}
     found = []
     for parameter, values in state.items():
