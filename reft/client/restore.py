@@ -30,7 +30,7 @@ def live_tensors(
     Raises:
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
-    missing = [leaf for leaf in leaves if leaf.name not in before.tensors]
+    missing = [leaf for leaf in leaves if leaf.name not in before.tensors or _was_resized(leaf, before)]
     bindings = _made(missing, subjects, before, room) if missing or not before.hold() else before
     lines = differences(leaves, bindings.layout().leaves)
     if lines:
@@ -39,6 +39,11 @@ def live_tensors(
             "start it under another job name, or drop what is held with reft-cli purge",
         )
     return bindings.tensors
+
+
+def _was_resized(leaf: Leaf, before: Bindings) -> bool:
+    """Whether it is a buffer of another shape: training may have grown it."""
+    return leaf.staged and tuple(before.tensors[leaf.name].shape) != leaf.shape
 
 
 def _made(missing: Sequence[Leaf], subjects: Subjects, before: Bindings, room: Room | None) -> Bindings:

@@ -15,7 +15,7 @@ from reft.client.state import check
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
-from tests.client.test_state_kinds import round_trip, state_bytes, step_once
+from tests.client.test_state_kinds import round_trip, state_bytes, step_once, train
 
 
 def scalar(key):
@@ -204,3 +204,19 @@ def test_host_state_that_no_capsule_can_hold_is_refused_before_training():
     named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
     with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters .* limit is 1048576"):
         host_of(named_at_length).check_size()
+
+
+def test_buffers_that_training_makes_or_resizes_come_back(attach):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].register_buffer("later", None)
+        model[0].register_buffer("cache", torch.zeros(4), persistent=False)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    model[0].later, model[0].cache = torch.arange(3.0), torch.arange(16.0)
+    train(session, model, optimizer)
+    other, another = make()
+    assert attach(other, another).step == 3
+    assert state_bytes(other, another) == state_bytes(model, optimizer)

@@ -8,6 +8,7 @@ module._parameters, _buffers ─► leaves        FSDP2: FSDPParam.sharded_param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,19 @@ class ModuleExtractor:
         return ()
 
     def make(self, prefix: str, value: nn.Module, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
-        """Nothing: what a model lacks makes it another model."""
+        """Buffers that have no value yet, or that no checkpoint has and training has resized.
+
+        Whatever else a model lacks makes it another model.
+        """
+        held = {leaf.name: leaf for leaf in leaves if leaf.shape == leaf.global_shape}
+        for path, part in value.named_modules():
+            for key, tensor in part._buffers.items():
+                leaf = held.get(f"{prefix}.{clean(f'{path}.{key}' if path else key)}")
+                if leaf is not None and (tensor is None or key in part._non_persistent_buffers_set):
+                    like = tensor if tensor is not None else next(chain(part.parameters(), value.parameters()), None)
+                    device = None if like is None else like.device
+                    dtype = getattr(torch, leaf.dtype)
+                    part._buffers[key] = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=device)
 
     def capture(self, prefix: str, value: nn.Module, names: Names) -> dict[str, Any]:
         """Nothing beside the leaves."""
