@@ -38,10 +38,7 @@ SCHEME = "etcd://"
 PREFIX = "/reft/rendezvous/"
 CALL_S = 2.0  # for one member; a leader's loss takes etcd about one second
 PAUSE_S = 0.1
-ENDING = (
-    1,
-    14,
-)  # codes of gRPC, cancelled and unavailable: what a member says of calls that it cuts off when it is stopped
+ENDING = (1, 14)  # gRPC's cancelled and unavailable: what a member says of calls that it cuts off when it is stopped
 LEASE_LOST = "requested lease not found"
 LEASE_EXISTS = "lease already exists"
 

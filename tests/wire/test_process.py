@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 
 from reft.wire.process import Process, stat_of
 
@@ -46,3 +48,17 @@ def test_orphans():
     assert not me.is_orphan(os.getppid())
     assert me.is_orphan(os.getppid() + 1)
     assert not Process(me.pid, me.start - 1).is_orphan(1)
+
+
+def test_a_name_that_is_no_utf8_is_none_of_our_business():
+    """The kernel cuts names at 15 bytes, also within a character."""
+    found = []
+
+    def rename() -> None:
+        ctypes.CDLL(None).prctl(15, "обучение_модели".encode(), 0, 0, 0)
+        found.append(stat_of(threading.get_native_id()))
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    thread.join()
+    assert found and found[0].parent == os.getppid()
