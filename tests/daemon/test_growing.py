@@ -132,14 +132,13 @@ def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch)
         job.free()
         with pytest.raises(AttachError, match="was dropped"):
             await lease
+        freed: asyncio.Queue[object] = asyncio.Queue()
+        free = arena.free
+        monkeypatch.setattr(arena, "free", lambda slot: freed.put_nowait(free(slot)))
         goes_on.set()
-
-        async def freed() -> None:
-            while arena.held_bytes:
-                await asyncio.sleep(0)
-
-        await asyncio.wait_for(freed(), 20)
-        assert not job.slots
+        for _ in range(2):
+            await asyncio.wait_for(freed.get(), 20)
+        assert not job.slots and arena.held_bytes == 0
 
     asyncio.run(run())
 
