@@ -9,7 +9,7 @@ all is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -72,6 +72,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 LOCAL = attrgetter("_local_tensor")
+END = object()  # is no entry of anything
 
 
 @dataclass
@@ -97,8 +98,9 @@ class Bindings:
     _wrappers: list[torch.Tensor] = field(default_factory=list)
     _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
-    _views: list[Collection[Any]] = field(default_factory=list)
+    _views: list[Iterable[Any]] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
+    _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
     _outer: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -126,7 +128,7 @@ class Bindings:
             self._wrappers.append(tensor)
             self._locals.append(local)
         check(name, local)
-        self._places.append((place, key, tensor))
+        self.expect(place, key, tensor)
         self._pointers.append(local.data_ptr)
         self._addresses.append(local.data_ptr())
         extent = local.size if staged else local.numel  # buffers are resized in place; numel takes a third of the time
@@ -153,8 +155,9 @@ class Bindings:
             self.staged.add(name)
 
     def expect(self, place: Mapping[Any, Any], key: object, value: object) -> None:
-        """Notes that `place[key]` is `value` itself, which is no leaf."""
-        self._places.append((place, key, value))
+        """Notes that `place[key]` is `value` itself, unless all entries of `place` are noted."""
+        if id(place) not in self._whole:
+            self._places.append((place, key, value))
 
     def stays(self, tensor: torch.Tensor) -> None:
         """Notes where the memory of a tensor lies that is no leaf, but of which leaves are views."""
@@ -167,8 +170,8 @@ class Bindings:
 
     def entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
-        view: Collection[Any] = container.values() if isinstance(container, Mapping) else container
-        self.count(view)
+        view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
+        self._whole.add(id(container))
         self._views.append(view)
         self._entries.extend(view)
 
@@ -176,7 +179,8 @@ class Bindings:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
         return (
             all(len(container) == size for container, size in self._sizes)
-            and all(map(is_, chain.from_iterable(self._views), self._entries))
+            # What ends both: if an entry came or went, all behind it lie elsewhere.
+            and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
             and all(place.get(key) is value for place, key, value in self._places)
             and all(map(is_, map(LOCAL, self._wrappers), self._locals))
             and [pointer() for pointer in self._pointers] == self._addresses

@@ -71,7 +71,28 @@ def replace_a_group(model, optimizer):
     optimizer.param_groups[0] = {**optimizer.param_groups[0]}
 
 
+def put_another_buffer_over_the_same_memory(model, optimizer):
+    model.grows = model.grows.view(torch.int32)
+
+
+def move_a_buffer(model, optimizer):
+    model.two.register_buffer("grows", model.grows)
+    del model.grows
+
+
+def add_to_the_last_state(model, optimizer):
+    optimizer.state[model.two.bias]["more"] = torch.zeros(1)
+
+
+def take_from_the_last_state(model, optimizer):
+    del optimizer.state[model.two.bias]["exp_avg_sq"]
+
+
 CHANGES = [
+    put_another_buffer_over_the_same_memory,
+    move_a_buffer,
+    add_to_the_last_state,
+    take_from_the_last_state,
     replace_a_submodule,
     give_a_buffer_its_value,
     resize_in_place,
@@ -91,6 +112,16 @@ def test_bindings_see_what_leaves_all_counts_as_they_were(change):
     step_once(model, optimizer)
     assert bindings.hold(), "training alone changes nothing"
     change(model, optimizer)
+    assert not bindings.hold()
+
+
+def test_a_state_that_is_filled_later_is_seen():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter] = {}
+    bindings = Subjects({}, [optimizer], {}).bind()
+    assert bindings.hold()
+    optimizer.state[parameter]["momentum_buffer"] = torch.zeros(2)
     assert not bindings.hold()
 
 

@@ -122,10 +122,15 @@ class ModuleExtractor:
 
 
 def note_structure(found: Bindings, parts: Parts) -> None:
-    """Notes which modules there are, how many tensors they have, and what they have room for: a buffer may come later."""
+    """Notes which modules there are, which tensors they have, and what they have room for: a buffer may come later."""
+    moving = {at for at, _ in _sharded_by_fsdp2(parts)}
+    moving.update(at for flat in _sharded_elsewhere(parts) for at, _ in flat.slots)
     for _, part in parts:
         found.entries(part._modules)
         for container in (part._parameters, part._buffers):
+            if id(container) not in moving:
+                found.entries(container)
+                continue
             found.count(container)
             for key, tensor in container.items():
                 if tensor is None:

@@ -102,9 +102,11 @@ class OptimizerExtractor:
     def _bind_state(
         self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any] | None
     ) -> None:
-        if not state:
+        if state is None:
             return
-        found.count(state)
+        # A number is another object after each step.
+        note = found.entries if all(isinstance(each, torch.Tensor) for each in state.values()) else found.count
+        note(state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 _check_key(prefix, key)
@@ -196,13 +198,12 @@ class OptimizerExtractor:
             own = [names[id(parameter)].name for parameter in group["params"]]
             groups.append({"params": own, "values": _plain_values(group, but="params")})
         state = self.owner(value).state
-        plain = ((key, _plain_values(each)) for key, each in state.items())
         shared = _shared(state, names)
         return {
             **({"shared": shared} if shared else {}),
             "class": self._class_of(value),
             "groups": groups,
-            "scalars": {names[id(key)].name: values for key, values in plain if values and id(key) in names},
+            "scalars": _scalars(state, names),
         }
 
     def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
@@ -398,8 +399,8 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> li
 
     They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
     """
-    ids = [id(each) for values in state.values() for each in values.values()]
-    if len(set(ids)) == len(ids):
+    entries = _entries(state)
+    if len(set(map(id, entries))) == len(entries):
         return []  # as it nearly always is; this runs at every mark
     first: dict[int, list[str]] = {}
     found = []
@@ -411,6 +412,18 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> li
                 if before is not place:
                     found.append([*place, *before])
     return found
+
+
+def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> dict[str, dict[str, Any]]:
+    """Numbers in the state, by parameter."""
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, _entries(state)))):
+        return {}  # as it nearly always is; this runs at every mark
+    plain = ((key, _plain_values(values)) for key, values in state.items())
+    return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
+
+
+def _entries(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable([values.values() for values in state.values()])]
 
 
 def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
