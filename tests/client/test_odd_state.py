@@ -125,6 +125,15 @@ def test_a_state_that_is_filled_later_is_seen():
     assert not bindings.hold()
 
 
+def test_a_number_in_the_state_changes_with_every_step():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"step": 1000, "mean": torch.zeros(2)}
+    bindings = Subjects({}, [optimizer], {}).bind()
+    optimizer.state[parameter]["step"] = 1001
+    assert bindings.hold()
+
+
 class Around(torch.optim.Optimizer):
     """Steps other optimizers, as SAM and Lookahead do."""
 
