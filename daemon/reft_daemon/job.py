@@ -20,12 +20,14 @@ from reft.core.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process
-from reft.wire.slot_format import Geometry, Header
+from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import headers
 from reft_daemon.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile, fits, next_names
 from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
+from reft_daemon.headers import header_of
 from reft_daemon.leases import Lease, end_orphans
 from reft_daemon.making import Making
 from reft_daemon.watch import Watch
@@ -155,7 +157,7 @@ class HeldJob:
                 )
         held = self.all_slots
         for name in request.dropped:
-            if name in held and self._header(held[name]):
+            if name in held and header_of(self.id, held[name]):
                 held[name].map.empty()
         self.record = pb.JobRecord(
             manifest=request.manifest,
@@ -243,12 +245,12 @@ class HeldJob:
     async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
         wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
         mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
-        sound = [slot for slot in mine if self._header(slot)]
+        sound = [slot for slot in mine if header_of(self.id, slot)]
         fitting = [slot for slot in sound if fits(slot.map.header.geometry, wanted)][: request.slots]
         if len(fitting) == request.slots:
             return fitting
         for slot in mine:
-            header = self._header(slot)
+            header = header_of(self.id, slot)
             if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
                 self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
         names = next_names(self.all_slots, request.rank, request.slots)
@@ -264,8 +266,8 @@ class HeldJob:
         lease = self.leases.get(slot.rank)
         if lease is None or lease.watch is None or slot.name not in lease.handed:
             return False
-        headers = [self._header(other) for other in self.slots.values() if other.rank == slot.rank]
-        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in headers)
+        later = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
+        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in later)
 
     def take_back(self, slot: SlotFile) -> None:
         """A memfd that a trainer returned after this daemon's restart."""
@@ -385,7 +387,7 @@ class HeldJob:
         for name, slot in list(self.retired.items()):
             if self._is_written(slot):
                 continue
-            header = self._header(slot)
+            header = header_of(self.id, slot)
             if header is None or header.version is None or header.version.is_older_than(whole):
                 self.arena.free(self.retired.pop(name))
 
@@ -414,7 +416,7 @@ class HeldJob:
     async def seal_landed(self, rank: int) -> None:
         """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
         for slot in [slot for slot in self.slots.values() if slot.rank == rank]:
-            header = self._header(slot)
+            header = header_of(self.id, slot)
             if header is None or header.state is not SlotState.LANDED:
                 continue
             try:
@@ -432,36 +434,13 @@ class HeldJob:
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""
-        headers = [self._header(slot) for slot in self.slots.values() if slot.rank == rank]
-        found = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
-        return sorted(found, key=lambda version: version.order)
+        return headers.sealed_versions(self.id, (slot for slot in self.slots.values() if slot.rank == rank))
 
     # What is shown
 
-    def _header(self, slot: SlotFile) -> Header | None:
-        """A slot's header as it is now; None, and a line in the log, if the slot was damaged: it is an erasure."""
-        try:
-            slot.check_size()
-            return slot.map.reread()
-        except FormatError as error:
-            log.error("job=%s slot=%s is damaged: %s", self.id, slot.name, error)
-            return None
-
     def headers(self) -> list[pb.SlotHeader]:
-        """The headers of all slots; one that was damaged is left out, and so is an erasure."""
-        found = []
-        for name, slot in self.all_slots.items():
-            header = self._header(slot)
-            if header is None:
-                continue
-            message = pb.SlotHeader(
-                rank=header.rank, slot=name, state=pb.SlotState.Name(header.state), layout=header.layout,
-                data_bytes=header.data_bytes,
-            )  # fmt: skip
-            if header.version:
-                message.version.CopyFrom(messages.version_to(header.version))
-            found.append(message)
-        return found
+        """The headers of all slots; one that was damaged is left out."""
+        return headers.messages_of(self.id, self.all_slots.values())
 
     def save(self) -> None:
         """Writes the record, so that a restarted daemon knows what this one knew."""
