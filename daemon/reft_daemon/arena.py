@@ -40,6 +40,7 @@ from reft_daemon import memory
 from reft_daemon.huge import make_huge
 from reft_daemon.pool import Pool, Spare
 from reft_daemon.reserve import Reserve
+from reft_daemon.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
@@ -169,7 +170,11 @@ class Arena:
         self._write(self.folder / "port", str(port).encode())
 
     def records(self) -> list[pb.JobRecord]:
-        """What earlier daemons of this folder left; a record that can't be right is reported and left where it is."""
+        """What earlier daemons of this folder left; a record that can't be right is reported and left where it is.
+
+        Raises:
+            OSError: one can't be opened for now.
+        """
         found = []
         for path in sorted(self.folder.glob("*/record")):
             try:
@@ -182,6 +187,8 @@ class Arena:
                     raise ValueError(f"its manifest has no node {record.node_index}")
                 found.append(record)
             except Exception as error:
+                if is_shortage(error):
+                    raise
                 log.error("record %s can't be read, its job is not offered: %s", path, error)
         return found
 
@@ -215,12 +222,18 @@ class Arena:
             ) from error
 
     def adopt(self, job: str) -> list[SlotFile]:
-        """The slots that earlier daemons left of `job`."""
+        """The slots that earlier daemons left of `job`.
+
+        Raises:
+            OSError: they can't be opened for now.
+        """
         found = []
         for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
             try:
                 found.append(self._open(job, path))
             except (OSError, FormatError) as error:
+                if is_shortage(error):
+                    raise
                 log.error("slot %s can't be used, it is kept as *.bad: %s", path, error)
                 path.rename(path.with_name(path.name + ".bad"))
         return found

@@ -33,6 +33,7 @@ from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
+from reft_daemon.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
 MAGIC: Final = b"REFTCAPS"
@@ -102,7 +103,11 @@ class CapsuleStore:
         return sum(each.file_bytes for versions in self._kept.values() for each in versions.values())
 
     def adopt(self) -> None:
-        """Takes over what an earlier daemon of this arena kept."""
+        """Takes over what an earlier daemon of this arena kept.
+
+        Raises:
+            OSError: it can't be opened for now.
+        """
         for path in sorted((self.arena.folder / self.job).glob("capsule-*")):
             if path.suffix == ".bad":
                 continue
@@ -112,6 +117,8 @@ class CapsuleStore:
             try:
                 self._take(path, self._read(path))
             except (OSError, FormatError) as error:
+                if is_shortage(error):
+                    raise
                 _set_aside(path, error)
 
     def keep(self, record: pb.CapsuleRecord, decision: Decision, outcome: Outcome, world: int) -> None:
@@ -152,13 +159,19 @@ class CapsuleStore:
         ]
 
     def get(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """A rank's record; None if it is not kept, or turns out to be damaged."""
+        """A rank's record; None if it is not kept, or turns out to be damaged.
+
+        Raises:
+            OSError: it can't be opened for now.
+        """
         each = self._kept.get(rank, {}).get(version)
         if each is None:
             return None
         try:
             return self._read(each.path)
         except (OSError, FormatError) as error:
+            if is_shortage(error):
+                raise
             _set_aside(each.path, error)
             self._drop(rank, version)
             return None

@@ -83,9 +83,10 @@ class Doors:
         failed = ""
         while True:
             await asyncio.sleep(LOOK_S)
-            if await asyncio.to_thread(self._are_there):  # a file system that hangs must not silence the daemon
-                continue
             try:
+                if await asyncio.to_thread(self._are_there):  # a file system that hangs must not silence the daemon
+                    failed = ""
+                    continue
                 await self.close(None)
                 if not _beside(self._path, ".lock").exists():
                     self._claim()
@@ -94,7 +95,7 @@ class Doors:
                 failed = ""
             except (ReftError, OSError, RuntimeError) as error:
                 if str(error) != failed:
-                    log.error("somebody has removed the sockets at %s, and they can't be made: %s", self._path, error)
+                    log.error("the sockets at %s can't be looked after: %s", self._path, error)
                 failed = str(error)
 
     def _are_there(self) -> bool:

@@ -12,6 +12,7 @@ from reft.errors import AttachError, ReftError
 from reft.wire import handout
 from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import shortage
 from reft_daemon.registry import Registry
 
 log = logging.getLogger("reft.daemon")
@@ -128,7 +129,10 @@ def _introduction(pid: int) -> tuple[list[bytes], list[tuple]]:
     Raises:
         AttachError: this daemon does not see it, so would not notice its death.
     """
-    facts = stat_of(pid)
+    try:
+        facts = stat_of(pid)
+    except OSError as error:
+        raise shortage.told(error) from error
     if facts is None:
         raise AttachError(
             "it lives in a pid namespace that this daemon does not see.",

@@ -8,6 +8,7 @@ attach ─► inventory (orphans ended) ─► decide (epoch, base) ─► lease
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -113,18 +114,26 @@ class HeldJob:
         self.custody.store.adopt()
         self._start_round()
         for entry in self.record.leases:
-            lease = Lease(Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed)
-            self.leases[entry.rank] = lease
+            lease = self.leases[entry.rank] = Lease(
+                Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed
+            )
             lease.handed.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
-            if not entry.closed:
-                self._watch(entry.rank, lease)
+        for rank, lease in list(self.leases.items()):  # all are known: who has ended has the record written anew
+            if not lease.closed:
+                self._begin(rank, lease)
         for rank in self.ranks:
             self._answer_for(rank, self._sealed_steps(rank))
 
-    def _watch(self, rank: int, lease: Lease) -> None:
-        try:
+    def _begin(self, rank: int, lease: Lease) -> None:
+        """Watches the rank's trainer.
+
+        Raises:
+            OSError: it can't be watched, so nothing was changed.
+        """
+        with contextlib.suppress(ProcessLookupError):
             lease.watch = Watch(lease.process, lambda: self._trainer_ended(rank, lease))
-        except (ProcessLookupError, OSError):
+        self.leases[rank] = lease
+        if lease.watch is None:
             self._trainer_ended(rank, lease)
 
     # Attach
@@ -206,6 +215,7 @@ class HeldJob:
         Raises:
             StaleEpoch, AlreadyAttached, NoRoom: see each class.
             AttachError: the process has closed its session, or is not there.
+            OSError: whether it lives can't be known now.
         """
         self.check_epoch(request.epoch)
         if request.rank not in self.ranks:
@@ -228,8 +238,7 @@ class HeldJob:
         self._check_free(request.rank, process)
         before = self.leases.get(request.rank)
         if before is None or before.watch is None:
-            lease = self.leases[request.rank] = Lease(process, request.parent)
-            self._watch(request.rank, lease)
+            self._begin(request.rank, Lease(process, request.parent))
             self.save()
         self.leases[request.rank].handed.update(slot.name for slot in slots)
         return slots

@@ -34,6 +34,7 @@ from reft_daemon.doors import Doors
 from reft_daemon.pool import Pool, Spare
 from reft_daemon.registry import Registry, TimeToLive
 from reft_daemon.service import DaemonService, Identity, PeerService
+from reft_daemon.shortage import take_all_descriptors
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
@@ -123,6 +124,7 @@ def parse_spare(text: str) -> Spare:
 
 async def serve(settings: Settings) -> None:
     """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
+    take_all_descriptors()
     doors = Doors(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
@@ -226,8 +228,8 @@ async def _keep_spare(pool: Pool) -> None:
         if pool.want.count:
             try:
                 await asyncio.to_thread(pool.refill)
-            except OSError:
-                log.exception("spare memory can't be had")  # slots do without it
+            except (OSError, RuntimeError) as error:  # the second where no thread can be started
+                log.error("spare memory can't be had: %s", error)  # slots do without it
         await asyncio.sleep(SPARE_S)
 
 

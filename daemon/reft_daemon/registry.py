@@ -210,7 +210,7 @@ class Registry:
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
             self._notice_removed_files()
             self.arena.reserve.refill()
-            self._agents = {agent for agent in self._agents if agent.is_alive}
+            self._agents = {agent for agent in self._agents if not _has_ended(agent)}
             if self.jobs or self._agents or not self.signalling.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
@@ -239,6 +239,14 @@ class Registry:
                 self.purge(name)
         await self.signalling.close()
         await self.peers.close()
+
+
+def _has_ended(process: Process) -> bool:
+    """Whether it is known that a process has ended."""
+    try:
+        return not process.is_alive
+    except OSError:
+        return False
 
 
 def _check_decision(request: pb.DecideRequest) -> None:

@@ -19,7 +19,7 @@ from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon import __version__, reading
+from reft_daemon import __version__, reading, shortage
 from reft_daemon.couriers import reason_of
 from reft_daemon.job import HeldJob
 from reft_daemon.rebuild import Rebuild
@@ -50,7 +50,7 @@ class Identity:
 
 
 def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Turns errors of reft into statuses; anything else is a bug and ends the call as INTERNAL with its name."""
+    """Turns errors of reft and of the system into statuses; anything else is a bug and ends the call with its name."""
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: Context) -> Any:
@@ -60,6 +60,8 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except ReftError as error:
             await context.abort(reading.status_of(error), str(error))
+        except OSError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.told(error)))  # nothing was found to be damaged
 
     return call
 

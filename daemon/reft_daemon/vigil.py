@@ -11,6 +11,7 @@ the round is the attach's epoch. A term is replaced as a whole: nothing that was
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -122,7 +123,9 @@ class Vigil:
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
             self._forget_agent()
-            self._agent = AgentProcess(pid, said, now_s, self._watch_agent(pid))
+            self._agent = AgentProcess(pid, said, now_s)
+        if self._agent.watch is None:
+            self._agent.watch = self._watch_agent(pid)
         self._agent.said, self._agent.last_s = said, now_s
         self.look(now_s)
 
@@ -131,10 +134,10 @@ class Vigil:
         return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
 
     def _watch_agent(self, pid: int) -> Watch | None:
-        facts = stat_of(pid)
         try:
+            facts = stat_of(pid)
             return Watch(Process(pid, facts.start), self._agent_ended) if facts else None
-        except OSError:
+        except OSError:  # its next beat tries again
             return None
 
     def _agent_ended(self) -> None:
@@ -248,9 +251,7 @@ class Vigil:
             pace.saw(lease.step, now_s)
             still_s = pace.stands_still_s(now_s)
             if still_s is not None and lease.watch is not None:
-                facts = stat_of(lease.process.pid)
-                is_stopped = facts is not None and facts.state in "TtD"
-                found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, is_stopped))
+                found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, _is_stopped(lease.process.pid)))
         return laggard(found)
 
     def _awaited(self, own: Stall) -> Stall:
@@ -282,3 +283,11 @@ class Vigil:
     def close(self) -> None:
         self._forget_agent()
         self._tell()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, or stuck in the kernel, as far as is known."""
+    with contextlib.suppress(OSError):
+        facts = stat_of(pid)
+        return facts is not None and facts.state in "TtD"
+    return False

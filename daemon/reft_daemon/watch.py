@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -21,34 +22,40 @@ class Watch:
 
     Raises:
         ProcessLookupError: the process is gone already, or is another one by now.
+        OSError: it can't be watched, as where no descriptor is free: nothing is known of it.
     """
 
     def __init__(self, process: Process, on_end: Callable[[], None]) -> None:
         self._process = process
         self._descriptor = os.pidfd_open(process.pid)
-        if not process.is_alive:
+        try:
+            if not process.is_alive:
+                raise ProcessLookupError(f"no process {process.pid} that started at {process.start}")
+        except OSError:
             os.close(self._descriptor)
-            raise ProcessLookupError(f"no process {process.pid} that started at {process.start}")
+            raise
         self._on_end = on_end
-        self.ended = asyncio.Event()
+        self._over = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._descriptor, self._end)
 
     def _end(self) -> None:
         self.close()
-        self.ended.set()
         self._on_end()
 
     async def kill(self) -> bool:
-        """SIGKILLs the process; True once it has ended, False if it has not within FENCE_DEADLINE_S."""
-        if not self.ended.is_set():
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        """SIGKILLs the process; True once it has ended or is watched no more, False if it lives on for FENCE_DEADLINE_S."""
+        if not self._over.is_set():
+            with contextlib.suppress(ProcessLookupError):  # it has just been reaped, and the loop is yet to hear of it
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         try:
-            await asyncio.wait_for(self.ended.wait(), FENCE_DEADLINE_S)
+            await asyncio.wait_for(self._over.wait(), FENCE_DEADLINE_S)
         except asyncio.TimeoutError:
             return False
         return True
 
     def close(self) -> None:
+        """Watches no more: it has ended, or has closed its session and writes nothing more."""
+        self._over.set()
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)

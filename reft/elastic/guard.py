@@ -38,8 +38,9 @@ class Guard:
         found = {child.pid for child in psutil.Process().children()} - self._others
         workers = {pid for pid in found if _leads_a_session(pid) and not _is_daemon(pid)}
         assert self._process.stdin is not None
-        named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
-        with contextlib.suppress(OSError):  # somebody has killed the guard: the agent is as torch has it
+        # Somebody has killed the guard, and the agent is as torch has it; or no descriptor is free, and it knows the last ones.
+        with contextlib.suppress(OSError):
+            named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
             self._process.stdin.write(" ".join(named).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -62,8 +63,8 @@ def _is_daemon(pid: int) -> bool:
 def end(workers: Iterable[Process]) -> None:
     """SIGKILLs those that live, with their process groups."""
     for worker in workers:
-        if worker.is_alive:
-            with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # gone, or not to be known: each of the others all the same
+            if worker.is_alive:
                 os.killpg(worker.pid, signal.SIGKILL)
 
 

@@ -27,7 +27,10 @@ def has_ended(process: str) -> bool:
     pid, _, start = rest.partition("/")
     if where != machine() or not pid.isdigit() or not start.isdigit():
         return False
-    return not Process(int(pid), int(start)).is_alive
+    try:
+        return not Process(int(pid), int(start)).is_alive
+    except OSError:
+        return False
 
 
 def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver] | None]:

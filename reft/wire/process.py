@@ -16,11 +16,16 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
+        """Raises OSError: see `stat_of`."""
         facts = stat_of(self.pid)
         return facts is not None and facts.start == self.start and facts.state not in "ZX"
 
     def is_orphan(self, parent: int) -> bool:
-        """Whether it lives on although the agent that started it, `parent`, is gone; 0 means that there was none."""
+        """Whether it lives on although the agent that started it, `parent`, is gone; 0 means that there was none.
+
+        Raises:
+            OSError: see `stat_of`.
+        """
         if not parent:
             return False
         facts = stat_of(self.pid)
@@ -47,10 +52,14 @@ def machine() -> str:
 
 
 def stat_of(pid: int) -> Stat | None:
-    """What /proc says of a process; None if it is gone."""
+    """What /proc says of a process; None if it is gone.
+
+    Raises:
+        OSError: that can't be known now, as where no descriptor is free.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name may be cut within a character
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()
     return Stat(fields[0], int(fields[1]), int(fields[19]))

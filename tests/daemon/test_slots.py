@@ -208,6 +208,18 @@ def test_a_trainer_that_died_while_the_daemon_was_down(daemon, trainer):
     assert not is_alive(job) and job.whole() == 1
 
 
+def test_one_trainer_died_while_the_daemon_was_down_and_the_others_are_known(daemon, trainer):
+    other = Trainer()
+    job = Job([(daemon, [0, 1])]).decide()
+    job.lease(0, other.pid)
+    job.lease(1, trainer.pid)
+    daemon.kill()
+    other.kill()
+    daemon.start()
+    assert [(rank.alive, rank.pid) for rank in daemon.status("job").ranks] == [(False, other.pid), (True, trainer.pid)]
+    job.report(1, {1: Answer.SEALED})
+
+
 def test_what_a_dead_trainer_left_is_sealed_without_mapping_it(daemon, trainer):
     """Who has all slots of a node mapped is the first that the kernel kills when memory is short."""
     job = Job([(daemon, [0])]).decide()

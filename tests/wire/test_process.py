@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+import pytest
 
 from reft.wire.process import Process, stat_of
 
@@ -40,6 +44,18 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse():
         child.stdout.readline()
         assert stat_of(child.pid).parent == os.getpid()
         child.stdin.close()
+
+
+def test_what_can_t_be_read_is_not_taken_for_dead(monkeypatch):
+    me = Process(os.getpid(), stat_of(os.getpid()).start)
+    monkeypatch.setattr(Path, "read_text", fail)
+    for ask in (lambda: me.is_alive, lambda: me.is_orphan(1)):
+        with pytest.raises(OSError, match="Too many open files"):
+            ask()
+
+
+def fail(*_: object, **__: object) -> str:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def test_orphans():
