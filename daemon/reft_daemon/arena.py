@@ -13,6 +13,7 @@ valid slot is renamed to *.bad, reported, and never offered.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -144,6 +145,7 @@ class Arena:
         self.folder = claim_folder(folder)
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
+        self.turn = asyncio.Lock()  # of who makes slots: what there is room for is asked and taken by one at a time
         self.pool = Pool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.reserve = Reserve(folder)
@@ -287,7 +289,7 @@ class Arena:
         return memory.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
-        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere).
+        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere). Whoever calls has `turn`.
 
         Raises:
             NoRoom: they don't fit; nothing is left behind.
@@ -297,27 +299,20 @@ class Arena:
         self.check_room(size * len(names), len(names))
         folder = claim_folder(self.folder / job)
         in_tmpfs = memory.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
+        self.held_bytes += size * len(names)  # at once: spare memory must not be made beside it
         made: list[SlotFile] = []
         try:
             with _running_on(cpus):
                 for name in names:
-                    made.append(self._create(job, rank, folder / name if in_tmpfs else None, name, geometry))
+                    made.append(self._made(job, rank, folder / name if in_tmpfs else None, name, geometry))
         except OSError as error:
+            self.held_bytes -= size * (len(names) - len(made))
             for slot in made:
                 self.free(slot)
             raise _failure(
                 error, f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
             ) from error
         return made
-
-    def _create(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
-        size = geometry.file_bytes
-        self.held_bytes += size  # at once: what the pool gives must not be put back into it
-        try:
-            return self._made(job, rank, path, name, geometry)
-        except OSError:
-            self.held_bytes -= size
-            raise
 
     def _made(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
         size = geometry.file_bytes

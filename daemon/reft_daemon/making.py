@@ -53,18 +53,25 @@ class Making:
             task.exception()  # the caller may be gone: nobody else asks for it
 
     async def create(self, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
-        """See `Arena.create`; slots that are finished after the job was dropped are freed."""
+        """See `Arena.create`; slots that are finished after the job was dropped are freed.
+
+        Nobody makes others before: there might not be room for both, and a job of the same name has the same files.
+        """
+        await self._arena.turn.acquire()
         thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, names, geometry, cpus))
         try:
-            return await asyncio.shield(thread)
+            await asyncio.wait({thread})
         except asyncio.CancelledError:
             thread.add_done_callback(self._free)
             raise
+        self._arena.turn.release()
+        return thread.result()
 
     def _free(self, thread: asyncio.Future[list[SlotFile]]) -> None:
         if not thread.cancelled() and thread.exception() is None:
             for slot in thread.result():
                 self._arena.free(slot)
+        self._arena.turn.release()
 
     def drop(self) -> None:
         """Ends what is under way: the job is dropped."""

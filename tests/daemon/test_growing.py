@@ -154,3 +154,79 @@ def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
             arena.create("job", 0, ["rank-0.slot-0"], Geometry(4096, 4096, 4096), [])
         assert type(raised.value) is kind
     assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
+
+
+def job_of(arena: Arena, name: str = "job") -> HeldJob:
+    request = decide_request(1)
+    request.manifest.job = name
+    job = HeldJob(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
+    job.decide(request, [])
+    return job
+
+
+def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
+    to_thread, makers = asyncio.to_thread, []
+
+    def counted(*arguments: object) -> object:
+        makers.append(arguments)
+        return to_thread(*arguments)
+
+    async def run() -> None:
+        checked, goes_on = threading.Event(), threading.Event()
+        check = arena.check_room
+        monkeypatch.setattr(arena, "check_room", lambda *need: (check(*need), checked.set(), goes_on.wait(20)))
+        monkeypatch.setattr(asyncio, "to_thread", counted)
+        request = lease_request(1)
+        request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
+        leases = [asyncio.ensure_future(job_of(arena, name).lease(request)) for name in ("one", "other")]
+        await to_thread(checked.wait, 20)
+        assert len(makers) == 1, "between the question and the answer's use nobody else asks"
+        goes_on.set()
+        found = await asyncio.gather(*leases, return_exceptions=True)
+        assert [type(each) for each in found] == [list, NoRoom] and arena.held_bytes <= arena.budget_bytes
+
+    asyncio.run(run())
+
+
+def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_one_that_was_dropped(
+    arena, monkeypatch
+):
+    async def run() -> None:
+        create, begun, goes_on = arena.create, threading.Event(), threading.Event()
+
+        def slowly(*arguments: object) -> list:
+            begun.set()
+            goes_on.wait(20)
+            return create(*arguments)
+
+        monkeypatch.setattr(arena, "create", slowly)
+        dropped = job_of(arena)
+        first = asyncio.ensure_future(dropped.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        dropped.free()
+        with pytest.raises(AttachError, match="was dropped"):
+            await first
+        again = job_of(arena)
+        begun.clear()
+        second = asyncio.ensure_future(again.lease(lease_request(1)))
+        for _ in range(10):
+            await asyncio.sleep(0)  # it comes as far as it can
+        assert not begun.is_set()
+        goes_on.set()
+        assert {slot.backing for slot in await second} == {"tmpfs"}
+        assert arena.held_bytes == again.held_bytes
+
+    asyncio.run(run())
+
+
+def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
+    """Spare memory is filled in another thread, up to what the arena does not hold."""
+    made, held = arena._made, []
+
+    def look(*arguments: object) -> object:
+        held.append(arena.held_bytes)
+        return made(*arguments)
+
+    monkeypatch.setattr(arena, "_made", look)
+    slots = arena.create("job", 0, ["rank-0.slot-0", "rank-0.slot-1"], Geometry(4096, 4096, 4096), [])
+    assert held == [sum(slot.file_bytes for slot in slots)] * 2
