@@ -29,7 +29,7 @@ from reft_daemon.capsules import CapsuleStore
 from reft_daemon.custody import Custody
 from reft_daemon.degraded import Degraded
 from reft_daemon.headers import header_of
-from reft_daemon.leases import Lease, end_orphans
+from reft_daemon.leases import Lease, end_orphans, refuse_living
 from reft_daemon.making import Making
 from reft_daemon.watch import Watch
 
@@ -155,6 +155,7 @@ class HeldJob:
 
         Raises:
             StaleEpoch: a decision of a newer epoch is in force.
+            AlreadyAttached: a trainer lives by the one in force, and might write what this one's are to read.
         """
         new = messages.decision_from(request.decision)
         if self.record.HasField("decision"):
@@ -164,6 +165,7 @@ class HeldJob:
                 raise StaleEpoch(
                     f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
                 )
+        refuse_living(self.id, self.leases)
         held = self.all_slots
         for name in request.dropped:
             if name in held and header_of(self.id, held[name]):

@@ -58,8 +58,19 @@ def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new: Collec
             f"rank {rank} of job {job} is attached by this very process.", "close the earlier session first"
         )
     if not same_launch and not lease.process.is_orphan(lease.parent):
-        raise AlreadyAttached(
-            f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
-            "end that run, or give this one another name with job= or REFT_JOB",
-        )
+        raise _lives(job, rank, lease)
     return True
+
+
+def refuse_living(job: str, leases: Mapping[int, Lease]) -> None:
+    """Raises AlreadyAttached if a trainer lives: one that came after the look for orphans belongs to another attach."""
+    for rank, lease in leases.items():
+        if lease.watch is not None:
+            raise _lives(job, rank, lease)
+
+
+def _lives(job: str, rank: int, lease: Lease) -> AlreadyAttached:
+    return AlreadyAttached(
+        f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
+        "end that run, or give this one another name with job= or REFT_JOB",
+    )

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,6 +124,12 @@ class Job:
                 manifest=self.manifest, decision=self.decision(base), node_index=i, dropped=dropped
             )
             daemon.call("Decide", request)
+        return self
+
+    def close(self, ranks: Iterable[int] = ()) -> Job:
+        """These ranks, or all, close their sessions: the next attach would not be let in beside them."""
+        for rank in ranks or self.home:
+            self.call(rank, "Release", pb.ReleaseRequest(job=self.name, epoch=self.epoch, rank=rank))
         return self
 
     def call(self, rank: int, method: str, request: object, timeout: float = 20.0) -> object:

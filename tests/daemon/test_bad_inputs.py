@@ -202,7 +202,7 @@ def test_what_is_not_held_is_not_found(shared):
 
 
 def test_an_older_epoch_is_stale_everywhere(shared, job):
-    job.decide()
+    job.close().decide()
     orphan, old = epoch_of(1), messages.epoch_to(epoch_of(1))
     with refused(Code.ABORTED, "epoch 1 of job job is over"):
         job.send_report(0, pb.ReportRequest(job="job", epoch=old))

@@ -238,16 +238,16 @@ def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
     all_whole(job, 1)
     keep(job, 0, record(job, 2, rank=1))
     first = job.version(1)
-    job.decide(base=first)
+    job.close().decide(base=first)
     assert copies(job, 0) == [(1, 1)]
     seal(job, trainer, 2, [0])
     until(lambda: copies(job, 1) == [(0, 1), (0, 2)], what="the new epoch's capsule")
-    job.decide(base=first)
+    job.close().decide(base=first)
     assert copies(job, 0) == [(1, 1)] and copies(job, 1) == [(0, 1)]
     seal(job, trainer, 2)
     all_whole(job, 2)
     until(lambda: (copies(job, 0), copies(job, 1)) == ([(1, 2)], [(0, 2)]), what="the base's end")
-    job.decide()
+    job.close().decide()
     assert copies(job, 0) == copies(job, 1) == [] and not files(job, 0)
 
 
@@ -441,7 +441,7 @@ def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job
     all_whole(job, 1)
     job.daemons[1].kill()
     fresh = start("--listen", "127.0.0.1:0")
-    again = held_again(job, [job.daemons[0], fresh])
+    again = held_again(job.close([0]), [job.daemons[0], fresh])
     reply = fresh.call("Inventory", pb.InventoryRequest(job="job"))
     assert reply.had_whole and reply.base_manifest.world == 2
     seal(again, trainer, 2)
@@ -468,7 +468,7 @@ def test_slots_of_a_rank_that_moved_are_read_here_and_then_freed(daemon, trainer
     names = job.lease(1, trainer.pid)
     write(job.maps(1, names)[0], job.version(1))
     moved = Job([(daemon, [0])])
-    moved.counter = job.counter
+    moved.counter = job.close([1]).counter
     moved.decide(base=job.version(1))
     assert "refused" in ask_error(moved, 0, names[:1])
     moved.lease(0, slots=0)  # now it is known

@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
 from tests.daemon.jobs import CHUNK, Code, Job, epoch_of, refused, write
-from tests.daemon.test_leases import decide_request, lease_request
+from tests.daemon.test_leases import decide_request, lease_request, release_request
 from tests.support.saying import says
 
 
@@ -73,6 +73,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
         job.decide(decide_request(1), [])
         one, _ = await job.lease(lease_request(1))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
+        job.release(release_request(1))
         job.decide(decide_request(2), [])
         larger = lease_request(2)
         larger.data_bytes = 3 * 4096

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from reft.core.round import Answer
 from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import stat_of
@@ -17,6 +18,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
 from tests.daemon.jobs import Code, Job, epoch_of, refused
+from tests.support.daemons import until
 
 
 @pytest.fixture
@@ -37,6 +39,10 @@ def lease_request(counter: int) -> pb.LeaseRequest:
         job="job", epoch=epoch, rank=0, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=2,
         data_bytes=4096, table_bytes=4096, chunk_bytes=4096,
     )  # fmt: skip
+
+
+def release_request(counter: int) -> pb.ReleaseRequest:
+    return pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(counter)), rank=0)
 
 
 def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, trainer):
@@ -67,9 +73,8 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
         monkeypatch.setattr(job, "_slots_for", slowly)
         late = asyncio.ensure_future(job.lease(lease_request(1)))
         await begun.wait()
-        if event == "closed":
-            job.release(pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(1)), rank=0))
-        else:
+        job.release(release_request(1))
+        if event == "attached anew":
             job.decide(decide_request(2), [])
         goes_on.set()
         with pytest.raises(AttachError if event == "closed" else StaleEpoch):
@@ -77,3 +82,18 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
         assert not any(lease.watch for lease in job.leases.values())
 
     asyncio.run(run())
+
+
+def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
+    """Two launches of a job in one moment: the second has looked, and found nobody, when the first one registers."""
+    job = Job([(daemon, [0])]).decide()
+    daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], fence=True))
+    job.lease(0, trainer.pid)
+    with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}, which lives"):
+        job.decide()
+    job.counter -= 1
+    job.report(0, {1: Answer.SEALED})
+    assert daemon.status("job").ranks[0].alive
+    trainer.kill()
+    until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
+    job.decide().lease(0)

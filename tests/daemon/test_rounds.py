@@ -139,7 +139,7 @@ def test_an_orphans_decision_does_not_stop_the_round(three):
 
 def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
     old = three.epoch
-    three.decide()
+    three.close().decide()
     for rank in range(3):
         three.lease(rank, slots=0)
     address, token = three.hellos[0].addresses[0], three.manifest.token

@@ -131,7 +131,7 @@ def test_an_attach_empties_what_its_plan_drops_and_nothing_else(daemon, trainer)
     first, second = job.maps(0, names)
     write(first, job.version(1))
     write(second, job.version(2))
-    job.decide(base=job.version(1), dropped=[names[1], "rank-9.slot-0", "../../lock"])
+    job.close().decide(base=job.version(1), dropped=[names[1], "rank-9.slot-0", "../../lock"])
     assert job.headers() == {names[0]: (SEALED, 1), names[1]: (EMPTY, 0)}
     assert daemon.status("job").base.step == 1
     job.counter -= 1
