@@ -106,6 +106,17 @@ def check_domain(label: str) -> str:
     return label
 
 
+def check_seconds(flag: str, seconds: float) -> float:
+    """The number itself.
+
+    Raises:
+        ConfigError: it is below 0, or no number.
+    """
+    if not seconds >= 0:
+        raise ConfigError(f"{flag} {seconds:g}: seconds from 0 on are allowed.")
+    return seconds
+
+
 def parse_spare(text: str) -> Spare:
     """What --spare says; an empty text is nothing.
 
@@ -285,7 +296,9 @@ def main(
         )  # one a socket: the next daemon there adopts it
         settings = Settings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
-            parse_size(memory), parse_spare(spare), TimeToLive(ttl, ttl_failed), idle_exit, purge, tls, insecure, kill_hung,
+            parse_size(memory), parse_spare(spare),
+            TimeToLive(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),
+            check_seconds("--idle-exit", idle_exit), purge, tls, insecure, kill_hung,
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:

@@ -26,6 +26,7 @@ from reft_daemon.signalling import Signalling
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
+PAUSE_S = 0.05  # at least, between looks at what has expired: --ttl may be 0
 
 
 class NoSuchJob(AttachError):
@@ -82,6 +83,10 @@ class Registry:
         facts = stat_of(pid)
         if facts is not None:
             self._agents.add(Process(pid, facts.start))
+
+    def visited(self) -> None:
+        """An attach has begun, whose job comes with its decision: until then there is nothing else to stay for."""
+        self.idle_since_s = time.monotonic()
 
     def adopt(self) -> None:
         """Takes over what an earlier daemon left in the arena."""
@@ -216,7 +221,7 @@ class Registry:
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
                 return
-            await asyncio.sleep(min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0))
+            await asyncio.sleep(max(PAUSE_S, min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0)))
 
     def _notice_removed_files(self) -> None:
         unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}

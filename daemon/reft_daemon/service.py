@@ -125,6 +125,8 @@ class DaemonService(pb_grpc.DaemonServicer):
             )
         if request.agent_pid and _is_local(context):
             self._registry.stay_for(request.agent_pid)
+        if request.job and _is_local(context):
+            self._registry.visited()
         me, job = self._identity, self._registry.jobs.get(request.job)
         held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(

@@ -19,11 +19,15 @@ from reft.core.layout import Layout, Leaf, pack
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
+from reft.failpoints import Failpoints
 from reft.wire import handout, line, messages, rpc
 from reft.wire.process import stat_of
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.arena import Arena
+from reft_daemon.couriers import Peers
+from reft_daemon.registry import Registry, TimeToLive
 from tests.support.daemons import DaemonProcess
 from tests.support.saying import says
 
@@ -204,6 +208,11 @@ def ask_line(path: str, request: pb.ReportRequest, timeout: float = 20.0) -> pb.
                     raise Refused(reply)
                 return reply
     raise ConnectionError("the daemon has ended the line")
+
+
+def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
+    """A daemon's jobs, without the daemon."""
+    return Registry(arena, Peers(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), Peers(None, ()))
 
 
 def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:

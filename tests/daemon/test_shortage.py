@@ -18,20 +18,17 @@ from reft.core.recovery import Decision
 from reft.core.round import Outcome
 from reft.core.signals import Agent
 from reft.core.version import Version
-from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import doors, main
 from reft_daemon.arena import Arena
-from reft_daemon.couriers import Peers
 from reft_daemon.job import HeldJob
 from reft_daemon.pool import Pool, Spare
-from reft_daemon.registry import Registry, TimeToLive
 from reft_daemon.vigil import Term, Vigil
 from reft_daemon.watch import FENCE_DEADLINE_S, Watch
-from tests.daemon.jobs import Code, Job, Trainer, epoch_of, refused
+from tests.daemon.jobs import Code, Job, Trainer, epoch_of, refused, registry_of
 from tests.daemon.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess
 
@@ -54,10 +51,6 @@ def raise_no_thread(_: threading.Thread) -> None:
 
 def itself() -> Process:
     return Process(os.getpid(), stat_of(os.getpid()).start)
-
-
-def registry_of(arena: Arena, idle_s: float = 1.0) -> Registry:
-    return Registry(arena, Peers(None, ()), TimeToLive(idle_s, idle_s), Failpoints(""), Peers(None, ()))
 
 
 @pytest.mark.parametrize("call", ["pidfd_open", "read_text"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -17,8 +19,11 @@ from reft.config import Config
 from reft.errors import ConfigError
 from reft.wire import messages, starter
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import Arena
 from reft_daemon.main import check_listen
-from tests.daemon.jobs import Job, slot_path
+from reft_daemon.registry import PAUSE_S, Registry
+from reft_daemon.service import DaemonService, Identity
+from tests.daemon.jobs import Job, registry_of, slot_path
 from tests.support.daemons import ROOT, DaemonProcess, until
 
 IS_ROOT = os.getuid() == 0
@@ -33,6 +38,11 @@ def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int,
     )  # fmt: skip
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr + done.stdout
+
+
+@pytest.fixture
+def registry(tmp_path) -> Registry:
+    return registry_of(Arena(tmp_path / "arena", 0), ttl_s=0)
 
 
 def flags(home: Path, arena: Path | None = None) -> list[object]:
@@ -150,6 +160,9 @@ def test_a_port_that_is_taken(tmp_path):
         ),
         (["--listen", "127.0.0.1"], "--tls-cert"),
         (["--token", "secret"], "No such option"),
+        (["--ttl", "-5"], "--ttl -5: seconds from 0 on"),
+        (["--ttl-failed", "nan"], "--ttl-failed nan: seconds from 0 on"),
+        (["--idle-exit", "-0.1"], "--idle-exit -0.1: seconds from 0 on"),
     ],
 )
 def test_bad_flags(tmp_path, more, says):
@@ -217,6 +230,29 @@ def test_a_daemon_stays_while_an_agent_of_its_node_waits(start, trainer):
         process.process.wait(1.5)
     trainer.kill()
     assert process.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(("peer", "stays"), [("unix:", True), ("ipv4:10.1.2.3:50000", False)])
+def test_an_attach_that_begins_is_waited_for(registry, peer, stays):
+    """Between its hello and its decision nothing is held that would keep the daemon."""
+    identity = Identity("n", "", (), "", "", 0, False, True, False)
+    registry.idle_since_s = float("-inf")
+    hello = pb.HelloRequest(protocol=messages.PROTOCOL, job="job")
+    asyncio.run(DaemonService(registry, identity).Hello(hello, SimpleNamespace(peer=lambda: peer)))
+    assert (registry.idle_since_s > 0) is stays
+
+
+def test_a_time_to_live_of_nothing_is_no_busy_loop(registry, monkeypatch):
+    paused = []
+
+    async def pause(seconds: float) -> None:
+        paused.append(seconds)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(registry.expire_for_ever(0))
+    assert paused == [PAUSE_S] and PAUSE_S >= 0.01
 
 
 def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
