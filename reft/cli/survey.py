@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.errors import ReftError
-from reft.wire.findings import Findings
+from reft.wire.findings import Findings, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 SURVEY_DEADLINE_S = 8.0  # the daemon gives the others three seconds
@@ -54,13 +54,12 @@ def survey(
 
 
 def _take(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.Surveyed]) -> dict[str, str]:
-    """Adds the replies; id → name of the nodes that did not answer. What answers at a node's address with another id is
-    another node: the memory of the first is gone."""
+    """Adds the replies, each under the id of who gave it; id → name of the nodes that did not answer themselves."""
     silent = {}
     for each in nodes:
         if each.HasField("reply") and each.reply.node_id and each.reply.HasField("decision"):
             replies.setdefault(each.reply.node_id, each.reply)
-        if not each.HasField("reply") or each.reply.node_id != each.node.id:
+        if not is_itself(each):
             silent[each.node.id] = each.node.name
     return silent
 

@@ -9,7 +9,7 @@ from typing import Any
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.core.version import Version
 from reft.core.waiting import is_settled
-from reft.wire.findings import Findings
+from reft.wire.findings import Findings, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans
@@ -78,10 +78,10 @@ def _further(found: Findings, asked: Collection[str]) -> list[pb.Node]:
 
 def _add(found: Findings, reply: pb.SurveyReply) -> tuple[Findings, list[pb.Node]]:
     """The findings with a survey's answers; and who did not answer in the little time that it had."""
-    heard = {each.node.id: each.reply for each in reply.nodes if each.HasField("reply")}
-    missing = [each for each in reply.nodes if not each.HasField("reply")]
+    heard = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
+    missing = [each for each in reply.nodes if not is_itself(each)]
     asked = {each.node.name for each in reply.nodes}
     silent = (*(name for name in found.silent if name not in asked), *(each.node.name for each in missing))
     return replace(found, replies={**found.replies, **heard}, silent=silent), [
-        each.node for each in missing if each.brief
+        each.node for each in missing if each.brief and not each.HasField("reply")
     ]

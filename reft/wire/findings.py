@@ -23,6 +23,15 @@ from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 
+def is_itself(surveyed: pb.Surveyed) -> bool:
+    """Whether the node itself has answered.
+
+    What answers at its address with another id is another node, as after a reboot: the memory of the first is gone, and what
+    the other one holds would count twice.
+    """
+    return surveyed.HasField("reply") and surveyed.reply.node_id == surveyed.node.id
+
+
 @dataclass(frozen=True)
 class Findings:
     """One inventory for each node that answered.

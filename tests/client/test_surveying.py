@@ -47,6 +47,20 @@ def test_whoever_had_the_whole_time_is_not_asked_again(monkeypatch):
     assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", False)])
 
 
+@pytest.mark.parametrize("settled", [True, False])
+def test_another_node_at_the_address_of_one_that_is_gone_is_not_counted_twice(monkeypatch, settled):
+    """a was rebooted: it is another node now, which takes part, and answers at the address of b, which it was before."""
+    monkeypatch.setattr(surveying, "is_settled", lambda plan, decision: settled)
+    asked = []
+
+    def ask(nodes, is_again):
+        asked.append(is_again)
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)])
+
+    found = surveying.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
+    assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
+
+
 def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
     """What a node says that remembers the attach of an epoch, on these nodes, and the nodes of its base."""
     epochs = [pb.Epoch(counter=each, ident=bytes([each]) * 16) for each in (epoch, epoch - 1)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reft.wire import messages
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until, vanish
@@ -44,14 +45,15 @@ def train(daemons: Sequence[DaemonProcess], **options: object) -> list:
     return run(spec_of(**options), len(daemons), [daemon.address for daemon in daemons])
 
 
-def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", **options: object) -> None:
-    """Trains until the mark after STOP_AT, which is whole by then, and ends all ranks."""
-    spec = spec_of(pause_at=[STOP_AT], **options)
+def stop(daemons: Sequence[DaemonProcess], failpoints: str = "", at: int = STOP_AT, **options: object) -> None:
+    """Trains until the mark after step `at`, which is whole by then, and ends all ranks."""
+    spec = spec_of(pause_at=[at], **options)
+    spec.options["seal_at"] = [*OPTIONS["seal_at"], at]
     spec.failpoints = failpoints
     trainers = Trainers(spec, len(daemons), [daemon.address for daemon in daemons])
-    trainers.wait_for(STOP_AT)
+    trainers.wait_for(at)
     try:
-        until(lambda: daemons[0].status("job").whole == STOP_AT, what=f"step {STOP_AT}")
+        until(lambda: daemons[0].status("job").whole == at, what=f"step {at}")
     except AssertionError as error:
         said = [f"{each.status('job')}\n{each.log.read_text()[-2000:]}" for each in daemons]
         raise AssertionError("\n".join([str(error), *said, trainers.errors()])) from error
@@ -79,6 +81,23 @@ def test_any_node_of_three_is_replaced(site, plain, lost):
     nodes[lost] = site.add(1)[0]
     after = train(nodes)
     assert [each["from"] for each in after] == ["peers"] * 3 and after[0]["began"] == STOP_AT
+    assert_equal(after, plain(3))
+
+
+@pytest.mark.parametrize("ident", ["0" * 16, "f" * 16])  # before and behind all others
+def test_a_node_that_was_rebooted_is_not_taken_for_two(site, plain, ident):
+    """Its memory is gone, so it is another node; it is called where it was called before."""
+    nodes = site.add(3)
+    stop(nodes)
+    hello = nodes[1].call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
+    vanish(nodes[1])
+    nodes[1].folder.mkdir(mode=0o700)
+    (nodes[1].folder / "node-id").write_text(ident)
+    nodes[1].flags = ("--listen", hello.addresses[0])
+    nodes[1].start()
+    stop(nodes, at=8)
+    after = train(nodes)
+    assert after[0]["began"] == 8
     assert_equal(after, plain(3))
 
 
