@@ -338,7 +338,7 @@ class Attachment:
                 self._tree = self._reshaping.finish()
             return damaged
         with contextlib.closing(self._restoration(self.plan.base)) as restoration:
-            said = self.exchange.together(lambda: {"damaged": restoration.open(), "compared": restoration.compared})
+            said = self.exchange.together(restoration.open, extra_s=restoration.far_s)
             is_unlike = are_unlike(each["compared"] for each in said)
             damaged = list(range(self.exchange.world)) if is_unlike else self._damaged(said)
             if damaged:

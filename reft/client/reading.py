@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -12,11 +13,30 @@ import numpy as np
 
 from reft.core.recovery import Held
 from reft.core.version import Version
-from reft.errors import RestoreError
+from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+FAR_BYTES_PER_S = 10 << 20  # a tenth of what one daemon gives on a slow network: several ranks may read from it at once
+# Its daemon answers, and what was asked for is damaged, or gone: no source any more, as a damaged slot of one's own is none.
+_LOST = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND)
+
+
+def far_s(sources: Mapping[int, Held], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]) -> float:
+    """How many seconds all ranks may have to wait for the one that reads most from other nodes.
+
+    Args:
+        sources: old rank → its slot.
+        reader_of: old rank → new rank that reads it.
+        nodes: id of each node → the ranks that run there now.
+    """
+    far = Counter[int]()
+    for old, held in sources.items():
+        if reader_of[old] not in nodes.get(held.node, ()):
+            far[reader_of[old]] += held.data_bytes
+    return max(far.values(), default=0) / FAR_BYTES_PER_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,7 @@ class Remote:
         address: of this node's daemon.
         own: id of this node.
         nodes: node id → the node.
-        deadline_s: of one call.
+        deadline_s: of one call, beside what its bytes take.
     """
 
     job: str
@@ -37,24 +57,25 @@ class Remote:
     nodes: Mapping[str, pb.Node]
     deadline_s: float
 
-    def slot(self, held: Held, needs_data: bool) -> SlotMap:
-        """The bytes of a slot on another node; only the parts before the data, unless its data are needed too.
+    def slot(self, held: Held) -> SlotMap:
+        """The bytes of a slot on another node.
 
         Raises:
+            FormatError: it is damaged, or not there.
             RestoreError: its daemon did not give them.
         """
         head = np.zeros(2 * PAGE, np.uint8)
         self._read_into(held, head)
         geometry = best_header(head).geometry
-        # Anonymous pages: what is not fetched costs nothing.
         room = np.frombuffer(mmap.mmap(-1, geometry.file_bytes), np.uint8)
-        self._read_into(held, room if needs_data else room[: geometry.data_offset])
+        self._read_into(held, room)
         return SlotMap(room)
 
     def capsule(self, node: str, rank: int, version: Version) -> pb.CapsuleRecord:
         """A capsule that a node keeps.
 
         Raises:
+            FormatError: it is damaged, or not there.
             RestoreError: its daemon did not give it.
         """
         request = pb.CapsuleRequest(
@@ -73,11 +94,11 @@ class Remote:
         )  # fmt: skip
         at = 0
         with self._stub(held.node, held.rank) as stub:
-            for chunk in stub.Read(request, timeout=self.deadline_s):
+            for chunk in stub.Read(request, timeout=self.deadline_s + room.nbytes / FAR_BYTES_PER_S):
                 room[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 at += len(chunk.data)
         if at != room.nbytes:
-            raise RestoreError(f"slot {held.slot} on node {held.node} gave {at} of {room.nbytes} bytes.")
+            raise FormatError(f"slot {held.slot} on node {held.node} gave {at} of {room.nbytes} bytes.")
 
     def _elsewhere(self, node: str) -> pb.Node | None:
         """Whom this node's daemon is to ask; None: nobody."""
@@ -90,6 +111,7 @@ class Remote:
                 yield pb_grpc.DaemonStub(channel)
             except grpc.RpcError as error:
                 name = self.nodes[node].name if node in self.nodes else node
-                raise RestoreError(
+                kind = FormatError if error.code() in _LOST else RestoreError
+                raise kind(
                     f"what rank {rank} needs lies on node {name}, and can't be read: {rpc.error_of(error, self.address)}"
                 ) from error

@@ -24,7 +24,7 @@ from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.host_state import HostState
 from reft.client.inheritance import Inheritance
 from reft.client.leasing import Leaser
-from reft.client.reading import Remote
+from reft.client.reading import Remote, far_s
 from reft.client.rebuilding import Proof
 from reft.client.reflow import Reflow
 from reft.client.restore import live_tensors
@@ -102,7 +102,7 @@ class Reshaping:
             LayoutChanged: the state does not fit, by name.
             RestoreError: bytes can't be had, or what was decoded is not what was saved.
         """
-        said = self.exchange.together(self._open)
+        said = self.exchange.together(self._open, extra_s=far_s(self.plan.sources, self._readers, self.nodes))
         damaged = sorted({old for each in said for old in each["damaged"]})
         if damaged:
             return damaged
@@ -193,7 +193,7 @@ class Reshaping:
     def _slot(self, held: Held) -> SlotMap:
         if held.node == self.node:
             return self.leaser.take([held.slot])[0].map
-        return self.remote.slot(held, needs_data=True)
+        return self.remote.slot(held)
 
     def _others(self, old: int, data: bytes) -> bytes:
         """The table of the leaves that lie where the placement does not say; empty if there are none."""

@@ -20,7 +20,7 @@ from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
 from reft.client.mapping import MappedSlot
-from reft.client.reading import Remote
+from reft.client.reading import Remote, far_s
 from reft.client.restore import live_tensors
 from reft.client.room import Room
 from reft.client.state import Bindings, leaf_of
@@ -75,8 +75,12 @@ class Restoration:
     _taken: list[MappedSlot] = field(default_factory=list)
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def open(self) -> list[int]:
-        """Everything that can be looked at before bytes move; the ranks whose slots or capsules are damaged."""
+    def open(self) -> dict[str, Any]:
+        """Everything that can be looked at before bytes move.
+
+        Returns:
+            "damaged": the ranks whose slots or capsules are; "compared": what this rank had where others should have the same.
+        """
         damaged = []
         reader_of = self._readers()
         for old, reader in reader_of.items():
@@ -93,12 +97,12 @@ class Restoration:
             self._tensors = live_tensors(
                 sorted(self._leaves, key=self._place_of), self.subjects, self.bindings, self.room
             )
-        return sorted(set(damaged))
+        return {"damaged": sorted(set(damaged)), "compared": comparing.compared(self._tree)}
 
     @property
-    def compared(self) -> list[list[int]]:
-        """What this rank had where others should have had the same; known once it is open."""
-        return comparing.compared(self._tree)
+    def far_s(self) -> float:
+        """How much longer `open` may take because slots lie on other nodes."""
+        return far_s(self.plan.sources, self._readers(), self.nodes)
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
         """Fills the live tensors; the ranks whose slots turned out to be damaged.
@@ -157,7 +161,7 @@ class Restoration:
         if held.node == self.node:
             self._taken += self.leaser.take([held.slot], keeps=True)
             return self._taken[-1].map
-        return self.remote.slot(held, needs_data=True)
+        return self.remote.slot(held)
 
     def _open_own(self) -> None:
         """The capsule's tree, and which leaves this rank had.

@@ -46,6 +46,7 @@ class Held:
         rank: the rank that wrote it.
         slot: name of the slot in that daemon's arena.
         layout: digest of the leaf table.
+        data_bytes: size of its data.
     """
 
     node: str
@@ -54,6 +55,7 @@ class Held:
     state: SlotState
     version: Version | None
     layout: bytes = b""
+    data_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def decision_from(message: pb.Decision) -> Decision:
 
 def held_from(node_id: str, header: pb.SlotHeader) -> Held:
     version = version_from(header.version) if header.HasField("version") else None
-    return Held(node_id, header.rank, header.slot, SlotState(header.state), version, header.layout)
+    return Held(
+        node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes
+    )  # fmt: skip
 
 
 def copy_from(node_id: str, header: pb.CopyHeader) -> Copy:

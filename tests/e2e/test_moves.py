@@ -156,6 +156,21 @@ def test_a_damaged_slot_is_decoded_not_given_up(site, plain):
     assert_equal(after, plain(3))
 
 
+def test_a_damaged_capsule_is_taken_from_another_keeper(site, plain):
+    nodes = site.add(4)
+    stop(nodes, tolerate=2)
+    vanish(nodes[1])
+    name = f"capsule-1.*-{STOP_AT}"
+    keepers = [node for node in nodes if list((node.folder / "job").glob(name))]
+    first = min(keepers, key=lambda node: (node.folder / "node-id").read_text())  # the plan takes it from there
+    (path,) = (first.folder / "job").glob(name)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    nodes[1] = site.add(1)[0]
+    after = train(nodes, tolerate=2)
+    assert len(keepers) == 2 and after[0]["began"] == STOP_AT
+    assert_equal(after, plain(4))
+
+
 def test_one_node_too_many_is_refused_and_what_is_left_stays(site):
     nodes = site.add(3)
     stop(nodes)
