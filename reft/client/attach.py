@@ -191,7 +191,7 @@ class Attachment:
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
             "domain": self.hello.domain, "pid": self.own.process.pid, **roster.team_facts(Team.own()), **identity,
             **(self._secrets() if self.exchange.rank == 0 else {}),
-            **roster.layout_facts(self.predicted, self.symbolic),
+            **roster.layout_facts(self.predicted, self.symbolic), **roster.agreed_facts(self.request, self.settings),
         }  # fmt: skip
 
     def _make_room(self) -> None:

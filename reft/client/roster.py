@@ -13,13 +13,14 @@ import xxhash
 
 from reft.client.exchange import bytes_of
 from reft.client.fencing import agents_command, chosen_run_id, launch_mark
+from reft.client.request import Request
 from reft.client.workers import Team
 from reft.config import Config, Launch
 from reft.core.identity import Job, identify
 from reft.core.layout import Layout
 from reft.core.symbolic import Symbolic
 from reft.errors import ConfigError
-from reft.wire import symbols
+from reft.wire import messages, symbols
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -33,12 +34,18 @@ class Roster:
         """The job.
 
         Raises:
-            ConfigError: the ranks name different ones.
+            ConfigError: the ranks name different ones, or would not hold it alike.
         """
         first = self.facts[0]
         for rank, facts in enumerate(self.facts):
             if facts["job"] != first["job"]:
                 raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
+            for name, value in first["agreed"].items():
+                if facts["agreed"][name] != value:
+                    raise ConfigError(
+                        f"rank 0 has {name} {value!r}, rank {rank} {facts['agreed'][name]!r}.",
+                        "give all ranks the same arguments and REFT_ variables, and all nodes the same reft",
+                    )
         return job_of(first)
 
     def nodes(self) -> list[pb.Node]:
@@ -82,6 +89,16 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
         "job": settings.job, "run_id": chosen_run_id(launch, agents_command()), "slurm": launch.slurm_job,
         "script": script, "user": os.getuid(), "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
     }  # fmt: skip
+
+
+def agreed_facts(request: Request, settings: Config) -> dict[str, Any]:
+    """What must be the same on all ranks: each makes the manifest for its own daemon, and with it the placement."""
+    agreed = {
+        "protocol": messages.PROTOCOL, "protect": request.protect, "tolerate": request.tolerate,
+        "every": "auto" if request.adapts else request.every, "chunk_bytes": settings.chunk_bytes,
+        "load_transport": settings.load_transport,
+    }  # fmt: skip
+    return {"agreed": agreed}
 
 
 def team_facts(team: Team) -> dict[str, Any]:

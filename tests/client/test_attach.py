@@ -348,6 +348,13 @@ def pair_of_models(daemon):
 # Replicas that are none
 
 
+def test_ranks_that_were_told_unlike_things_are_refused(daemon):
+    """Each would place its shards by its own manifest, and what is whole by all reports could not be decoded."""
+    trainers = Trainers(Spec(daemon.address, options={"odd_rank": 1, "tolerate": 1}), 2)
+    assert trainers.wait().count(0) == 0
+    assert "rank 0 has tolerate 1, rank 1 2. Fix: give all ranks the same" in trainers.errors()
+
+
 def test_ranks_that_train_apart_are_never_taken_for_replicas(daemon):
     """Equal at attach, other data, no gradient exchanged: shards of both would make a state that nobody ever had."""
     trainers = Trainers(Spec(daemon.address, options={"apart": True, "seal_s": 2}), 2)

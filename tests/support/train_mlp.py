@@ -109,6 +109,8 @@ def _train(spec: dict[str, Any]) -> None:
     if options.get("bad_rank") == rank:
         model.register_buffer("bad", torch.empty(3, device="meta"))
     arguments = {key: options[key] for key in ("slots", "every", "protect", "tolerate") if key in options}
+    if options.get("odd_rank") == rank:
+        arguments["tolerate"] = 2
     session = reft.attach(
         wrapped, optimizer, state={"lr": schedule}, job=spec["job"], daemon=spec["daemon"], **arguments
     )
