@@ -15,7 +15,7 @@ from reft.core.placement import holders_among
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
-from reft.wire import messages
+from reft.wire import capsule, messages
 from reft.wire.manifest import node_domains, placement_of
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -111,6 +111,23 @@ class Custody:
             if record is not None:
                 return record
         return None
+
+    def sealed(self, slots: Collection[SlotFile], epoch: Epoch) -> dict[int, dict[int, int]]:
+        """What slots of a rank hold sealed of an epoch: step → cell → digest, to be compared with what replicas hold.
+
+        For a rank that died before it said so, or said so to the daemon before this one; capsules have the digests too.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for slot in slots:
+            try:
+                header = slot.map.reread()
+                if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
+                    compared = found.setdefault(header.version.step, {})
+                    tree = capsule.decode(slot.map.capsule())
+                    compared |= {int(cell): int(digest) for cell, digest in tree["compared"].items()}
+            except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
+                log.error("slot=%s does not say what its replicas should hold: %s", slot.name, error)
+        return found
 
     def _read(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
         before = slot.map.reread()

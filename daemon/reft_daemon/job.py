@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from reft.core.capsules import DIGESTS_MAX, Deposits
-from reft.core.round import NO_DIGESTS, Digests, Outcome, Round, Said
+from reft.core.round import Digests, Outcome, Round, Said
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
@@ -122,7 +122,7 @@ class HeldJob:
             if not lease.closed:
                 self._begin(rank, lease)
         for rank in self.ranks:
-            self._answer_for(rank, self._sealed_steps(rank))
+            self._answer_from_slots(rank)
 
     def _begin(self, rank: int, lease: Lease) -> None:
         """Watches the rank's trainer.
@@ -288,7 +288,7 @@ class HeldJob:
         self.slots[slot.name] = slot
         if slot.rank in self.leases:
             self.leases[slot.rank].handed.add(slot.name)
-        self._answer_for(slot.rank, self._sealed_steps(slot.rank))
+        self._answer_from_slots(slot.rank)
 
     # Training
 
@@ -332,7 +332,7 @@ class HeldJob:
         if self.round is not None and self.round.hear_outcome(outcome):
             self._changed()
 
-    def _answer_for(self, rank: int, said: Said, digests: Digests = NO_DIGESTS) -> None:
+    def _answer_for(self, rank: int, said: Said, digests: Digests) -> None:
         """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
         if self.round is None or rank not in self.round.ranks:
             return
@@ -438,10 +438,11 @@ class HeldJob:
             if slot.map.reread().state is SlotState.LANDED:
                 slot.map.sealed(digests)
                 log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
-        self._answer_for(rank, self._sealed_steps(rank))
+        self._answer_from_slots(rank)
 
-    def _sealed_steps(self, rank: int) -> Said:
-        return Said(sealed=frozenset(v.step for v in self.sealed_versions(rank) if v.epoch == self.epoch))
+    def _answer_from_slots(self, rank: int) -> None:
+        found = self.custody.sealed([slot for slot in self.slots.values() if slot.rank == rank], self.epoch)
+        self._answer_for(rank, Said(sealed=frozenset(found)), found)
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""

@@ -20,7 +20,7 @@ from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.failpoints import Failpoints
-from reft.wire import handout, line, messages, rpc
+from reft.wire import capsule, handout, line, messages, rpc
 from reft.wire.process import stat_of
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
@@ -219,12 +219,19 @@ def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:
     return (f"step {step} ".encode() * nbytes)[:nbytes]
 
 
-def write(slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED, nbytes: int = 2 * CHUNK) -> None:
-    """Writes a version into a slot as a trainer does, and stops in the state `upto`."""
+def write(
+    slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED, nbytes: int = 2 * CHUNK,
+    compared: Mapping[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Writes a version into a slot as a trainer does, and stops in the state `upto`.
+
+    Args:
+        compared: what the capsule says of cells; None: the capsule is one that can't be read.
+    """
     data = data_of(version.step, nbytes)
     layout = layout_of(len(data))
     slot.begin(version, layout.digest, messages.table_to(layout), len(data))
-    slot.put_capsule(b"capsule")
+    slot.put_capsule(b"capsule" if compared is None else capsule.encode({"compared": dict(compared)}))
     slot.data[: len(data)] = np.frombuffer(data, np.uint8)
     if upto >= SlotState.LANDED:
         slot.landed()

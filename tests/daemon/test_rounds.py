@@ -12,6 +12,7 @@ import pytest
 
 from reft.core.frequency import LEAD
 from reft.core.round import Answer
+from reft.core.slots import SlotState
 from reft.wire.messages import outcome_from
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -124,6 +125,23 @@ def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer)
     job.daemons[1].kill()
     job.daemons[1].start()
     all_whole(job, 1)
+
+
+@pytest.mark.parametrize("left", [SlotState.LANDED, SlotState.SEALED])
+def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(start, trainer, left):
+    """What the trainer said is gone with the daemon that heard it, or was never said; its capsule has it."""
+    job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
+    for rank in (0, 1):
+        write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})
+    job.daemons[1].kill()
+    if left is SlotState.LANDED:
+        trainer.kill()
+    else:
+        said = pb.Said(until=1, sealed=[pb.SealedStep(step=1, cells=[pb.CellDigest(cell=3, digest=0)])])
+        job.send_report(0, pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said))
+    job.daemons[1].start()
+    until(lambda: job.daemons[0].status("job").unlike == [3], what="the difference")
+    assert job.whole(0) == -1
 
 
 def test_an_orphans_decision_does_not_stop_the_round(three):
