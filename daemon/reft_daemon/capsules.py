@@ -7,6 +7,7 @@
     84        checksum             8       xxh3_64 of head and body, little-endian
     92        body                 …       protobuf CapsuleRecord
 
+Each stays open: if somebody removes the files, what they hold stays as long as this process, as slots do.
 A file is written whole and renamed into place, so a daemon that dies leaves all of it or a draft that the next one removes.
 A file that is no capsule, or not the one that its name says, is renamed to *.bad, reported, and never offered: it is an
 erasure. Everything here runs in the event loop: a record has at most 9 MiB, and mostly a few KiB.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ from reft.core.capsules import DIGESTS_MAX, surplus
 from reft.core.recovery import Decision, counts
 from reft.core.round import Outcome
 from reft.core.version import Version
-from reft.errors import ConfigError, FormatError, StaleEpoch
+from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
@@ -81,6 +83,7 @@ def _checksum(head: bytes, body: bytes) -> int:
 @dataclass(frozen=True)
 class _Kept:
     path: Path
+    descriptor: int
     file_bytes: int
     kept_bytes: int
 
@@ -115,7 +118,7 @@ class CapsuleStore:
                 path.unlink()  # its daemon died before it was whole, and so it was never acknowledged
                 continue
             try:
-                self._take(path, self._read(path))
+                self._take(path)
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
@@ -127,7 +130,7 @@ class CapsuleStore:
         Raises:
             ConfigError: it is larger than a capsule may be, or of a rank that the job does not have.
             StaleEpoch: it belongs to another history than the decision's.
-            NoRoom: it does not fit.
+            NoRoom, AttachError: it can't be written, for lack of room or for another reason.
         """
         check_record(record, world)
         version = messages.version_from(record.version)
@@ -141,7 +144,10 @@ class CapsuleStore:
         data = encode(self.job, record)
         self.arena.check_room(len(data))
         path = self.arena.write_file(self.job, _name(record.rank, version), data)
-        self._take(path, record)
+        try:
+            self._take(path)
+        except (OSError, FormatError) as error:
+            raise AttachError(f"the capsule of rank {record.rank}, {version}, can't be kept: {error}.") from error
         self.prune(decision, outcome)
 
     def prune(self, decision: Decision, outcome: Outcome) -> None:
@@ -168,7 +174,7 @@ class CapsuleStore:
         if each is None:
             return None
         try:
-            return self._read(each.path)
+            return self._read(each.path.name, each.descriptor)
         except (OSError, FormatError) as error:
             if is_shortage(error):
                 raise
@@ -182,23 +188,30 @@ class CapsuleStore:
             for version in list(versions):
                 self._drop(rank, version)
 
-    def _read(self, path: Path) -> pb.CapsuleRecord:
-        size = path.lstat().st_size
-        if path.is_symlink() or size > BODY_MAX + HEAD.size + CHECKSUM.size:
-            raise FormatError(f"{size} bytes, or a link; a capsule's record has at most {BODY_MAX} bytes.")
-        job, record = decode(path.read_bytes())
-        if job != self.job or _name(record.rank, messages.version_from(record.version)) != path.name:
+    def _read(self, name: str, descriptor: int) -> pb.CapsuleRecord:
+        size = os.fstat(descriptor).st_size
+        if size > BODY_MAX + HEAD.size + CHECKSUM.size:
+            raise FormatError(f"{size} bytes; a capsule's record has at most {BODY_MAX} bytes.")
+        job, record = decode(os.pread(descriptor, size, 0))
+        if job != self.job or _name(record.rank, messages.version_from(record.version)) != name:
             raise FormatError(f"it says job {job!r}, rank {record.rank}, {messages.version_from(record.version)}.")
         return record
 
-    def _take(self, path: Path, record: pb.CapsuleRecord) -> None:
-        kept = _Kept(path, path.stat().st_size, record.kept_bytes)
+    def _take(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            record = self._read(path.name, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        kept = _Kept(path, descriptor, os.fstat(descriptor).st_size, record.kept_bytes)
         self._kept.setdefault(record.rank, {})[messages.version_from(record.version)] = kept
         self.arena.held_bytes += kept.file_bytes
 
     def _drop(self, rank: int, version: Version) -> None:
         each = self._kept[rank].pop(version)
         self.arena.held_bytes -= each.file_bytes
+        os.close(each.descriptor)
         each.path.unlink(missing_ok=True)
 
 

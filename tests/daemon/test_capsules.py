@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -274,6 +275,7 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
     keep(job, 0, record(job, 1, rank=1), record(job, 2, rank=1))
     path = job.daemons[0].folder / "job" / files(job, 0)[0]
     data = bytearray(path.read_bytes())
+    is_read = damage not in ("renamed", "link")  # of those it still has what it wrote
     if damage == "flipped":
         data[-20] ^= 1
     elif damage == "renamed":
@@ -283,8 +285,8 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
         path.symlink_to(path.with_name("record"))
     if damage != "link":
         path.write_bytes({"cut": data[:-1], "foreign": b"x" * len(data), "empty": b""}.get(damage, data))
-    with refused(Code.NOT_FOUND, "no capsule of rank 1"):
-        fetch(job, 0, 1, 1)
+    with refused(Code.NOT_FOUND, "no capsule of rank 1") if is_read else contextlib.nullcontext():
+        assert fetch(job, 0, 1, 1).capsule == bytes(7)
     job.daemons[0].kill()
     job.daemons[0].start()
     assert copies(job, 0) == [(1, 2)]

@@ -11,6 +11,7 @@ import pytest
 
 from reft.core.slots import SlotState
 from tests.daemon.jobs import Code, Job, write
+from tests.daemon.test_capsules import all_whole, copies, fetch, held_job, seal
 from tests.support.daemons import DaemonProcess, until
 
 LANDED, SEALED = SlotState.LANDED, SlotState.SEALED
@@ -46,6 +47,17 @@ def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
         assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
     daemon.process.terminate()
     assert daemon.process.wait(20) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
+
+
+def test_capsules_of_others_outlive_their_files(start, trainer):
+    job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
+    seal(job, trainer, 1)
+    all_whole(job, 1)
+    shutil.rmtree(job.daemons[1].folder / "job")
+    assert copies(job, 1) == [(0, 1)] and fetch(job, 1, 0, 1) == fetch(job, 0, 0, 1)
+    seal(job, trainer, 2)
+    all_whole(job, 2)
+    assert copies(job, 1) == [(0, 2)] and fetch(job, 1, 0, 2) == fetch(job, 0, 0, 2)
 
 
 def fill(folder: Path) -> list[Path]:
