@@ -106,12 +106,11 @@ class Session:
         self._marks: _Marks = _Unmarked(step)
         self._taken = self._written = -1  # the newest steps whose state was taken, and has been written since
         self._window_open = False
-        self._inside = 0  # calls of optimizer.step that have not returned: a subclass may call its parent's
         is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
         self._stepping = _Stepping.UNSEEN if is_capturable else _Stepping.CALLED
         self._hooks = []
         for optimizer in optimizers:
-            after = self._after_last if optimizer is optimizers[-1] else self._after_other
+            after = self._after_last if optimizer is optimizers[-1] else _nothing
             self._hooks += extractor(optimizer).hook(optimizer, self._before_optimizer, after)
         self._rhythm: Rhythm | None = None
         self._unfollow: Callable[[], None] = lambda: None
@@ -171,7 +170,6 @@ class Session:
 
     def _mark(self) -> None:
         self._close_window()
-        self._inside = 0
         self.step += 1
         if self.reviews is not None and self._snapshots is not None:
             self._snapshots = self.reviews.at(self.step, self._snapshots)
@@ -229,7 +227,6 @@ class Session:
             return
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
-        self._inside += 1
         self._written = self.step
         self._close_window()
 
@@ -249,12 +246,8 @@ class Session:
             )  # fmt: skip
         self._stepping = _Stepping.REPLAYED
 
-    def _after_other(self, *_: object) -> None:
-        self._inside = max(self._inside - 1, 0)
-
     def _after_last(self, optimizer: object, *_: object) -> None:
-        self._inside = max(self._inside - 1, 0)
-        if self._inside or os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
+        if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
             return
         marks = self._marks
         if isinstance(marks, _Resumed) and marks.count() == CALLS_WITHOUT_MARK:
@@ -455,6 +448,10 @@ def _teller(snapshots: Snapshots, rhythm: Rhythm) -> tracing.Teller | None:
     except OSError as error:
         log.warning("reft-cli timeline will not find rank %d: %s", snapshots.rank, error)
         return None
+
+
+def _nothing(*_: object) -> None:
+    """After all optimizers but the last."""
 
 
 def _was_skipped(optimizer: object) -> bool:

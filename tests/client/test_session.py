@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import weakref
@@ -82,6 +83,35 @@ def test_a_subclass_that_calls_its_parent_steps_once(attach):
     for _ in range(4):
         step_once(model, optimizer)
     assert session.step == 4
+
+
+class Twice(torch.optim.SGD):
+    """Calls its parent's step, which calls the hooks too, and fails when it is told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
+def test_a_step_that_raises_is_none_and_those_behind_it_count(attach, kind):
+    """As a loop does that catches what is raised for want of memory, and goes on with a smaller batch."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps a class's step when its first object is made
+    model = nn.Linear(4, 4)
+    optimizer = kind(model.parameters(), lr=0.1)
+    session = attach(model, optimizer)
+    for call in range(6):
+        broken = pytest.MonkeyPatch()
+        if call == 2:
+            broken.setattr(Twice, "fails", True)
+            broken.setattr(torch.optim.SGD, "_init_group", lambda *_: 1 / 0)
+        with contextlib.suppress(RuntimeError, ZeroDivisionError):
+            step_once(model, optimizer)
+        broken.undo()
+    assert session.step == 5 and session.seal(timeout=10).step == 5
 
 
 def test_every_nth_step_and_seal_of_one_between(attach):

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import itertools
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -239,7 +240,7 @@ class OptimizerExtractor:
         """On the object itself, never on one inside it."""
         return [
             value.register_step_pre_hook(functools.partial(_before_writing, before)),
-            value.register_step_post_hook(after),
+            value.register_step_post_hook(functools.partial(_after_outermost, after)),
         ]
 
 
@@ -280,6 +281,20 @@ def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimize
         return loss
 
     return ((args[0], then_before, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_before})
+
+
+def _after_outermost(after: Callable[..., None], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """A step's post-hook: calls `after`, but not behind the parent's step that a subclass calls within its own.
+
+    The stack is asked, and no count of calls is kept: a step that raises calls no post-hook.
+    """
+    calls_hooks = sys._getframe(1)  # torch's wrapper around each class's step
+    frame = calls_hooks.f_back
+    while frame is not None:
+        if frame.f_code is calls_hooks.f_code and frame.f_locals.get("self") is optimizer:
+            return
+        frame = frame.f_back
+    after(optimizer)
 
 
 def pieces(parameter: Named, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
