@@ -7,7 +7,7 @@
     fence:  fence()         no slot until now: given up; else waits until the last byte is read, which it almost always is
 
 A contract test runs this engine and the CUDA engine of `reft.client.cuda_copier` alike. Both call `job.landed(riders)`
-after the last byte and `job.sealed(digests)` or `job.failed(error)` from a thread of theirs.
+after the last byte and `job.sealed(digests)` from a thread of theirs, and `job.failed(error)` if anything raises.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CopyJob:
         at_parity: called with each parity column's index before it is computed; may raise.
         intact: called after the last byte was read and before anything writes the state again; raises if it was written.
         landed: what to do when the bytes are there; takes the riders' bytes, as they were at the mark, by name.
-        sealed, failed: what to do when the digests are there, or instead of both.
+        sealed, failed: what to do when the digests are there, or instead of what was not done yet, if anything raises.
         samples: what of the cells to digest for comparison with other ranks.
         compared: takes the samples' digests, by cell, before `landed`.
         course: where in the window the bytes are to go; None: at once, beside whatever training does.
@@ -320,13 +320,16 @@ class CpuCopier:
         finally:
             self._reading.set()
         # The optimizer may run now: only the slot is read from here on.
-        parity = plan.share.parity_chunks
-        if parity:
-            self._shared_out(
-                lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
-                lambda _, chunks: _digest(slot, digests, chunks),
-            )
-        job.sealed(digests)
+        try:
+            parity = plan.share.parity_chunks
+            if parity:
+                self._shared_out(
+                    lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
+                    lambda _, chunks: _digest(slot, digests, chunks),
+                )
+            job.sealed(digests)
+        except Exception as error:
+            job.failed(error)
 
     def _shared_out(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
         """Runs work(thread's index, its tasks) in all threads; returns when all have ended, and raises what one raised."""

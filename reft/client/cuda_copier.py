@@ -46,7 +46,7 @@ from reft.client.workers import Worker
 from reft.core import pacing
 from reft.core.course import Course
 from reft.core.pacing import Tier
-from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.slot_format import chunk_digest
 
 PLAN_EVERY = 16  # snapshots until a plan is made again from newer measurements; it costs the host up to a millisecond
 PENDING_MAX = 256  # measurements that the device has not made yet
@@ -85,7 +85,7 @@ class CudaCopier:
             self._transfers = plan_transfers(job.share, job.chunk_bytes)
         self._settle()
         plan = self._plan(self._transfers, job.course) if job.course else None
-        flight = _Flight(job, job.open(False), self._transfers, plan, self._device, self._pending)
+        flight = _Flight(job, self._transfers, plan, self._device, self._pending)
         flight.start()
         self._flight = flight
         at_once = job.share.written_bytes - sum(self._transfers.written)  # what lies on the host
@@ -193,15 +193,15 @@ class _Flight:
     """One snapshot under way; see the module. The trainer's thread enqueues, the worker finishes."""
 
     def __init__(
-        self, job: CopyJob, slot: SlotMap, transfers: Transfers, plan: pacing.Plan | None, device: Device,
-        pending: deque[_Measured],
-    ) -> None:  # fmt: skip
-        self._job, self._slot, self._transfers, self._plan = job, slot, transfers, plan
+        self, job: CopyJob, transfers: Transfers, plan: pacing.Plan | None, device: Device, pending: deque[_Measured]
+    ) -> None:
+        self._job, self._transfers, self._plan = job, transfers, plan
         self._device, self._pending = device, pending
-        self._data = torch.from_numpy(slot.data)
         # Fresh for each snapshot: the worker reads it when the next one may have begun. torch reuses pinned memory.
         self._on_cuda = transfers.gathered.device.type != "cpu"
         self._aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._slot = job.open(False)  # behind what there may be no memory for: a slot is given back by `failed` alone
+        self._data = torch.from_numpy(self._slot.data)
         self._lock = threading.Lock()
         self._verdict: Future[None] = Future()
         self._compared: list[tuple[Sample, list[torch.Tensor]]] = []
@@ -358,8 +358,6 @@ class _Flight:
             )
             leaves = [(job.share.leaves[i], transfers.places[i]) for i in job.share.riders]
             job.landed({leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves})
-            digests = np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64)
+            job.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
         except Exception as error:
             job.failed(error)
-            return
-        job.sealed(digests)

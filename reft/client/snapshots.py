@@ -171,8 +171,15 @@ class Snapshots:
         """A daemon that was restarted knows nothing of memfds: it gets them back from us, beside training."""
         self.reporter.slots_missing = False
         kept = [slot for slot in self.slots if slot.descriptor >= 0]
+
+        def give_back() -> None:
+            try:
+                self.leaser.give_back(kept)
+            except Exception as error:
+                self._settle(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
+
         if kept:
-            self.copier.submit(lambda: self.leaser.give_back(kept))
+            self.copier.submit(give_back)
 
     def _open(self, step: int, held: Held, given_up: threading.Event) -> MappedSlot:
         """The slot for `step`, WRITING; waits for the round's news until it is given up.
@@ -184,9 +191,9 @@ class Snapshots:
         slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
         if isinstance(slot, bool):
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
-        self._under_way.add(slot.index)
         share = held.share
         slot.map.begin(Version(self.epoch, step), share.digest, share.table, share.data_bytes)
+        self._under_way.add(slot.index)
         return slot
 
     def _free_slot(self) -> MappedSlot | None:

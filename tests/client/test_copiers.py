@@ -282,6 +282,38 @@ def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
     Taken(tensors, set(), placement).by(copier)
 
 
+def test_a_failure_while_sealing_is_reported_too(engine):
+    """The fence has long been passed: nobody waits for it."""
+    copier, device = engine
+    tensors = tensors_on(device)
+    placement = placement_of(Bindings(tensors, set()), 3, 1)
+    taken = Taken(tensors, set(), placement)
+    taken.job.sealed = lambda digests: throw(OSError("no space left on device"))
+    copier.begin(taken.job)
+    copier.fence()
+    assert taken.ended.wait(20) and "no space left" in str(taken.error)
+    assert taken.slot.reread().state is SlotState.LANDED
+    Taken(tensors, set(), placement).by(copier)
+
+
+def test_a_slot_is_opened_behind_what_there_may_be_no_memory_for(engine, monkeypatch):
+    """What `begin` raises no engine reports, so a slot that was opened by then would never be written again."""
+    copier, device = engine
+    tensors = tensors_on(device)
+    opened = []
+    taken = Taken(tensors, set()).by(copier)  # plans are made
+    taken.begin()
+    taken.job.open = lambda may_wait: opened.append(may_wait) or taken.slot
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: throw(MemoryError()))
+    try:
+        copier.begin(taken.job)
+    except MemoryError:
+        assert not opened
+    copier.fence()
+    monkeypatch.undo()
+    assert not opened or taken.ended.wait(20)
+
+
 def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
     """Of two threads one could digest a chunk before the other has put the rest of such a leaf into it."""
     tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}

@@ -187,3 +187,26 @@ def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
     made.set()
     rank.snapshots._leasing.join(20)
     assert rank.take(4) == (Answer.SEALED, "") and rank.snapshots.slots is larger
+
+
+@pytest.mark.parametrize("method", ["begin", "put_capsule", "landed", "sealed"])
+def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, caplog, monkeypatch, method):
+    monkeypatch.setattr(Line, "voids", lambda _, version: version.step < 5)
+    rank.step()
+    broken = pytest.MonkeyPatch()
+    broken.setattr(SlotMap, method, lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING, "reft"):
+        assert [rank.take(step) for step in (1, 2, 3, 4)] == [(Answer.VOID, "division by zero")] * 4
+    assert caplog.messages == ["rank 0 skips snapshots: division by zero Training goes on."]
+    broken.undo()
+    assert [rank.take(step) for step in (5, 6, 7)] == [(Answer.SEALED, "")] * 3
+
+
+def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog):
+    rank.line.slots_missing = True
+    rank.snapshots.slots[0].descriptor = 7
+    rank.snapshots.leaser = SimpleNamespace(give_back=lambda kept: 1 / 0)
+    rank.step()
+    with caplog.at_level(logging.WARNING, "reft"):
+        rank.take(1)
+    assert "could not be given the memory of its slots: division by zero" in caplog.text
