@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from reft.client import counting
 from reft.client.plain import from_plain, to_plain
 from reft.client.subjects import Subjects
 from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
-from reft.wire import capsule
 from reft.wire.capsule import TensorBytes
 from reft.wire.slot_format import CAPSULE_MAX
 
@@ -61,7 +61,7 @@ class HostState:
         Raises:
             UnsupportedState: a value is of a type that is not stored, or all is larger than a capsule can be.
         """
-        size = len(capsule.encode(self.capture(0)))
+        size = len(counting.encode(self.capture(0)))
         if size > CAPSULE_MAX:
             raise UnsupportedState(
                 f"the small state on the host has {size} bytes, names of {len(self._names)} parameters included; the limit "

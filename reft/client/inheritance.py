@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import xxhash
 
+from reft.client.counting import GROUPED
 from reft.client.plain import to_plain
 from reft.errors import LayoutChanged
 from reft.wire import capsule
 
 Tree = dict[str, Any]
 ITEMS = ("subjects", "scalers", "state")  # parts of a tree, each with parts that are compared one by one
-GROUPED = {"class", "groups", "scalars"}  # what the tree of a torch optimizer consists of
 SEED_BITS = 63
 
 

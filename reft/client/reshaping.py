@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client import inheritance
+from reft.client import counting, inheritance
 from reft.client.cell_space import CellSpace
 from reft.client.checked import Checked
 from reft.client.comparing import are_unlike, compared
@@ -179,10 +179,10 @@ class Reshaping:
         if held is None:
             assert self.plan.base is not None, "a capsule without a base"
             record = self.remote.capsule(self.plan.capsules[old].node, old, self.plan.base)
-            tree, self._digests[old] = capsule.decode(record.capsule), record.digests
+            tree, self._digests[old] = counting.decode(record.capsule), record.digests
         else:
             slot = self._slots[old] = self._slot(held)
-            tree, others = capsule.decode(slot.capsule()), self._others(old, slot.table())
+            tree, others = counting.decode(slot.capsule()), self._others(old, slot.table())
         self._trees[old] = tree
         digests = {part: inheritance.digest(value) for part, value in inheritance.parts(tree).items()}
         return {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client import comparing, load
+from reft.client import comparing, counting, load
 from reft.client.decoding import Decoder
 from reft.client.host_state import HostState
 from reft.client.leasing import Leaser
@@ -31,7 +31,6 @@ from reft.core.layout import Layout, Leaf
 from reft.core.placement import Placement
 from reft.core.recovery import Held, Plan
 from reft.errors import FormatError
-from reft.wire import capsule
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -174,13 +173,13 @@ class Restoration:
             copy = self.plan.capsules[self.rank]
             assert self.plan.base is not None, "a capsule without a base"
             record = self.remote.capsule(copy.node, self.rank, self.plan.base)
-            self._tree = capsule.decode(record.capsule)
+            self._tree = counting.decode(record.capsule)
             self._digests = np.frombuffer(record.digests, "<u8")
             absent = set(self._tree["absent"])
             self._leaves = tuple(leaf for leaf in self.predicted if leaf.name not in absent)
             return
         self._own = self._slots.get(self.rank) or self._slot(source)
-        self._tree = capsule.decode(self._own.capsule())
+        self._tree = counting.decode(self._own.capsule())
         table = self._own.table()
         layout, places = table_from(table), places_from(table)
         self._leaves = layout.leaves

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from reft.client import counting
 from reft.client.comparing import samples
 from reft.client.copier import Copier, CopyJob
 from reft.client.host_state import HostState
@@ -38,7 +39,6 @@ from reft.core.slots import choose
 from reft.core.version import Epoch, Version
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
-from reft.wire import capsule
 from reft.wire.slot_format import SlotMap
 
 log = logging.getLogger("reft")
@@ -231,7 +231,7 @@ class Snapshots:
         def landed(riders: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
             whole = {**tree, "riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
-            opened[0].map.put_capsule(capsule.encode(whole))
+            opened[0].map.put_capsule(counting.encode(whole))
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
 
