@@ -47,6 +47,7 @@ log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
+_OWN = ("lock", "node-id", "port")  # files beside the jobs' folders
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -138,11 +139,17 @@ class Arena:
         spare: see `reft_daemon.pool`.
 
     Raises:
-        ConfigError: the folder can't be used, or another daemon uses it.
+        ConfigError: the folder can't be used, or has what no arena has made.
+        AttachError: another daemon uses it.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, spare: Spare = Spare()) -> None:  # noqa: B008  frozen
         self.folder = claim_folder(folder)
+        if foreign := _foreign(folder):
+            raise ConfigError(
+                f"{folder} has what is not reft's, such as {foreign}, and would be mixed up with slots.",
+                "name an empty folder of a tmpfs, or one that does not exist yet",
+            )
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.turn = asyncio.Lock()  # of who makes slots: what there is room for is asked and taken by one at a time
@@ -364,8 +371,23 @@ class Arena:
         self.pool.close()
         self.reserve.close()
         if not any(path.is_dir() for path in self.folder.glob("*")):  # nor where somebody has removed it
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for name in _OWN:
+                (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is not ours keeps it
+                self.folder.rmdir()
         os.close(self._lock)
+
+
+def _foreign(folder: Path) -> str:
+    """The name of something in a folder that no arena has made; empty if there is nothing, or an arena was here before."""
+    if (folder / "node-id").exists():
+        return ""
+    drafts = {f"{name}.new" for name in _OWN}
+    for path in sorted(folder.iterdir()):
+        is_jobs = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
+        if path.name not in {*_OWN, *drafts} and not is_jobs:
+            return path.name
+    return ""
 
 
 def lock_file(path: Path, what: str) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from reft.errors import ReftError
+from reft.errors import ConfigError, ReftError
 from reft.wire import rpc
 from reft_daemon.arena import claim_folder, lock_file
 from reft_daemon.handout import Handout
@@ -52,6 +52,9 @@ class Doors:
 
     def _claim(self) -> None:
         claim_folder(self._path.parent)
+        for path in (self._path, self.handout_path, self.line_path):
+            if path.exists() and not path.is_socket():  # it would be removed to make room
+                raise ConfigError(f"{path} exists, and is no socket.", "name another path with --socket")
         before, self._lock = self._lock, lock_file(_beside(self._path, ".lock"), "socket folder")
         if before >= 0:
             os.close(before)

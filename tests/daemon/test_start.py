@@ -87,6 +87,44 @@ def test_a_folder_that_others_could_use(tmp_path, which, kind):
     assert not (home / "d.sock").exists() and not (arena / "node-id").exists()
 
 
+@pytest.mark.parametrize("theirs", ["model.pt", "data/part-0", ".hidden"])
+def test_a_folder_with_what_is_not_its_own_is_refused_and_left_alone(tmp_path, theirs):
+    path = tmp_path / "arena" / theirs
+    path.parent.mkdir(mode=0o700, parents=True)
+    path.write_text("precious")
+    path.parent.parent.chmod(0o700)
+    code, text = run(*flags(tmp_path), "--idle-exit", "0.1")
+    assert code == 2 and f"such as {Path(theirs).parts[0]}," in text
+    assert path.read_text() == "precious" and os.listdir(tmp_path / "arena") == [Path(theirs).parts[0]]
+
+
+def test_what_others_put_into_its_folder_stays_when_it_leaves(daemon):
+    theirs = daemon.folder / "model.pt"
+    theirs.write_text("precious")
+    daemon.kill(signal.SIGTERM)
+    assert os.listdir(daemon.folder) == ["model.pt"] and theirs.read_text() == "precious"
+
+
+def test_folders_that_a_clean_up_emptied_keep_no_daemon_from_starting(start, trainer):
+    """`find /dev/shm -type f -delete` takes the files and leaves the folders of jobs."""
+    process = start()
+    Job([(process, [0])]).decide()
+    process.kill()
+    for path in process.folder.rglob("*"):
+        if path.is_file():
+            path.unlink()
+    process.start()
+    assert process.answers()
+
+
+@pytest.mark.parametrize("suffix", ["", ".fd", ".ln"])
+def test_a_file_where_a_socket_is_to_be_stays(tmp_path, suffix):
+    path = tmp_path / f"notes{suffix}"
+    path.write_text("precious")
+    code, text = run("--socket", tmp_path / "notes", "--dir", tmp_path / "arena", "--idle-exit", "0.1")
+    assert code == 2 and f"{path} exists, and is no socket" in text and path.read_text() == "precious"
+
+
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:50000", "node7:50000", "*:1", ":50000"])
 def test_plain_text_beyond_loopback_is_refused(tmp_path, address):
     code, text = run(*flags(tmp_path), "--listen", address)
