@@ -62,14 +62,22 @@ def collect(address: str, job: str, rank: int | None) -> Collected:
 
 
 def write(trace: Mapping[str, Any], path: Path) -> None:
-    """Writes a trace, whole or not at all.
+    """Writes a trace, whole or not at all. What is no plain file, such as /dev/stdout, is written to, never replaced.
 
     Raises:
         ReftError: the file can't be written.
     """
+    text = json.dumps(trace)
     try:
-        aside = path.with_name(f".{path.name}.part")
-        aside.write_text(json.dumps(trace))
-        aside.replace(path)
+        if path.exists() and not path.is_file():
+            path.write_text(text)
+            return
+        target = path.resolve()  # a link stays one
+        aside = target.with_name(f".{target.name}.part")
+        try:
+            aside.write_text(text)
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
     except OSError as error:
         raise ReftError(f"{path} can't be written: {error}.", "--output PATH") from error

@@ -13,6 +13,7 @@ from torch import nn
 
 import reft
 from reft.cli.main import main
+from reft.cli.timeline import write
 from reft.errors import ReftError
 from reft.wire import tracing
 from tests.support.daemons import DaemonProcess
@@ -74,6 +75,23 @@ def test_whom_nobody_answers_is_an_error(daemon, tmp_path):
         assert found.exit_code == 1 and "rank 7 of job living does not train on node" in found.stderr
         found = invoke("living", "--daemon", daemon.address, "--output", str(tmp_path / "no" / "where.json"))
         assert found.exit_code == 1 and "can't be written" in found.stderr
+
+
+def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path):
+    """As root, to replace /dev/stdout is to take it from the whole machine."""
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write({"traceEvents": []}, pipe)
+    assert os.read(reader, 100) == b'{"traceEvents": []}' and pipe.is_fifo()
+    os.close(reader)
+    real.write_text("old")
+    link.symlink_to(real)
+    write({"traceEvents": []}, link)
+    assert link.is_symlink() and real.read_text() == '{"traceEvents": []}'
+    with pytest.raises(ReftError, match="Is a directory"):
+        write({}, tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"] and not list(tmp_path.parent.glob(".*.part"))
 
 
 def test_the_name_is_free_again_when_a_session_has_ended():
