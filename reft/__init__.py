@@ -54,7 +54,7 @@ def attach(
         job: name of the job; None means REFT_JOB, torchrun's --rdzv-id, Slurm's job id, or this launch alone.
         daemon: address of this node's daemon, unix:PATH or host:port; None means REFT_DAEMON, else this user's own, which
             is started if it does not run.
-        config: all further settings.
+        config: all further settings (`reft.config.Config`); what it was not given is read from the environment.
 
     Returns:
         The session; `session.step` is the number of completed steps, 0 on a fresh start.

@@ -5,13 +5,15 @@ Precedence: an argument beats the environment (REFT_*), which beats the default.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from reft.errors import ConfigError
 
@@ -34,15 +36,20 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"{text[:40]!r} is not a size: {error}.") from error
 
 
+def _setting(name: str, default: Any) -> Any:
+    """A field that is read from the environment unless it is given."""
+    return field(default_factory=lambda: _read(name, default, os.environ), metadata={"default": default})
+
+
 @dataclass(frozen=True)
 class Config:
-    """Settings of the client. Every field is also an environment variable, REFT_<FIELD>.
+    """Settings of the client. What is not given is read from the environment, REFT_<FIELD>, else it is the default.
 
     Attributes:
         mode: "auto" protects; "off" makes attach do nothing, and says so once.
         job: name of the job; empty means derived from the launcher, see `reft.core.identity`.
         daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own.
-        runtime_dir: folder of this user's daemon socket, lock and log.
+        runtime_dir: folder of this user's daemon socket, lock and log; empty means `runtime_dir()`.
         protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
         slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
@@ -60,25 +67,32 @@ class Config:
             wait until the host has it.
     """
 
-    mode: str = "auto"
-    job: str = ""
-    daemon: str = ""
-    runtime_dir: str = ""
-    protect: str = "auto"
-    tolerate: int = -1
-    slots: int = 3
-    chunk_bytes: int = 256 << 10
-    parity_scratch_bytes: int = 64 << 20
-    load_transport: str = "gloo"
-    attach_deadline_s: float = 120.0
-    rpc_deadline_s: float = 2.0
-    seal_deadline_s: float = 30.0
-    overhead_budget: float = 0.001
-    mtbf_s: float = 0.0
-    failpoints: str = ""
-    overrun_scratch_bytes: int = 0
+    mode: str = _setting("mode", "auto")
+    job: str = _setting("job", "")
+    daemon: str = _setting("daemon", "")
+    runtime_dir: str = _setting("runtime_dir", "")
+    protect: str = _setting("protect", "auto")
+    tolerate: int = _setting("tolerate", -1)
+    slots: int = _setting("slots", 3)
+    chunk_bytes: int = _setting("chunk_bytes", 256 << 10)
+    parity_scratch_bytes: int = _setting("parity_scratch_bytes", 64 << 20)
+    load_transport: str = _setting("load_transport", "gloo")
+    attach_deadline_s: float = _setting("attach_deadline_s", 120.0)
+    rpc_deadline_s: float = _setting("rpc_deadline_s", 2.0)
+    seal_deadline_s: float = _setting("seal_deadline_s", 30.0)
+    overhead_budget: float = _setting("overhead_budget", 0.001)
+    mtbf_s: float = _setting("mtbf_s", 0.0)
+    failpoints: str = _setting("failpoints", "")
+    overrun_scratch_bytes: int = _setting("overrun_scratch_bytes", 0)
 
     def __post_init__(self) -> None:
+        if not self.runtime_dir:
+            object.__setattr__(self, "runtime_dir", str(runtime_dir()))
+        if not Path(self.runtime_dir).is_absolute():
+            raise ConfigError(
+                f"runtime_dir is {self.runtime_dir!r}; it must begin with /, since daemon and trainers start in other folders.",
+                f"REFT_RUNTIME_DIR={os.path.abspath(os.path.expanduser(self.runtime_dir))}",
+            )
         if self.mode not in ("auto", "off"):
             raise ConfigError(f"mode is {self.mode!r}; it can be auto or off.", "REFT_MODE=auto")
         if self.load_transport not in ("gloo", "nccl"):
@@ -92,8 +106,8 @@ class Config:
             raise ConfigError(
                 f"overhead_budget is {self.overhead_budget}; it is a share of time, above 0 and below 1.", "0.001"
             )
-        if self.mtbf_s < 0:
-            raise ConfigError(f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.")
+        if not 0 <= self.mtbf_s < math.inf:
+            raise ConfigError(f"mtbf_s is {self.mtbf_s}; it is a number of seconds, or 0 if it is not known.", "0")
         if self.chunk_bytes < 4096 or self.chunk_bytes % 4096:
             raise ConfigError(f"chunk_bytes is {self.chunk_bytes}; it must be a multiple of 4096.")
         if self.parity_scratch_bytes < 1 << 20:
@@ -109,16 +123,16 @@ class Config:
         Raises:
             ConfigError: a value has the wrong type or lies outside its limits.
         """
-        source = os.environ if environment is None else environment
-        values: dict[str, object] = {}
-        for field in fields(cls):
-            text = source.get(f"REFT_{field.name.upper()}")
-            if text is not None:
-                values[field.name] = _convert(field.name, type(field.default), text)
-        config = replace(cls(), **values)  # type: ignore[arg-type]
         given = {name: value for name, value in arguments.items() if value is not None}
-        config = replace(config, **given)  # type: ignore[arg-type]
-        return config if config.runtime_dir else replace(config, runtime_dir=str(runtime_dir()))
+        if environment is None:
+            return cls(**given)  # type: ignore[arg-type]
+        read = {each.name: _read(each.name, each.metadata["default"], environment) for each in fields(cls)}
+        return cls(**{**read, **given})  # type: ignore[arg-type]
+
+
+def _read(name: str, default: Any, environment: Mapping[str, str]) -> Any:
+    text = environment.get(f"REFT_{name.upper()}")
+    return default if text is None else _convert(name, type(default), text)
 
 
 def _convert(name: str, kind: type, text: str) -> object:

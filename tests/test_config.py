@@ -42,7 +42,8 @@ def test_every_field_is_a_variable():
         {"REFT_MODE": "on"}, {"REFT_SLOTS": "1"}, {"REFT_SLOTS": "17"}, {"REFT_SLOTS": "three"}, {"REFT_SLOTS": ""},
         {"REFT_CHUNK_BYTES": "4095"}, {"REFT_CHUNK_BYTES": "5000"}, {"REFT_CHUNK_BYTES": "0"},
         {"REFT_CHUNK_BYTES": "much"}, {"REFT_RPC_DEADLINE_S": "soon"}, {"REFT_LOAD_TRANSPORT": "mpi"},
-        {"REFT_OVERHEAD_BUDGET": "1.0"}, {"REFT_OVERHEAD_BUDGET": "0.0"}, {"REFT_MTBF_S": "-1.0"},
+        {"REFT_OVERHEAD_BUDGET": "1.0"}, {"REFT_OVERHEAD_BUDGET": "0.0"}, {"REFT_MTBF_S": "-1.0"}, {"REFT_MTBF_S": "nan"},
+        {"REFT_MTBF_S": "inf"}, {"REFT_RUNTIME_DIR": "run"}, {"REFT_RUNTIME_DIR": "~/run"},
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_and_shown(surroundings):
@@ -55,6 +56,17 @@ def test_a_bad_value_is_refused_and_shown(surroundings):
 def test_a_bad_argument_is_refused_too():
     with pytest.raises(ConfigError, match="slots is 99"):
         Config.load({}, slots=99)
+
+
+def test_what_a_config_is_not_given_it_reads_from_the_environment(monkeypatch, tmp_path):
+    """`attach(config=Config(mtbf_s=…))` in a worker of torchrun: the agent has said where the daemon is."""
+    surroundings = {"REFT_DAEMON": "unix:/d", "REFT_SLOTS": "4", "REFT_MTBF_S": "60", "REFT_RUNTIME_DIR": str(tmp_path)}
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+    made = Config(mtbf_s=7200.0, slots=3)
+    assert (made.daemon, made.runtime_dir, made.mtbf_s, made.slots) == ("unix:/d", str(tmp_path), 7200.0, 3)
+    monkeypatch.delenv("REFT_RUNTIME_DIR")
+    assert Config().runtime_dir == str(runtime_dir())
 
 
 def test_other_variables_are_left_alone():
