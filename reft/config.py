@@ -198,3 +198,9 @@ class Launch:
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
+
+
+def allows_colour(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a terminal may be sent colours: not if NO_COLOR is set (no-color.org), nor if it knows none."""
+    source = os.environ if environment is None else environment
+    return not source.get("NO_COLOR") and source.get("TERM") != "dumb"

@@ -1,7 +1,7 @@
 """`reft-cli`: status, recover, purge, timeline, demo. Exit codes are the same for all verbs.
 
 0 as asked   1 failed   2 wrong usage   3 WARN (with --check)   4 ERR (with --check), not survived, or not recoverable
-10 no daemon   11 no such job   130 interrupted by Ctrl-C   143 ended by SIGTERM
+10 no daemon   11 no such job   129 its terminal was closed   130 interrupted by Ctrl-C   143 ended by SIGTERM
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import grpc
 from reft import __version__
 from reft.cli import recovery, tables, views
 from reft.cli.ask import NoSuchJob, ask, local_address
+from reft.cli.ending import unwinding
 from reft.cli.recover import Recovery, replacement_here
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
+from reft.config import allows_colour
 from reft.core.budget import size
 from reft.core.health import Health
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
@@ -40,13 +42,32 @@ daemon_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Verbs(click.Group):
+    """Says what is wrong with a command line as JSON too, where that was asked for."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        as_json = "--json" in args
+        with misused(as_json):
+            context = super().make_context(info_name, args, parent, **extra)
+        context.obj = as_json
+        if not allows_colour():
+            context.color = False
+        return context
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with misused(ctx.obj):
+            return super().invoke(ctx)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
     """Looks at the training state that reft holds in memory.
 
     Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 10 no daemon, 11 no such job,
-    130 interrupted, 143 terminated. 4 too if --what-if finds a loss, or recover nothing that can be restored.
+    129, 130 and 143: SIGHUP, Ctrl-C, SIGTERM. 4 too if --what-if finds a loss, or recover nothing that can be restored.
     """
 
 
@@ -63,16 +84,20 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
     --what-if answers for the newest whole step: exit 0 if it survives, 4 if it does not.
     """
     with failing(as_json):
-        if watch and (as_json or check or question):
+        if watch and (as_json or check or question is not None):
             raise ConfigError(
                 "--watch goes with neither --json, --check nor --what-if: they ask once.", "leave one out"
+            )
+        if check and question is not None:
+            raise ConfigError(
+                "--check and --what-if each have an exit code of their own to give.", "ask one after the other"
             )
         address = local_address(daemon)
         request = pb.StatusRequest(job=job, deep=True)
         if watch:
             _watch(address, request)
         reply = ask(address, "Status", request)
-        if question:
+        if question is not None:
             _what_if(reply, address, question, as_json)
         found = surveys(address, reply)
     jobs = [views.job_view(each, found.get(each.job)) for each in reply.jobs]
@@ -246,12 +271,12 @@ def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
     from rich.live import Live
 
     console = Console(highlight=False)
-    if not console.is_terminal:
+    if not console.is_terminal or console.is_dumb_terminal:  # on which rich's Live shows nothing at all
         while True:
             click.echo("\n".join([*_lines_now(address, request), ""]))
             sys.stdout.flush()
             time.sleep(WATCH_S)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with unwinding(), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update("\n".join(marked(line) for line in _lines_now(address, request)), refresh=True)
             time.sleep(WATCH_S)
@@ -289,6 +314,24 @@ def marked(line: str) -> str:
 
 
 @contextmanager
+def misused(as_json: bool) -> Iterator[None]:
+    """Says click's errors as JSON if that was asked for."""
+    try:
+        yield
+    except click.UsageError as error:
+        if not as_json:
+            raise
+        hint = f"{error.ctx.command_path} --help" if error.ctx else ""
+        _say_error(error.format_message(), hint, error.exit_code)
+        sys.exit(error.exit_code)
+
+
+def _say_error(message: str, hint: str, code: int) -> None:
+    fields: dict[str, Any] = {"message": message, "hint": hint, "exit_code": code}
+    click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, "error": fields}), err=True)
+
+
+@contextmanager
 def failing(as_json: bool) -> Iterator[None]:
     """Turns errors into exit codes and one message on stderr."""
     try:
@@ -298,8 +341,7 @@ def failing(as_json: bool) -> Iterator[None]:
     except ReftError as error:
         code = exit_code(error)
         if as_json:
-            fields: dict[str, Any] = {"message": error.message, "hint": error.hint, "exit_code": code}
-            click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, "error": fields}), err=True)
+            _say_error(error.message, error.hint, code)
         else:
             click.echo(f"reft-cli: {error}", err=True)
         sys.exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -44,9 +45,31 @@ def test_no_daemon_as_json(tmp_path):
     assert error["error"]["hint"]
 
 
-@pytest.mark.parametrize("arguments", [["--watch", "--json"], ["--watch", "--check"], ["--daemon", "nonsense"], ["x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--watch", "--json"], ["--watch", "--check"], ["--watch", "--what-if", ""], ["--check", "--what-if", "lose=a"],
+     ["--daemon", "nonsense"], ["x"]],
+)  # fmt: skip
 def test_wrong_usage(arguments):
     assert invoke("status", *arguments).exit_code == 2
+
+
+def test_an_empty_question_is_not_taken_for_none(daemon):
+    make_job(daemon, "empty")
+    found = invoke("status", "--what-if", "", daemon=daemon.address)
+    assert found.exit_code == 2 and "can't be read" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["status", "--jsn"], ["status", "extra"], ["purge"], ["timeline", "j", "--rank", "x"], ["demo", "--steps", "1"], ["none"]],
+)  # fmt: skip
+def test_a_command_line_that_can_not_be_read_is_told_as_json_too(arguments):
+    assert "Usage: " in invoke(*arguments).stderr
+    found = invoke(*arguments, "--json")
+    error = json.loads(found.stderr)["error"]
+    assert (found.stdout, found.exit_code, error["exit_code"]) == ("", 2, 2)
+    assert error["message"] and error["hint"].endswith("--help")
 
 
 @pytest.mark.parametrize("verb", ["status", "recover", "purge", "timeline"])
@@ -115,6 +138,60 @@ def test_watching_ends_with_ctrl_c(daemon):
     watcher.send_signal(signal.SIGINT)
     _, errors = watcher.communicate(timeout=10)
     assert (watcher.returncode, errors) == (130, "")
+
+
+class Terminal:
+    """`reft-cli` as a person has it before him: what it shows comes from a pseudo terminal."""
+
+    def __init__(self, daemon: DaemonProcess, *arguments: str, **surroundings: str) -> None:
+        self._person, terminal = pty.openpty()
+        command = [sys.executable, "-m", "reft.cli.main", *arguments, "--daemon", daemon.address]
+        usual = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "TERM": "xterm", "NO_COLOR": ""}
+        self.process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal,
+                                        env={**os.environ, **usual, **surroundings})  # fmt: skip
+        os.close(terminal)
+        self.shown = b""
+
+    def until(self, text: bytes) -> None:
+        """Reads until it was shown."""
+        while text not in self.shown:
+            self.shown += os.read(self._person, 4096)
+
+    def rest(self) -> tuple[int, bytes]:
+        """Its exit code, and all that it has shown."""
+        with contextlib.suppress(OSError):  # the terminal's end
+            while piece := os.read(self._person, 4096):
+                self.shown += piece
+        os.close(self._person)
+        return self.process.wait(20), self.shown
+
+
+ENTER, LEAVE, BOLD = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[1m"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_watching_gives_the_terminal_back(daemon, number):
+    seen = Terminal(daemon, "status", "--watch")
+    seen.until(b"no job is held")
+    seen.process.send_signal(number)
+    code, shown = seen.rest()
+    assert (code, ENTER in shown, LEAVE in shown) == (128 + number, True, True)
+
+
+def test_watching_on_a_terminal_that_knows_no_screen(daemon):
+    seen = Terminal(daemon, "status", "--watch", TERM="dumb")
+    seen.until(b"no job is held")
+    seen.process.send_signal(signal.SIGTERM)
+    assert b"\x1b" not in seen.rest()[1]
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "colours"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_colours_only_where_they_are_wanted(daemon, surroundings, colours):
+    make_job(daemon, "empty")
+    code, shown = Terminal(daemon, "status", **surroundings).rest()
+    assert (code, BOLD in shown, b"WARN" in shown) == (0, colours, True)
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", 1), ("", 1), (None, 130)])

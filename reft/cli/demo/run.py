@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ from reft.cli.demo.cluster import Cluster
 from reft.cli.demo.records import Comparison, Result, compare
 from reft.cli.demo.scenario import Happened, KillFromOutside, KillInCopy, Outcome, Scenario, run
 from reft.cli.demo.screen import Progress, Screen
+from reft.cli.ending import unwinding
 
 SCHEMA_VERSION = 1
-TERMINATED = 143
 STATUS_S = 0.5  # between questions to the daemons while a training runs
 FAILURES_SHOWN = 20
 
@@ -104,7 +102,7 @@ def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
     """
     began = time.monotonic()
     logs = Path(tempfile.mkdtemp(prefix="reft-demo-logs-")) if keep_logs else None
-    with _terminated_as_exit(), Screen(sys.stderr if quiet else sys.stdout) as screen:
+    with unwinding(), Screen(sys.stderr if quiet else sys.stdout) as screen:
         screen.say(
             "reft demo: 2 pretend nodes x 2 ranks on this computer (CPU, gloo). Ctrl-C stops everything.", "bold"
         )
@@ -202,17 +200,3 @@ def summarise(report: Report, screen: Screen) -> None:
     screen.say(f"  {report.seconds:.0f} s in all: {parts}")
     if report.failures and not report.logs:
         screen.say("  --keep-logs keeps what the trainers wrote")
-
-
-@contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """SIGTERM unwinds the stack, so that everything is cleaned up, and ends with 143."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
