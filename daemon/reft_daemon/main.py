@@ -70,12 +70,17 @@ def check_listen(settings: Settings) -> None:
     """Raises ConfigError if state would be offered to a network in plain text without a word, or at no address."""
     if not settings.listen:
         return
+    before, _, port = settings.listen.rpartition(":")
+    if not port.isdigit() or (":" in before and not before.startswith("[")):
+        raise ConfigError(
+            f"--listen {settings.listen} is not HOST:PORT.",
+            "e.g. --listen node7:29700, and a number of IPv6 as [fd00::7]:29700",
+        )
     if not settings.tls and not settings.insecure and not rpc.is_loopback(settings.host):
         raise ConfigError(
             f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
             "give --tls-cert, --tls-key and --tls-ca, or --insecure on a network that you trust",
         )
-    port = settings.listen.rpartition(":")[2]
     remedy = f"this node's own, e.g. --listen {socket.getfqdn()}:{port}, or its number"
     if settings.host in ("", "*", "0.0.0.0", "::"):
         raise ConfigError(f"--listen {settings.listen} names no address, and other nodes are told to call it.", remedy)
