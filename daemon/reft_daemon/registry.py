@@ -11,6 +11,7 @@ import grpc
 
 from reft.core.budget import size
 from reft.core.identity import check_name
+from reft.core.recovery import KNOWN_MAX
 from reft.errors import AttachError, ConfigError, NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import messages
@@ -264,8 +265,12 @@ def _check_decision(request: pb.DecideRequest) -> None:
         raise ConfigError(f"the manifest of job {name} does not name each of its {manifest.world} ranks once.")
     if request.node_index >= len(manifest.nodes) or len(manifest.token) != 32:
         raise ConfigError(f"the manifest of job {name} has no node {request.node_index}, or no token of 32 bytes.")
-    if len(request.decision.epoch.ident) != 16:
-        raise ConfigError(f"the epoch of job {name} has no id of 16 bytes.")
+    if any(len(epoch.ident) != 16 for epoch in (request.decision.epoch, *request.decision.known)):
+        raise ConfigError(f"an epoch of job {name} has no id of 16 bytes.")
+    if len(request.decision.known) > KNOWN_MAX:
+        raise ConfigError(
+            f"a decision of job {name} knows {len(request.decision.known)} attaches; {KNOWN_MAX} are named."
+        )
     base = request.base_manifest
     if request.HasField("base_manifest") and (base.job != name or base.ByteSize() > MANIFEST_MAX):
         raise ConfigError(

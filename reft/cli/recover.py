@@ -49,6 +49,7 @@ class Recovery:
 
         Raises:
             AttachError: trainers of the job live.
+            RestoreError: the job has two histories.
             ReftError: the daemon does not hold the job, or does not answer.
         """
         status = ask(self.address, "Status", pb.StatusRequest(job=self.job, deep=True)).jobs[0]
@@ -60,6 +61,7 @@ class Recovery:
                 "end them first; a restart of the job finds lost nodes by itself",
             )
         findings, self._addresses = survey(self.address, self.job, self.onto.values(), self._ask_local())
+        findings.refuse_rivals(self.job)
         self._findings = findings
         if self._local is not None:
             self._addresses[self._local.node_id] = list(self._local.addresses)

@@ -52,15 +52,17 @@ from reft.client.surveying import Asker, surveyed
 from reft.client.transport import Transport, transport_of
 from reft.client.workers import Team, copy_cpus, has_idle_cores
 from reft.config import Config, Launch
-from reft.core import recovery, symbolic
+from reft.core import symbolic
 from reft.core.frequency import Cadence, Frequency, History
+from reft.core.histories import known_to, next_epoch
 from reft.core.layout import pack
+from reft.core.recovery import Decision
 from reft.core.version import Version
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import handout, messages, rpc, starter, symbols
 from reft.wire.findings import Findings
-from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, riders_max
+from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
 from reft.wire.revival import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -277,6 +279,7 @@ class Attachment:
     def _plan(self, attempt: int) -> None:
         """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
         before = self.findings.manifest
+        self.findings.refuse_rivals(self.job.id)
         self.plan = self.findings.plan(self.erased)
         base = self.plan.base
         if base is None and not self._may_begin_anew():
@@ -290,7 +293,8 @@ class Attachment:
             self._make_room()
         # A fresh random id for each try: two decisions of one attach must not look the same.
         ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
-        self.decision = recovery.Decision(recovery.next_epoch(self.findings.decisions, self.findings.held, ident), base)
+        epoch = next_epoch(self.findings.decisions, self.findings.held, ident)
+        self.decision = Decision(epoch, base, known_to(self.findings.decisions))
         if before is not None:
             self.manifest.token = before.token
         self.manifest.trained_s, self.manifest.failures = self.findings.history
@@ -457,7 +461,7 @@ class Attachment:
     def _must_protect_again(self) -> bool:
         """Whether the base lies elsewhere than its placement says, or is to lie elsewhere from now on."""
         before = self.findings.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
-        return bool(self.plan.capsules) or _placing(before) != _placing(self.manifest)
+        return bool(self.plan.capsules) or placing(before) != placing(self.manifest)
 
     def _announce(self, restored_from: str | None) -> None:
         """What was restored and what is not covered, once."""
@@ -491,10 +495,3 @@ class Attachment:
             return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
         teams = [roster.team_of(self.roster.facts[rank]) for rank in self._node.ranks]
         return CpuCopier(copy_cpus(), has_idle=has_idle_cores(Team.own(), teams))
-
-
-def _placing(manifest: pb.Manifest) -> tuple[object, ...]:
-    """What of a manifest decides where bytes lie."""
-    nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
-    layouts = tuple(manifest.layouts[i].digest for i in manifest.layout_of)
-    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, layouts

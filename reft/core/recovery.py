@@ -15,6 +15,7 @@ Invariants
   3. A slot that is torn, stale, damaged or of a foreign history is an erasure: it counts as if its node were lost.
   4. Only versions of the epoch of the decision in force count, and its base with what led to it: whatever an older history
      wrote after the base, on a node that came back or in an orphan, is dropped. Capsules count by the same rule.
+     Which one is in force: reft/core/histories.py.
   5. A version is read by the placement of the epoch that wrote it, whatever the nodes are called now: a rank's slot may
      be found on any node.
   6. The plan never looks at what the round announced.
@@ -34,6 +35,7 @@ from reft.core.placement import Placement
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 
+KNOWN_MAX = 64  # attaches that a decision names
 RUNS_MAX = 8  # runs of ranks, or nodes, that one line names
 
 
@@ -81,10 +83,19 @@ class Copy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one attach decided: the epoch that writes from now on, and the version that it started from."""
+    """What one attach decided: the epoch that writes from now on, and the version that it started from.
+
+    Attributes:
+        known: the epochs of all decisions before it that it knew of, the newest first; of a full list, older ones too.
+    """
 
     epoch: Epoch
     base: Version | None
+    known: tuple[Epoch, ...] = ()
+
+    def ends(self, epoch: Epoch) -> bool:
+        """Whether it knew of that one, so that what was written under it is over, but for the base."""
+        return epoch in self.known or (len(self.known) >= KNOWN_MAX and epoch.counter < self.known[-1].counter)
 
 
 @dataclass(frozen=True)
@@ -124,33 +135,6 @@ class Plan:
     capsules: dict[int, Copy] = field(default_factory=dict)
     dropped: tuple[Held, ...] = ()
     partial: tuple[Shortfall, ...] = ()
-
-
-def decision_in_force(remembered: Mapping[str, Decision], members: Mapping[Epoch, Collection[str]]) -> Decision | None:
-    """The newest decision that may have been carried out: the one with the greatest epoch counter.
-
-    Nobody writes under a decision before the daemons of all its nodes have it, and a daemon only takes greater ones. So one
-    that a daemon of its own nodes lacks, which has a lower one or another of the same counter, was never carried out: its
-    attach died while it was told. It must not outrank the history that went on without the node that heard of it.
-
-    Args:
-        remembered: node id → what its daemon remembers.
-        members: epoch → ids of the nodes that its decision was for, as far as they still hold the same job.
-    """
-
-    def is_torn(decision: Decision) -> bool:
-        others = (remembered.get(node, decision).epoch for node in members.get(decision.epoch, ()))
-        return any(epoch != decision.epoch and epoch.counter <= decision.epoch.counter for epoch in others)
-
-    found = sorted(remembered.values(), key=lambda decision: (decision.epoch.counter, decision.epoch.ident))
-    return next((each for each in reversed(found) if not is_torn(each)), found[-1] if found else None)
-
-
-def next_epoch(decisions: Iterable[Decision], held: Iterable[Held], ident: bytes) -> Epoch:
-    """An epoch above all that were ever seen, those of decisions that were never carried out included."""
-    counters = [decision.epoch.counter for decision in decisions]
-    counters += [slot.version.epoch.counter for slot in held if slot.version is not None]
-    return Epoch(max(counters, default=0) + 1, ident)
 
 
 def plan(

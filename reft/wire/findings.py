@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from reft.core import recovery
+from reft.core import histories, recovery
 from reft.core.exposure import Outlook
 from reft.core.frequency import History
 from reft.core.placement import Placement
 from reft.core.protection import Protection, protection
 from reft.core.recovery import Copy, Decision, Held, Plan
 from reft.core.version import Epoch, Version
+from reft.errors import RestoreError
 from reft.wire import messages
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -61,11 +62,15 @@ class Findings:
             if reply.HasField("decision")
         }
 
-    @cached_property
+    @property
     def decision(self) -> Decision | None:
         """The one in force."""
+        return self._histories[0] if self._histories else None
+
+    @cached_property
+    def _histories(self) -> list[Decision]:
         if self.before is not None:
-            return self.before.decision
+            return self.before._histories
         # A node that was purged and holds another job of this name says nothing of this one.
         known = {node: self.manifests.get(each.epoch) for node, each in self._remembered.items()}
         tokens = {node: manifest.token for node, manifest in known.items() if manifest is not None}
@@ -73,7 +78,22 @@ class Findings:
             epoch: [node.id for node in manifest.nodes if tokens.get(node.id) == manifest.token]
             for epoch, manifest in self.manifests.items()
         }
-        return recovery.decision_in_force(self._remembered, members)
+        return histories.histories(self._remembered, members, histories.written_by(self.held, self.copies))
+
+    def refuse_rivals(self, job: str) -> None:
+        """Raises RestoreError if the job went on twice, each time without knowing of the other: a person must choose."""
+        if len(self._histories) < 2:
+            return
+        said = []
+        for decision in self._histories:
+            holders = [self.names[node] for node, each in self._remembered.items() if each == decision]
+            steps = [each.version.step for each in self.held if each.version and each.version.epoch == decision.epoch]
+            upto = f", up to step {max(steps)}" if steps else ""
+            said.append(f"epoch {decision.epoch.counter} on {', '.join(sorted(holders))}{upto}")
+        raise RestoreError(
+            f"job {job} went on more than once, each time without nodes that knew of the other: {'; '.join(said)}.",
+            f"reft-cli purge {job} on the nodes of what is to be given up",
+        )
 
     @cached_property
     def manifests(self) -> dict[Epoch, pb.Manifest]:

@@ -100,3 +100,10 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
 def riders_max(domains: Sequence[int]) -> int:
     """The most bytes of riders: none where all ranks are in one domain, for a capsule has nowhere to go then."""
     return RIDERS_MAX if len(set(domains)) > 1 else 0
+
+
+def placing(manifest: pb.Manifest) -> tuple[object, ...]:
+    """What of a manifest decides where bytes lie."""
+    nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
+    layouts = tuple(manifest.layouts[i].digest for i in manifest.layout_of)
+    return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, layouts

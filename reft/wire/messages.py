@@ -41,14 +41,15 @@ def version_from(message: pb.Version) -> Version:
 
 
 def decision_to(decision: Decision) -> pb.Decision:
-    message = pb.Decision(epoch=epoch_to(decision.epoch))
+    message = pb.Decision(epoch=epoch_to(decision.epoch), known=map(epoch_to, decision.known))
     if decision.base is not None:
         message.base.CopyFrom(version_to(decision.base))
     return message
 
 
 def decision_from(message: pb.Decision) -> Decision:
-    return Decision(epoch_from(message.epoch), version_from(message.base) if message.HasField("base") else None)
+    base = version_from(message.base) if message.HasField("base") else None
+    return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)))
 
 
 def held_from(node_id: str, header: pb.SlotHeader) -> Held:

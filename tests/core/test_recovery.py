@@ -14,7 +14,7 @@ from reft.core import recovery
 from reft.core.cells import divide
 from reft.core.layout import Leaf, pack
 from reft.core.placement import Placement, place
-from reft.core.recovery import Copy, Decision, Held, Plan, Shortfall, decision_in_force, describe, next_epoch
+from reft.core.recovery import Copy, Decision, Held, Plan, Shortfall, describe
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 
@@ -176,36 +176,6 @@ def test_a_rank_that_moved_is_found_on_its_old_node():
 def test_ranks_beyond_the_world_are_no_sources():
     found = plan([*both(3), held(2, 3)], 2, FRESH)
     assert sorted(found.sources) == [0, 1]
-
-
-def test_the_decision_with_the_greatest_counter_is_in_force():
-    second = Decision(TWO, at(3))
-    assert decision_in_force({"a": FRESH, "b": second}, {ONE: ["a", "b"], TWO: ["b"]}) == second
-    assert decision_in_force({}, {}) is None
-
-
-def test_a_decision_that_its_own_nodes_lack_was_never_carried_out():
-    torn, carried = Decision(TWIN, at(3)), Decision(TWO, at(4))
-    members = {ONE: "abc", TWO: "bc", TWIN: "abc", THREE: "abc"}
-    assert decision_in_force({"a": torn, "b": carried, "c": carried}, members) == carried  # equal counters, lesser id
-    assert decision_in_force({"a": torn, "b": FRESH}, members) == FRESH
-    thrice = Decision(THREE, at(3))
-    assert decision_in_force({"a": thrice, "b": carried, "c": carried}, members) == carried
-    assert decision_in_force({"a": thrice, "d": carried}, members) == thrice  # nobody of its own nodes says otherwise
-    assert decision_in_force({"a": thrice}, members) == thrice
-    assert decision_in_force({"a": carried, "b": thrice, "c": thrice}, {TWO: "a", THREE: "bc"}) == thrice
-
-
-def test_where_no_decision_was_carried_out_the_newest_holds():
-    first, second = Decision(TWO, at(3)), Decision(TWIN, at(3))
-    members = {TWO: "ab", TWIN: "ab"}
-    assert decision_in_force({"a": first, "b": second}, members) == second
-
-
-def test_a_new_epoch_is_above_everything_that_was_seen():
-    assert next_epoch([], [], b"i" * 16) == Epoch(1, b"i" * 16)
-    assert next_epoch([FRESH], [held(0, 3, epoch=THREE), held(0, None, EMPTY)], b"i" * 16).counter == 4
-    assert next_epoch([Decision(THREE, None)], [held(0, 3)], b"i" * 16).counter == 4
 
 
 EPOCH = st.sampled_from([ONE, TWO, TWIN])

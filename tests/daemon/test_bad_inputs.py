@@ -116,6 +116,11 @@ def test_an_impossible_decision(shared):
         decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=ident))
         with refused(Code.INVALID_ARGUMENT, "16 bytes"):
             shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
+    knows = [pb.Epoch(counter=1, ident=bytes(16)) for _ in range(65)]
+    for known, text in ((knows, "65 attaches; 64 are"), ([pb.Epoch(counter=1)], "16 bytes")):
+        decision = pb.Decision(epoch=pb.Epoch(counter=2, ident=bytes(16)), known=known)
+        with refused(Code.INVALID_ARGUMENT, text):
+            shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
     with refused(Code.NOT_FOUND):
         shared.status("impossible")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reft.cli.recover import Recovery
+from reft.errors import RestoreError
 from reft.wire import messages
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
@@ -214,30 +216,73 @@ def test_a_second_loss_before_that_is_refused(site):
     assert "no version is whole now" in trainers.errors()
 
 
-def test_a_node_that_alone_was_told_of_an_attach_does_not_outrank_those_who_went_on(site, plain):
-    """An attach of all three dies when it has told one daemon its decision, and just that node is cut off then."""
-    nodes = site.add(3)
-    stop(nodes)
-    held = nodes[2].call("Inventory", pb.InventoryRequest(job="job"))
+def told_alone(node: DaemonProcess, index: int) -> None:
+    """An attach dies when it has told one daemon its decision, and just that node is cut off then."""
+    held = node.call("Inventory", INVENTORY)
     epoch = pb.Epoch(counter=held.decision.epoch.counter + 1, ident=b"\xff" * 16)  # of equal counters, the greatest
     base = pb.Version(epoch=held.decision.epoch, step=STOP_AT)
-    nodes[2].call(
+    decision = pb.Decision(epoch=epoch, base=base, known=[held.decision.epoch])
+    node.call(
         "Decide",
-        pb.DecideRequest(
-            manifest=held.manifest, decision=pb.Decision(epoch=epoch, base=base), node_index=2,
-            base_manifest=held.manifest,
-        ),
-    )  # fmt: skip
-    nodes[2].kill(signal.SIGSTOP)
-    others = [*nodes[:2], *site.add(1)]
-    trainers = Trainers(spec_of(pause_at=[9], seal_at=[7, 8, 9]), 3, [daemon.address for daemon in others])
-    trainers.wait_for(9)
-    until(lambda: nodes[0].status("job").whole == 9, what="step 9")
+        pb.DecideRequest(manifest=held.manifest, decision=decision, node_index=index, base_manifest=held.manifest),
+    )
+    node.kill(signal.SIGSTOP)
+
+
+def go_on(nodes: Sequence[DaemonProcess], upto: int) -> None:
+    """Trains until a later step is whole, and ends all ranks."""
+    spec = spec_of(pause_at=[upto], seal_at=list(range(STOP_AT + 1, upto + 1)))
+    trainers = Trainers(spec, len(nodes), [daemon.address for daemon in nodes])
+    trainers.wait_for(upto)
+    until(lambda: nodes[0].status("job").whole == upto, what=f"step {upto}")
     trainers.kill()
+
+
+def test_a_node_that_alone_was_told_of_an_attach_does_not_outrank_those_who_went_on(site, plain):
+    nodes = site.add(3)
+    stop(nodes)
+    told_alone(nodes[2], index=2)
+    go_on([*nodes[:2], *site.add(1)], 9)
     nodes[2].kill(signal.SIGCONT)
     after = train(nodes)
     assert after[0]["began"] == 9
     assert_equal(after, plain(3))
+
+
+def test_nor_where_nobody_is_left_who_could_have_been_told_too(site, plain):
+    a, b, c = site.add(3)
+    stop([a, b])
+    told_alone(b, index=1)
+    go_on([a, c], 9)
+    vanish(a)
+    b.kill(signal.SIGCONT)
+    after = train([b, c])
+    assert after[0]["began"] == 9
+    assert_equal(after, plain(2))
+
+
+def test_two_histories_that_know_nothing_of_each_other_are_left_to_a_person(site, plain):
+    """A and B, A and C while B is silent, B and D while those are; then all answer."""
+    a, b, c, d = site.add(4)
+    stop([a, b])
+    b.kill(signal.SIGSTOP)
+    go_on([a, c], 9)
+    for node, does in ((a, signal.SIGSTOP), (c, signal.SIGSTOP), (b, signal.SIGCONT)):
+        node.kill(does)
+    go_on([b, d], 8)
+    for node in (a, c):
+        node.kill(signal.SIGCONT)
+    trainers = Trainers(spec_of(), 2, [daemon.address for daemon in (a, b)])
+    assert 1 in trainers.wait()
+    said = trainers.errors()
+    assert "went on more than once" in said and "up to step 9" in said and "up to step 8" in said
+    with pytest.raises(RestoreError, match="went on more than once"):
+        Recovery(a.address, "job", {}).look()
+    for node in (b, d):
+        node.call("Purge", pb.PurgeRequest(job="job"))
+    after = train([a, b])
+    assert after[0]["began"] == 9, "nothing was changed by the attach that was refused"
+    assert_equal(after, plain(2))
 
 
 def restarted(nodes: Sequence[DaemonProcess], failpoints: str) -> None:

@@ -15,9 +15,10 @@ In every reachable state, with *newest* the newest version that was announced wh
   1. if only trainers die, recovery finds *newest* or a newer version;
   2. so it does after the loss of any one node, unless a node was lost before and nothing of the epoch was whole since;
   3. in that case it finds *newest*, a newer version, or nothing: it refuses, and never goes back unnoticed;
-  4. what it finds is of the history in force, lacks at most one slot, and has the capsule of the rank that lacks it;
+  4. what it finds is of the history in force, unless a silent node comes back before anything was written in that one; it
+     lacks at most one slot, and has the capsule of the rank that lacks it;
   5. if every rank has answered every step and heard every outcome, every rank has a slot to go on with;
-  6. where the plan without the answer of one node is settled, that answer would not change its base.
+  6. where the plan without the answer of one node is settled, that answer would not give a newer base.
 
 `Rules` holds what may be broken on purpose. Nodes stand in a ring, so states are kept up to its rotation.
 """
@@ -26,12 +27,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from reft.core import capsules, recovery
 from reft.core.cells import divide
+from reft.core.histories import histories, written_by
 from reft.core.layout import Leaf, pack
 from reft.core.placement import Placement, place
 from reft.core.recovery import Copy, Decision, Held
@@ -95,7 +98,7 @@ class Rules:
     resends: bool = True  # attach sends the base's capsules again before anything is written
     decides_first: bool = True  # the decision is on the daemons before anyone loads; else nobody wrote it in time
     reads_decision: bool = True  # versions of older histories don't count
-    spots_torn: bool = True  # a decision that its own nodes lack is not in force; else the newest is, whoever has it
+    heeds_written: bool = True  # of two decisions that don't know of each other that one holds which was written under
     settles: str = (
         "is_settled"  # when a silent node is not waited for; else where there is any "base", or nothing "newer"
     )
@@ -124,26 +127,28 @@ def pair_of(version: recovery.Version | None) -> Pair | None:
 
 def decision_of(decision: tuple[int, Pair | None]) -> Decision:
     epoch, base = decision
-    return Decision(EPOCHS[epoch], version_of((*base, SEALED)) if base else None)
+    return Decision(EPOCHS[epoch], version_of((*base, SEALED)) if base else None, tuple(EPOCHS[1:epoch]))
 
 
 def in_force_of(
-    decision: tuple[int, Pair | None], count: int, lost: int | None, ghost: Ghost, spots_torn: bool
-) -> Decision:
-    """The decision in force where a node has come back with one of its own: of the same counter, or a greater one."""
-    newest, torn = decision_of(decision), Decision(TORN_EPOCH, version_of((*ghost.torn, SEALED)))
+    decision: tuple[int, Pair | None], count: int, lost: int | None, ghost: Ghost, written: Collection[recovery.Epoch]
+) -> Decision:  # fmt: skip
+    """The decision in force where a node has come back with one of its own, of a greater counter."""
+    assert ghost.torn is not None, "a ghost that was told nothing"
+    newest = decision_of(decision)
+    torn = Decision(TORN_EPOCH, version_of((*ghost.torn, SEALED)), tuple(EPOCHS[1 : ghost.torn[0] + 1]))
     others = {f"n{rank}": newest for rank in range(count) if rank != lost}
     was_for = [f"n{rank}" for rank in range(count) if rank != ghost.index] + [f"old{ghost.index}"]
-    members = {newest.epoch: [f"n{rank}" for rank in range(count)], TORN_EPOCH: was_for} if spots_torn else {}
-    found = recovery.decision_in_force({**others, f"old{ghost.index}": torn}, members)
-    assert found is not None
+    members = {newest.epoch: [f"n{rank}" for rank in range(count)], TORN_EPOCH: was_for}
+    found, *rivals = histories({**others, f"old{ghost.index}": torn}, members, written)
+    assert not rivals, "an attach of which only one was told writes nothing"
     return found
 
 
 @functools.cache
 def planned(
     slots: tuple[tuple[Kept, ...], ...], copies: tuple[tuple[Pair, ...], ...], lost: int | None,
-    ghost: Ghost | None, decision: tuple[int, Pair | None], reads_decision: bool, spots_torn: bool,
+    ghost: Ghost | None, decision: tuple[int, Pair | None], reads_decision: bool, heeds_written: bool,
 ) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:  # fmt: skip
     """What recovery loads, (rank, slot) of what is emptied, and by which of the rules `settles` it is settled."""
     count = len(slots)
@@ -161,14 +166,14 @@ def planned(
     in_force = decision_of(decision)
     if ghost is not None:
         index, old_slots, old_copies, torn = ghost
-        if torn is not None:
-            in_force = in_force_of(decision, count, lost, ghost, spots_torn)
         held += [
             Held(f"old{index}", index, f"{i}", STATES[kept[2]], version_of(kept))
             for i, kept in enumerate(old_slots)
             if kept != EMPTY
         ]
         kept_copies += [Copy(f"old{index}", (index - 1) % count, version_of((*p, SEALED)), 0) for p in old_copies]
+        if torn is not None:
+            in_force = in_force_of(decision, count, lost, ghost, written_by(held, kept_copies) if heeds_written else ())
     known = in_force if reads_decision else None
     plan = recovery.plan(held, kept_copies, dict.fromkeys(EPOCHS, lane(count)), known)
     dropped = frozenset((slot.rank, int(slot.slot)) for slot in plan.dropped if slot.node == f"n{slot.rank}")
@@ -303,15 +308,17 @@ class Model:
         slots = tuple(node.slots for node in nodes)
         ghost = state.ghost if with_ghost else None
         copies, rules = tuple(node.copies for node in nodes), self.rules
-        return planned(slots, copies, lost, ghost, state.decision, rules.reads_decision, rules.spots_torn)
+        return planned(slots, copies, lost, ghost, state.decision, rules.reads_decision, rules.heeds_written)
 
     def attached(self, state: State) -> Iterator[State]:
         """All trainers die, and a node with them or none; a silent node comes back or does not."""
         for lost in (None, *range(len(state.nodes))):
-            for with_ghost in {False, state.ghost is not None and _is_known_better(state, lost)}:
+            for with_ghost in {False, state.ghost is not None}:
                 base, dropped, _ = self.recovered(state, lost, with_ghost)
                 if base is None:
                     continue  # refused; or nothing was ever whole: a fresh start is the first state again
+                if with_ghost and base != self.recovered(state, lost, False)[0]:
+                    continue  # what the silent node has is no part of the states after it
                 after = self.begun_epoch(state, lost, base, dropped)
                 yield after if not with_ghost else after._replace(ghost=None)
                 if lost is not None and self.size.returns and not with_ghost:
@@ -348,10 +355,10 @@ class Model:
     def check(self, state: State) -> None:
         newest = self.newest(state)
         for lost in (None, *range(len(state.nodes))):
-            for with_ghost in {False, state.ghost is not None and _is_known_better(state, lost)}:
+            for with_ghost in {False, state.ghost is not None}:
                 found, _, settled = self.recovered(state, lost, with_ghost)
                 answered = self.recovered(state, None, with_ghost)[0]
-                if self.rules.settles in settled and answered != found:
+                if self.rules.settles in settled and found < answered:
                     raise Violation(f"{found} without node {lost}, which holds {answered}: {state}")
                 may_refuse = state.is_exposed and lost is not None
                 if newest is not None and (found < newest if found else not may_refuse):
@@ -362,9 +369,11 @@ class Model:
         self.check_progress(state)
 
     def check_found(self, state: State, found: Pair, lost: int | None, with_ghost: bool) -> None:
-        if found != state.base and found[0] != state.epoch:
-            raise Violation(f"recovery finds {found} of a dead history, the base is {state.base}: {state}")
         nodes, count = _without(state.nodes, lost), len(state.nodes)
+        kept = [*chain.from_iterable((*node.slots, *node.copies) for node in nodes)]
+        is_begun = any(epoch == state.epoch for epoch, *_ in kept)
+        if found != state.base and found[0] != state.epoch and (is_begun or not with_ghost):
+            raise Violation(f"recovery finds {found} of a dead history, the base is {state.base}: {state}")
         index, old_slots, old_copies, _ = state.ghost if with_ghost and state.ghost else (-1, (), (), None)
         lacking = [
             rank
@@ -393,12 +402,6 @@ class Model:
         """Whether a capsule is still on its way."""
         owed = [k for k in node.slots if k[0] == state.epoch and k[2] == SEALED and k[:2] not in node.copies]
         return any(not state.voids >> step & 1 and step > self.whole(state) for _, step, _ in owed)
-
-
-def _is_known_better(state: State, lost: int | None) -> bool:
-    """Whether a node is left that could have been told what the silent one was told, and was not."""
-    ghost = state.ghost
-    return ghost is None or ghost.torn is None or len(state.nodes) > 2 or lost in (None, ghost.index)
 
 
 def _put(slots: tuple[Kept, ...], at: int, kept: Kept) -> tuple[Kept, ...]:

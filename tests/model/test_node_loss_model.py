@@ -35,7 +35,7 @@ MUTANTS = {
     "capsules of the base not sent again": (Rules(resends=False), LOSS),
     "loaded before the decision is written": (Rules(decides_first=False), ANY),
     "older histories count": (Rules(reads_decision=False), "dead history"),
-    "a decision counts that only one node was told": (Rules(spots_torn=False), "dead history"),
+    "a decision counts that only one node was told": (Rules(heeds_written=False), "dead history"),
     "no wait where there is any base": (Rules(settles="base"), SILENT),
     "a restored version taken for protected": (Rules(snapshot_protects=False), LOSS),
 }

@@ -6,17 +6,20 @@ import pytest
 
 from reft.core.recovery import Decision
 from reft.core.version import Epoch, Version
+from reft.errors import RestoreError
 from reft.wire import messages
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
-CARRIED = Decision(Epoch(8, b"c" * 16), BASE)  # by b and c
-TORN = Decision(Epoch(8, b"t" * 16), BASE)  # of all three, and only a was told
+CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
+TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # of all three, and only a was told
 
 
 def reply(decision: Decision, members: str, token: bytes = b"token") -> pb.InventoryReply:
-    manifest = pb.Manifest(job="job", token=token, world=len(members), nodes=[pb.Node(id=each) for each in members])
+    manifest = pb.Manifest(
+        job="job", token=token, world=len(members), nodes=[pb.Node(id=each, name=each) for each in members]
+    )
     return pb.InventoryReply(decision=messages.decision_to(decision), manifest=manifest)
 
 
@@ -40,3 +43,18 @@ def test_a_manifest_that_another_reply_has_serves_for_all():
     brief.ClearField("manifest")
     found = Findings({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
     assert found.decision == CARRIED
+
+
+def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
+    other = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
+    replies = {"a": reply(other, "ad"), "b": reply(CARRIED, "bc"), "c": reply(CARRIED, "bc")}
+    for node, decision, step in (("a", other, 104), ("b", CARRIED, 120)):
+        Findings(replies).refuse_rivals("job")
+        version = messages.version_to(Version(decision.epoch, step))
+        replies[node].slots.add(rank=0, slot="s", state=pb.SEALED, version=version)
+    with pytest.raises(RestoreError) as refused:
+        Findings(replies).refuse_rivals("job")
+    assert str(refused.value) == (
+        "job job went on more than once, each time without nodes that knew of the other: epoch 8 on a, up to step 104; "
+        "epoch 8 on b, c, up to step 120. Fix: reft-cli purge job on the nodes of what is to be given up"
+    )

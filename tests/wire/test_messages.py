@@ -32,7 +32,7 @@ def test_versions(version):
     assert messages.version_from(messages.version_to(version)) == version
 
 
-@given(st.builds(Decision, EPOCHS, st.one_of(st.none(), VERSIONS)))
+@given(st.builds(Decision, EPOCHS, st.one_of(st.none(), VERSIONS), st.lists(EPOCHS, max_size=3).map(tuple)))
 def test_decisions(decision):
     wire = pb.Decision.FromString(messages.decision_to(decision).SerializeToString())
     assert messages.decision_from(wire) == decision

@@ -133,12 +133,14 @@ class RankLayout(_message.Message):
     def __init__(self, table: _Optional[int] = ..., cuts: _Optional[_Iterable[int]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("epoch", "base")
+    __slots__ = ("epoch", "base", "known")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     base: Version
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ...) -> None: ...
+    known: _containers.RepeatedCompositeFieldContainer[Epoch]
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping]] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., known: _Optional[_Iterable[_Union[Epoch, _Mapping]]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol", "job", "agent_pid")
