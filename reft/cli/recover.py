@@ -48,8 +48,7 @@ class Recovery:
         """What is held now, and what may be done.
 
         Raises:
-            AttachError: trainers of the job live.
-            RestoreError: the job has two histories.
+            AttachError: trainers of the job live, or it has two histories.
             ReftError: the daemon does not hold the job, or does not answer.
         """
         status = ask(self.address, "Status", pb.StatusRequest(job=self.job, deep=True)).jobs[0]

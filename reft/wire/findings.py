@@ -18,7 +18,7 @@ from reft.core.placement import Placement
 from reft.core.protection import Protection, protection
 from reft.core.recovery import Copy, Decision, Held, Plan
 from reft.core.version import Epoch, Version
-from reft.errors import RestoreError
+from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -81,7 +81,7 @@ class Findings:
         return histories.histories(self._remembered, members, histories.written_by(self.held, self.copies))
 
     def refuse_rivals(self, job: str) -> None:
-        """Raises RestoreError if the job went on twice, each time without knowing of the other: a person must choose."""
+        """Raises AttachError if the job went on twice, each time without knowing of the other: a person must choose."""
         if len(self._histories) < 2:
             return
         said = []
@@ -90,7 +90,7 @@ class Findings:
             steps = [each.version.step for each in self.held if each.version and each.version.epoch == decision.epoch]
             upto = f", up to step {max(steps)}" if steps else ""
             said.append(f"epoch {decision.epoch.counter} on {', '.join(sorted(holders))}{upto}")
-        raise RestoreError(
+        raise AttachError(
             f"job {job} went on more than once, each time without nodes that knew of the other: {'; '.join(said)}.",
             f"reft-cli purge {job} on the nodes of what is to be given up",
         )

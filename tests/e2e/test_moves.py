@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reft.cli.recover import Recovery
-from reft.errors import RestoreError
+from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.slot_format import PAGE, best_header
 from reft.wire.v1 import daemon_pb2 as pb
@@ -276,7 +276,7 @@ def test_two_histories_that_know_nothing_of_each_other_are_left_to_a_person(site
     assert 1 in trainers.wait()
     said = trainers.errors()
     assert "went on more than once" in said and "up to step 9" in said and "up to step 8" in said
-    with pytest.raises(RestoreError, match="went on more than once"):
+    with pytest.raises(AttachError, match="went on more than once"):
         Recovery(a.address, "job", {}).look()
     for node in (b, d):
         node.call("Purge", pb.PurgeRequest(job="job"))

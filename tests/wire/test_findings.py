@@ -6,7 +6,7 @@ import pytest
 
 from reft.core.recovery import Decision
 from reft.core.version import Epoch, Version
-from reft.errors import RestoreError
+from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
@@ -52,7 +52,7 @@ def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
         Findings(replies).refuse_rivals("job")
         version = messages.version_to(Version(decision.epoch, step))
         replies[node].slots.add(rank=0, slot="s", state=pb.SEALED, version=version)
-    with pytest.raises(RestoreError) as refused:
+    with pytest.raises(AttachError) as refused:
         Findings(replies).refuse_rivals("job")
     assert str(refused.value) == (
         "job job went on more than once, each time without nodes that knew of the other: epoch 8 on a, up to step 104; "
