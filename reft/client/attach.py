@@ -159,7 +159,9 @@ class Attachment:
             # Together: an inventory must not find a rank that has not withdrawn yet.
             self.exchange.together(partial(self._erase, damaged))
             self._before = self._before or self.findings
-            self.bindings = self.subjects.bind()  # that try may have made what did not exist
+            self.subjects.bind().undo(self.bindings)  # an older version may lack what that try has made
+            self.room.close()
+            self.room = Room(0)  # else the memory of what was taken out stays
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"

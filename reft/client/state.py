@@ -9,7 +9,7 @@ all is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -90,7 +90,10 @@ class Bindings:
     staged: set[str] = field(default_factory=set)
     boxes: dict[str, Box] = field(default_factory=dict)
     rename: Callable[[str], str] = str
-    _places: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
+    _noted: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
+    _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
+        default_factory=list
+    )  # of those, what `_views` don't show
     _pointers: list[Callable[[], int]] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
     _extents: list[Callable[[], object]] = field(default_factory=list)
@@ -101,6 +104,7 @@ class Bindings:
     _views: list[Iterable[Any]] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
     _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
+    _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
     _outer: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -155,7 +159,8 @@ class Bindings:
             self.staged.add(name)
 
     def expect(self, place: Mapping[Any, Any], key: object, value: object) -> None:
-        """Notes that `place[key]` is `value` itself, unless all entries of `place` are noted."""
+        """Notes that `place[key]` is `value` itself."""
+        self._noted.append((place, key, value))
         if id(place) not in self._whole:
             self._places.append((place, key, value))
 
@@ -173,7 +178,25 @@ class Bindings:
         view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
         self._whole.add(id(container))
         self._views.append(view)
+        if isinstance(container, MutableMapping):
+            self._containers.append(container)
         self._entries.extend(view)
+
+    def undo(self, before: Bindings) -> None:
+        """Takes out every tensor that was made since `before` was found, and puts back what was in its place."""
+        known = {(id(place), key): value for place, key, value in before._noted}
+        emptied = set()
+        for place, key, value in self._noted:
+            if not isinstance(value, torch.Tensor) or not isinstance(place, MutableMapping):
+                continue
+            if (id(place), key) not in known:
+                place.pop(key, None)
+                emptied.add(id(place))
+            elif known[id(place), key] is not value:
+                place[key] = known[id(place), key]
+        for container in self._containers:
+            for key in [key for key, value in container.items() if id(value) in emptied and not value]:
+                del container[key]
 
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""

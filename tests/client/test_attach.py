@@ -282,6 +282,20 @@ def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_befor
         assert mine["digests"] == reference["digests"]
 
 
+def test_state_that_the_version_before_did_not_have_is_taken_out_again(daemon):
+    """A parameter that is trained from step 8 on: what is made for the damaged step 8 must not stand in the way of step 7."""
+    options = {"thaws_at": 7, "seal_at": [6, 7, 8]}
+    plain = run(Spec(daemon.address, job="plain", options=options))
+    trainers = Trainers(Spec(daemon.address, options={**options, "pause_at": [8]}))
+    trainers.wait_for(8)
+    trainers.kill()
+    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+        if header.version.step == 8:
+            flip(daemon.folder / "job", header.slot)
+    after = run(Spec(daemon.address, options=options))
+    assert after[0]["began"] == 7 and after[0]["digests"] == plain[0]["digests"]
+
+
 def test_if_all_that_came_after_a_restart_is_damaged_what_the_restart_began_with_is_found(daemon):
     """That base is of an epoch which a decision of this attach, told before anyone looked at the slots, would not count."""
     for options in ({"pause_at": [8], "seal_at": [7, 8]}, {"pause_at": [9], "seal_at": [9]}):

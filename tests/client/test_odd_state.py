@@ -10,6 +10,7 @@ from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
 from reft.client.host_state import HostState
 from reft.client.request import Request
+from reft.client.restore import live_tensors
 from reft.client.room import Room
 from reft.client.state import check
 from reft.client.subjects import Subjects
@@ -132,6 +133,30 @@ def test_a_number_in_the_state_changes_with_every_step():
     bindings = Subjects({}, [optimizer], {}).bind()
     optimizer.state[parameter]["step"] = 1001
     assert bindings.hold()
+
+
+def test_what_was_made_for_a_version_is_taken_out_for_an_older_one():
+    """State of parameters, a buffer that had no value, one that was resized, a scaler's scale: all as it was before."""
+    trained = Twins()
+    trained.register_buffer("window", torch.zeros(6), persistent=False)
+    optimizer, scaler = torch.optim.AdamW(trained.parameters()), torch.amp.GradScaler("cpu")
+    step_once(trained, optimizer)
+    scaler.scale(torch.ones(1))
+    trained.later = torch.ones(3)
+    held = Subjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
+    model = Twins()
+    model.register_buffer("window", torch.zeros(4), persistent=False)
+    fresh, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    window, subjects = model.window, Subjects({"model.0": model}, [fresh], {"scaler": scaler})
+    before = subjects.bind()
+    assert len(live_tensors(held, subjects, before)) == len(held) and not before.hold()
+    subjects.bind().undo(before)
+    assert before.hold() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
+    assert model.later is None and model.window is window and scaler._scale is None
+    step_once(model, fresh)
+    before = subjects.bind()
+    subjects.bind().undo(before)
+    assert before.hold() and len(fresh.state) == 4, "what nobody made stays"
 
 
 class Around(torch.optim.Optimizer):

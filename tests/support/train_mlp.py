@@ -123,6 +123,8 @@ def _train(spec: dict[str, Any]) -> None:
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
+        if step < options.get("thaws_at", 0):
+            model[0].weight.grad = None  # so it gets no state before that step
         optimizer.step()
         if step == options.get("drift_at"):
             with torch.no_grad():

@@ -128,10 +128,8 @@ def note_structure(found: Bindings, parts: Parts) -> None:
     for _, part in parts:
         found.entries(part._modules)
         for container in (part._parameters, part._buffers):
-            if id(container) not in moving:
-                found.entries(container)
-                continue
-            found.count(container)
+            note = found.count if id(container) in moving else found.entries
+            note(container)
             for key, tensor in container.items():
                 if tensor is None:
                     found.expect(container, key, None)
