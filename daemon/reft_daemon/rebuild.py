@@ -210,13 +210,14 @@ class Rebuild:
         sources = {each.rank: each for each in self.request.slots}
         await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
         for each in lost:
-            each.slot = await job.making.alone(partial(self._made, job, each))
-            each.slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
+            slot = await _to_its_end(job.making.alone(partial(self._made, job, each)))
+            slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
 
     async def _made(self, job: HeldJob, lost: _Lost) -> SlotFile:
         self._check_still(job)
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
         (slot,) = await job.making.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
+        lost.slot = slot
         # A rank of another lost node than the one whose place was taken is held, but does not train here.
         (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = slot
         return slot
@@ -277,7 +278,9 @@ class Rebuild:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # nobody writes a slot that may be freed now
+            await _to_its_end(
+                asyncio.gather(*tasks, return_exceptions=True)
+            )  # nobody writes a slot that may be freed now
 
     async def _band(
         self, job: HeldJob, band: Band, placement: Placement, maker: Maker, targets: dict[int, SlotFile | None]
@@ -373,15 +376,27 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _in_thread(act, *arguments):  # type: ignore[no-untyped-def]
-    """Runs it in a thread, to its end even if the caller is cancelled: it writes into a slot that must not go before."""
-    task = asyncio.ensure_future(asyncio.to_thread(act, *arguments))
+    """Runs it in a thread, to its end."""
     try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+        return await _to_its_end(asyncio.to_thread(act, *arguments))
     except ValueError as error:
         raise ConfigError(f"it can't be rebuilt: {error}.") from error
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    """Its result, once it has one, however often the caller is cancelled: it writes into a slot that must not go before."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # nobody else asks for it
+    raise cancelled
 
 
 def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
