@@ -80,7 +80,9 @@ class SlotFile:
         return TMPFS if os.fstat(self.descriptor).st_nlink else UNLINKED
 
     def check_size(self) -> None:
-        """Raises FormatError if the file was cut: touching the mapping would kill the daemon."""
+        """Raises FormatError if the slot was freed, or its file cut: touching the mapping would kill the daemon."""
+        if self.descriptor < 0:
+            raise FormatError(f"slot {self.name} was freed.")
         if os.fstat(self.descriptor).st_size < self.file_bytes:
             raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
 
@@ -93,6 +95,7 @@ class SlotFile:
         if self.path:
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
+        self.descriptor = -1  # whoever still reads it must not meet another file
 
 
 def fits(have: Geometry, want: Geometry) -> bool:

@@ -122,11 +122,10 @@ class Custody:
             try:
                 header = slot.map.reread()
                 if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
-                    compared = found.setdefault(header.version.step, {})
-                    tree = capsule.decode(slot.map.capsule())
-                    compared |= {int(cell): int(digest) for cell, digest in tree["compared"].items()}
+                    compared = capsule.decode(slot.map.capsule())["compared"]
+                    found[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
             except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
-                log.error("slot=%s does not say what its replicas should hold: %s", slot.name, error)
+                log.error("slot=%s is damaged, or does not say what its replicas should hold: %s", slot.name, error)
         return found
 
     def _read(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:

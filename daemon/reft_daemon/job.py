@@ -51,6 +51,7 @@ class HeldJob:
     on_change: Callable[[HeldJob], None]
     slots: dict[str, SlotFile] = field(default_factory=dict)
     retired: dict[str, SlotFile] = field(default_factory=dict)
+    drafts: dict[str, SlotFile] = field(default_factory=dict)  # of a rebuild: nobody's yet
     leases: dict[int, Lease] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
     ended_s: float = field(default_factory=time.monotonic)
@@ -85,7 +86,7 @@ class HeldJob:
 
     @property
     def all_slots(self) -> dict[str, SlotFile]:
-        return {**self.retired, **self.slots}
+        return {**self.drafts, **self.retired, **self.slots}
 
     @property
     def held_bytes(self) -> int:
@@ -432,12 +433,11 @@ class HeldJob:
                 continue
             try:
                 digests = await asyncio.to_thread(slot.digests)
+                if slot.map.reread().state is SlotState.LANDED:
+                    slot.map.sealed(digests)
+                    log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
             except FormatError as error:
                 log.error("job=%s rank=%d %s is not sealed: %s", self.id, rank, header.version, error)
-                continue
-            if slot.map.reread().state is SlotState.LANDED:
-                slot.map.sealed(digests)
-                log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
         self._answer_from_slots(rank)
 
     def _answer_from_slots(self, rank: int) -> None:
@@ -479,8 +479,8 @@ class HeldJob:
         for slot in self.all_slots.values():
             self.arena.free(slot)
         self.custody.store.free()
-        self.slots.clear()
-        self.retired.clear()
+        for each in (self.slots, self.retired, self.drafts):
+            each.clear()
         self.arena.forget(self.id)
         return freed
 

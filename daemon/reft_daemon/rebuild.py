@@ -110,7 +110,7 @@ class Rebuild:
             for each in lost:
                 await self._verify(each, placement)
             self._check_still(job)
-            headers = [self._seal(each) for each in lost]
+            headers = [self._seal(job, each) for each in lost]
         except Damaged as error:
             log.warning("job=%s rebuild: %s", name, error)
             return pb.RebuildReply(damaged=[pb.DamagedSlot(node=error.node.id, slot=error.slot)])
@@ -218,8 +218,7 @@ class Rebuild:
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
         (slot,) = await job.making.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
         lost.slot = slot
-        # A rank of another lost node than the one whose place was taken is held, but does not train here.
-        (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = slot
+        job.drafts[slot.name] = slot  # until it is sealed: an attach that comes meanwhile must not lease it
         return slot
 
     @property
@@ -278,9 +277,8 @@ class Rebuild:
         finally:
             for task in tasks:
                 task.cancel()
-            await _to_its_end(
-                asyncio.gather(*tasks, return_exceptions=True)
-            )  # nobody writes a slot that may be freed now
+            # Nobody writes a slot that may be freed now.
+            await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
 
     async def _band(
         self, job: HeldJob, band: Band, placement: Placement, maker: Maker, targets: dict[int, SlotFile | None]
@@ -330,12 +328,14 @@ class Rebuild:
                 "bring back the lost node's memory, or go back to a checkpoint",
             )
 
-    def _seal(self, lost: _Lost) -> pb.SlotHeader:
+    def _seal(self, job: HeldJob, lost: _Lost) -> pb.SlotHeader:
         slot = lost.slot
         assert slot is not None, "a lost rank without a slot"
         slot.map.put_capsule(lost.record.capsule)
         slot.map.landed()
         slot.map.sealed(np.frombuffer(lost.record.digests, "<u8"))
+        # A rank of another lost node than the one whose place was taken is held, but does not train here.
+        (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = job.drafts.pop(slot.name)
         return pb.SlotHeader(
             rank=lost.rank, slot=slot.name, state=pb.SEALED, version=self.request.version,
             layout=slot.map.header.layout, data_bytes=lost.data_bytes,
@@ -353,12 +353,10 @@ class Rebuild:
         is_held = self.registry.jobs.get(job.id) is job
         for each in lost:
             slot = each.slot
-            if slot is None or slot.map.header.state is SlotState.SEALED or not is_held:
-                continue
+            if slot is None or slot.name not in job.drafts:
+                continue  # it is finished, or was freed with the job
             slot.map.empty()
-            job.slots.pop(slot.name, None)
-            job.retired.pop(slot.name, None)
-            self.registry.arena.free(slot)
+            self.registry.arena.free(job.drafts.pop(slot.name))
         if is_new and is_held and not job.all_slots and job.epoch == messages.epoch_from(self.request.decision.epoch):
             self.registry.purge(job.id)
 

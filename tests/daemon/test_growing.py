@@ -15,10 +15,11 @@ import pytest
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Version
-from reft.errors import AttachError, NoRoom
+from reft.errors import AttachError, FormatError, NoRoom
 from reft.wire import messages
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import reading
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
 from tests.daemon.jobs import CHUNK, Code, Job, epoch_of, refused, write
@@ -231,3 +232,23 @@ def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
     monkeypatch.setattr(arena, "_made", look)
     slots = arena.create("job", 0, ["rank-0.slot-0", "rank-0.slot-1"], Geometry(4096, 4096, 4096), [])
     assert held == [sum(slot.file_bytes for slot in slots)] * 2
+
+
+def test_who_reads_a_slot_that_is_freed_meanwhile_gets_no_other_file(arena):
+    async def run() -> None:
+        job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
+        request.data_bytes = 2 * reading.READ_CHUNK
+        slot, _ = await job.lease(request)
+        write(slot.map, version, nbytes=request.data_bytes)
+        ask = pb.ReadRequest(job="job", slot=slot.name, version=messages.version_to(version), size=slot.file_bytes)
+        pieces, number = reading.read(job, ask), slot.descriptor
+        await anext(pieces)
+        job.free()
+        other = os.dup2(arena._lock, number)  # the number is given again
+        with pytest.raises(FormatError, match="can't be read"):
+            await anext(pieces)
+        with pytest.raises(FormatError, match="was freed"):
+            slot.check_size()
+        os.close(other)
+
+    asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import shutil
@@ -19,12 +20,16 @@ from reft.client.share import Cut, share_of
 from reft.client.state import leaf_of
 from reft.core.round import Answer
 from reft.core.slots import SlotState
+from reft.core.version import Version
 from reft.wire import capsule, messages
 from reft.wire.manifest import placement_of
 from reft.wire.rebuilt import rebuild_request
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.daemon.jobs import CHUNK, Code, Job, Trainer, refused, slot_path, tcp_call
+from reft_daemon.arena import Arena
+from reft_daemon.rebuild import Rebuild, _Lost
+from tests.daemon.jobs import CHUNK, Code, Job, Trainer, epoch_of, refused, registry_of, slot_path, tcp_call
+from tests.daemon.test_leases import decide_request, lease_request
 from tests.support import certificates
 from tests.support.daemons import DaemonProcess, until
 from tests.support.manifests import described
@@ -458,3 +463,28 @@ def test_a_request_that_makes_no_sense_is_refused(start):
             ("rank-0.slot-7", stale.nodes[stale.slots[0].node].id)
         ]
         assert not spare.call("Status", pb.StatusRequest()).jobs
+
+
+def test_an_attach_that_comes_meanwhile_leases_no_slot_that_is_being_made(tmp_path):
+    """It would write the slot beside the rebuild, which frees it when it hears of the attach."""
+
+    async def run() -> None:
+        registry, lost = registry_of(Arena(tmp_path, 0)), _Lost(0, pb.CapsuleRecord(), b"table", CHUNK)
+        first, second = decide_request(1), decide_request(2)
+        first.manifest.token = second.manifest.token = bytes(32)
+        await registry.decide(first)
+        job = registry.get("job")
+        first.manifest.chunk_bytes = CHUNK
+        version = messages.version_to(Version(epoch_of(1), 3))
+        rebuild = Rebuild(
+            registry, pb.RebuildRequest(manifest=first.manifest, decision=first.decision, version=version)
+        )
+        await rebuild._open(job, [lost], [])
+        await registry.decide(second)
+        leased = await job.lease(lease_request(2))
+        rebuild._drop_unsealed(job, [lost], False)
+        assert {slot.name for slot in leased} == set(job.all_slots) and {slot.backing for slot in leased} == {"tmpfs"}
+        assert registry.arena.held_bytes == job.held_bytes
+        await registry.close(purge=True)
+
+    asyncio.run(run())
