@@ -32,6 +32,7 @@ from tests.support.daemons import DaemonProcess
 from tests.support.saying import says
 
 CHUNK = 4096
+CAPSULE = capsule.encode({"compared": {}})
 Code = grpc.StatusCode
 
 
@@ -226,12 +227,12 @@ def write(
     """Writes a version into a slot as a trainer does, and stops in the state `upto`.
 
     Args:
-        compared: what the capsule says of cells; None: the capsule is one that can't be read.
+        compared: what the capsule says of cells: nothing, if it is None.
     """
     data = data_of(version.step, nbytes)
     layout = layout_of(len(data))
     slot.begin(version, layout.digest, messages.table_to(layout), len(data))
-    slot.put_capsule(b"capsule" if compared is None else capsule.encode({"compared": dict(compared)}))
+    slot.put_capsule(CAPSULE if compared is None else capsule.encode({"compared": dict(compared)}))
     slot.data[: len(data)] = np.frombuffer(data, np.uint8)
     if upto >= SlotState.LANDED:
         slot.landed()

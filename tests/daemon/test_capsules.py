@@ -21,7 +21,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.service import DaemonService
 from reft_daemon.watch import FENCE_DEADLINE_S
-from tests.daemon.jobs import CHUNK, Code, Job, layout_of, refused, tcp_call, write
+from tests.daemon.jobs import CAPSULE, CHUNK, Code, Job, layout_of, refused, tcp_call, write
 from tests.support.daemons import DaemonProcess, until
 from tests.support.manifests import described
 
@@ -100,7 +100,7 @@ def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, train
     assert sorted(rank for _, rank in found) == sorted([0, 1, 2] * tolerate)
     for node, rank in [*found, (0, 0)]:  # as a holder has it, and as its own slot has it
         got = fetch(job, node, rank, 1)
-        assert (got.rank, got.version.step, got.capsule, got.kept_bytes) == (rank, 1, b"capsule", 2 * CHUNK)
+        assert (got.rank, got.version.step, got.capsule, got.kept_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
         assert got.digests == fetch(job, rank, rank, 1).digests and len(got.digests) == 16
     for node in range(3):
         status = job.daemons[node].call("Status", pb.StatusRequest())
