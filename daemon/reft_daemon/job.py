@@ -427,7 +427,7 @@ class HeldJob:
 
     async def seal_landed(self, rank: int) -> None:
         """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
-        for slot in [slot for slot in self.slots.values() if slot.rank == rank]:
+        for slot in [slot for slot in self.all_slots.values() if slot.rank == rank]:
             header = header_of(self.id, slot)
             if header is None or header.state is not SlotState.LANDED:
                 continue
@@ -446,7 +446,7 @@ class HeldJob:
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""
-        return headers.sealed_versions(self.id, (slot for slot in self.slots.values() if slot.rank == rank))
+        return headers.sealed_versions(self.id, (slot for slot in self.all_slots.values() if slot.rank == rank))
 
     # What is shown
 

@@ -24,6 +24,7 @@ from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
 from tests.daemon.jobs import CHUNK, Code, Job, epoch_of, refused, write
 from tests.daemon.test_leases import decide_request, lease_request, release_request
+from tests.support.daemons import until
 from tests.support.saying import says
 
 
@@ -66,6 +67,16 @@ def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, 
     seal(job, new[0], 4)
     seal(job, new[1], 5)
     assert len(job.headers()) == 2, "once the new slots are written, the old ones go"
+
+
+def test_what_a_trainer_left_in_slots_that_larger_ones_replace_is_sealed_too(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    old, _ = job.slots(0, trainer.pid)
+    job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
+    write(old, job.version(1), SlotState.LANDED)  # it has not mapped them yet
+    trainer.kill()
+    until(lambda: (SlotState.SEALED, 1) in job.headers().values(), what="the seal")
+    until(lambda: job.whole() == 1, what="the round's word")
 
 
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
