@@ -146,7 +146,8 @@ async def serve(settings: Settings) -> None:
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
     far = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
     addresses = _addresses(far, settings, arena)
-    peers, beats = Peers(settings.tls, addresses), Peers(settings.tls, addresses, apart=True)
+    own = {*addresses, _unix(settings)}
+    peers, beats = Peers(settings.tls, own), Peers(settings.tls, own, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = Identity(
@@ -182,11 +183,14 @@ async def serve(settings: Settings) -> None:
 
 
 def _addresses(far: grpc.aio.Server, settings: Settings, arena: Arena) -> tuple[str, ...]:
-    """Where this daemon is called; for other hosts `far` listens."""
-    # Daemons of one host reach each other without TCP; on another host the path leads nowhere, or to that host's own
-    # daemon, so nobody calls another node by an address of his own.
-    unix = rpc.check_address(f"unix:{settings.socket}")
-    return (_listen(far, settings, arena), unix) if settings.listen else (unix,)
+    """Where other daemons call this one; for other hosts `far` listens."""
+    # Not the socket too: on another host its path leads to whatever daemon serves there, and that would be taken for this one
+    # while this one is away. Where nobody listens, daemons of one host reach each other by it.
+    return (_listen(far, settings, arena),) if settings.listen else (_unix(settings),)
+
+
+def _unix(settings: Settings) -> str:
+    return rpc.check_address(f"unix:{settings.socket}")
 
 
 def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:

@@ -42,8 +42,6 @@ def job(start, trainer) -> Job:
 
 def held_job(daemons: list[DaemonProcess], tolerate: int = 1) -> Job:
     job = Job([(daemon, [rank]) for rank, daemon in enumerate(daemons)], **placed(len(daemons), tolerate))
-    for node in job.manifest.nodes:
-        del node.addresses[1:]  # as on hosts of their own: no unix socket in common
     return job.decide()
 
 
@@ -454,8 +452,6 @@ def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job
 def held_again(job: Job, daemons: list[DaemonProcess]) -> Job:
     """The next attach of the job, with another set of nodes; the base is step 1 of the epoch before."""
     again = Job([(daemon, [rank]) for rank, daemon in enumerate(daemons)], **placed(len(daemons)))
-    for node in again.manifest.nodes:
-        del node.addresses[1:]
     again.counter = job.counter + 1
     for i, daemon in enumerate(daemons):
         request = pb.DecideRequest(

@@ -31,8 +31,6 @@ def certificates(tmp_path) -> Certificates:
 def job(start, certificates) -> Job:
     flags = certificates.flags("ours")
     job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
-    for node in job.manifest.nodes:
-        del node.addresses[1:]
     return job.decide()
 
 

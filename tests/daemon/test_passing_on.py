@@ -28,8 +28,6 @@ def job(start, tmp_path) -> Job:
     """Two nodes with nothing in common but TCP; rank 1 has sealed step 3."""
     flags = Certificates(tmp_path).flags("ours")
     job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
-    for node in job.manifest.nodes:
-        del node.addresses[1:]
     job.decide()
     (slot,) = job.slots(1, os.getpid(), slots=1, data_bytes=DATA_BYTES)
     write(slot, job.version(3))

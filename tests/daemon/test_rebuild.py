@@ -53,11 +53,10 @@ class Held:
     Args:
         daemons: one a node.
         tolerate: how many nodes may be lost.
-        far: whether the nodes have nothing in common but TCP, as hosts of their own.
     """
 
     def __init__(
-        self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,), far: bool = False,
+        self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,),
         **facts: object,
     ) -> None:  # fmt: skip
         leaves = [leaf_of(name, tensor, name == RIDER) for name, tensor in tensors_of(0).items()]
@@ -65,8 +64,6 @@ class Held:
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], protect="auto", tolerate=tolerate,
             chunk_bytes=CHUNK, **described(*[leaves] * len(daemons)), **facts,
         )  # fmt: skip
-        for node in self.job.manifest.nodes if far else ():
-            del node.addresses[1:]
         self.job.decide()
         self.placement = placement_of(self.job.manifest)
         self.present = [leaf for leaf in leaves if leaf.name != "late"]
@@ -186,7 +183,7 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
 def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_path):
     flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
     daemons = cluster(start, 3, *flags)
-    held = Held(daemons, 1, far=True).end()
+    held = Held(daemons, 1).end()
     spare = start("--node", "spare", *flags)
     address = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
     before = contents(held.path(1))

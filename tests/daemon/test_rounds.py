@@ -31,8 +31,6 @@ def three(start, trainer) -> Job:
 
 def leased(nodes: list[tuple[DaemonProcess, list[int]]], trainer: Trainer) -> Job:
     job = Job(nodes)
-    for node in job.manifest.nodes:
-        del node.addresses[1:]  # as on hosts of their own: no unix socket in common
     job.decide()
     for rank in job.home:
         job.lease(rank, trainer.pid, slots=0)
@@ -142,6 +140,19 @@ def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(sta
     job.daemons[1].start()
     until(lambda: job.daemons[0].status("job").unlike == [3], what="the difference")
     assert job.whole(0) == -1
+
+
+def test_a_daemon_that_listens_is_called_there_and_nowhere_else(start, trainer):
+    """Its socket's path leads to another daemon on another host: that one would keep what it is to keep."""
+    job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)])
+    assert [len(hello.addresses) for hello in job.hellos] == [1, 1]
+    job.decide()
+    away, other = job.daemons[1], start("--listen", "127.0.0.1:0")
+    away.kill()
+    away.socket.unlink()
+    away.socket.symlink_to(other.socket)
+    seen = job.daemons[0].call("Survey", pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:]))
+    assert not seen.nodes[0].HasField("reply") and "refused" in seen.nodes[0].trouble
 
 
 def test_an_orphans_decision_does_not_stop_the_round(three):

@@ -32,7 +32,6 @@ class Cluster:
         self.trainers = [Trainer() for _ in range(count)]
         self.job = Job([(daemon, [rank]) for rank, daemon in enumerate(self.daemons)])
         for node, daemon in zip(self.nodes, self.daemons, strict=True):
-            del node.addresses[1:]  # as on hosts of their own
             daemon.flags = ("--listen", node.addresses[0], *flags)
         self.agents: list[Agent] = []
 

@@ -40,7 +40,7 @@ class Node:
 
     @property
     def member(self) -> pb.Node:
-        return pb.Node(name=self.hello.node, id=self.hello.node_id, addresses=self.hello.addresses[:1])
+        return pb.Node(name=self.hello.node, id=self.hello.node_id, addresses=self.hello.addresses)
 
     def begin(self, members: list[pb.Node], round: int) -> None:
         term = Term("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))

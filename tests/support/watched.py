@@ -101,7 +101,7 @@ class Watched:
         for host in added:
             hello = pb.HelloRequest(protocol=messages.PROTOCOL)
             reply = until(lambda host=host, hello=hello: _try(host, "Hello", hello), SETTLED_S, "a daemon's start")
-            host.node.CopyFrom(pb.Node(name=reply.node, id=reply.node_id, addresses=reply.addresses[:1]))
+            host.node.CopyFrom(pb.Node(name=reply.node, id=reply.node_id, addresses=reply.addresses))
         self.living += added
 
     def _make(self) -> Host:
