@@ -27,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import Goal, table
 from reft.client.exchange import spoken_alone, text_of
 from reft.client.likeness import are_alike
-from reft.client.roster import Roster, layout_facts
+from reft.client.request import Request
+from reft.client.roster import Roster, agreed_facts, layout_facts
+from reft.config import Config
 from reft.core import symbolic
 from reft.core.cells import RIDERS_MAX
 from reft.core.layout import Leaf, pack
@@ -145,6 +147,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
     kinds: dict[object, tuple[symbolic.Table, dict[str, Any], list[Leaf]]] = {}
     digests: dict[object, str] = {}
     found, tables = [], []
+    agreed = agreed_facts(Request(None, (), None, {}, None, "auto", 1), Config())
     checked = {0, 1, 7, 8, 127, 128, job.world - 1, *range(5, job.world, job.world // 16)}
     for rank in range(job.world):
         kind = job.layers(rank)
@@ -177,7 +180,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
             "domain": f"rack-{node // 16:04}", "threads": 14, "cpus": "f" * 28,
             "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
             "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "unnamed": "", "pid": 100_000 + rank,
-            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine,
+            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine, **agreed,
         })  # fmt: skip
         tables.append(table)
     return found, tables
