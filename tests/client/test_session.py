@@ -114,6 +114,23 @@ def test_a_step_that_raises_is_none_and_those_behind_it_count(attach, kind):
     assert session.step == 5 and session.seal(timeout=10).step == 5
 
 
+def test_of_a_step_that_is_compiled_only_the_step_is(attach):
+    """Else the compiler goes through what marks and hooks do, some two hundred functions of it, and warns of most."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(optimizer.step, backend="eager")
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        compiled()
+    assert session.step == 4 and session.seal(timeout=10)
+    assert 0 < torch._dynamo.utils.counters["frames"]["total"] < 10
+    other, another = make()
+    assert attach(other, another).step == 4 and state_bytes(other, another) == state_bytes(model, optimizer)
+
+
 def test_every_nth_step_and_seal_of_one_between(attach):
     model, optimizer = make()
     session = attach(model, optimizer, every=3)

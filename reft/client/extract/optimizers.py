@@ -17,6 +17,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from reft.client.state import Bindings, leaf_of
 from reft.core.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
+CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(
+    lambda: None
+).__code__  # of what torch wraps each class's step into
 KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
 
 
@@ -237,10 +241,14 @@ class OptimizerExtractor:
     def hook(
         self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
     ) -> list[Removable]:
-        """On the object itself, never on one inside it."""
+        """On the object itself, never on one inside it. Where the step is compiled, they break its graph and run as they are.
+
+        Else torch.compile would go through all that a mark does, compile what it can of it for seconds, and warn of the rest.
+        """
+        untraced = torch.compiler.disable  # needs torch._dynamo, which whoever has an optimizer has imported
         return [
-            value.register_step_pre_hook(functools.partial(_before_writing, before)),
-            value.register_step_post_hook(functools.partial(_after_outermost, after)),
+            value.register_step_pre_hook(untraced(functools.partial(_before_writing, untraced(before)))),
+            value.register_step_post_hook(untraced(functools.partial(_after_outermost, after))),
         ]
 
 
@@ -288,13 +296,13 @@ def _after_outermost(after: Callable[..., None], optimizer: torch.optim.Optimize
 
     The stack is asked, and no count of calls is kept: a step that raises calls no post-hook.
     """
-    calls_hooks = sys._getframe(1)  # torch's wrapper around each class's step
-    frame = calls_hooks.f_back
-    while frame is not None:
-        if frame.f_code is calls_hooks.f_code and frame.f_locals.get("self") is optimizer:
-            return
+    frame: FrameType | None = sys._getframe()
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is CALLS_HOOKS and frame.f_locals.get("self") is optimizer
         frame = frame.f_back
-    after(optimizer)
+    if calls < 2:
+        after(optimizer)
 
 
 def pieces(parameter: Named, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
