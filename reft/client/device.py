@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """For calls of CUDA that a thread makes while another one may capture a graph, in the default mode.
+
+    Waiting for an event, or pinning memory, would fail then and make the capture invalid, and with it the training step. In
+    this mode a thread heeds its own captures only. By the driver and not the runtime, which would make a context on device 0.
+    """
+    exchange = _exchange()
+    if exchange is None:
+        yield
+        return
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _exchange() -> Any:
+    """Sets the capture mode of the calling thread, and gives the one that it had in its place; None without NVIDIA's driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return None
 
 
 class Device:
@@ -44,7 +76,8 @@ class Device:
         return torch.cuda.stream(self.side)
 
     def host_waits(self, event: Any) -> None:
-        event.synchronize()
+        with beside_captures():
+            event.synchronize()
 
     def times(self, events: Sequence[Any]) -> list[float] | None:
         """When the device passed these events, in seconds of `time.perf_counter`; None if it has not passed them all.

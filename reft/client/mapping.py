@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reft.client.device import beside_captures
 from reft.client.pages import Pages, map_shared
 from reft.core.slots import Slot
 from reft.wire.mapped import map_file
@@ -58,7 +59,8 @@ class MappedSlot:
 
     def register(self) -> None:
         """Pins the pages for CUDA, so that copies run beside the host."""
-        code = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, _PINNED_PORTABLE)
+        with beside_captures():
+            code = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, _PINNED_PORTABLE)
         self._registered = int(code) == 0
         if not self._registered:
             log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, int(code))

@@ -6,12 +6,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+import reft.client.device as device_module
 from reft.client.attach import Attachment
 from reft.client.cuda_copier import CudaCopier
+from reft.client.device import Device
+from reft.client.mapping import MappedSlot
 from reft.client.session import Session
 from tests.client.test_state_kinds import state_bytes
 from tests.support.streams import Late
@@ -134,3 +139,32 @@ def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attac
         session.step_end()  # the first one before any call
         assert session._window_open is is_open
         optimizer.step()
+
+
+class Driver:
+    """What stands for CUDA's driver: the capture mode of this thread, global unless somebody changes it."""
+
+    def __init__(self) -> None:
+        self.mode, self.modes = 0, []
+
+    def exchange(self, reference) -> None:
+        given = reference._obj
+        given.value, self.mode = self.mode, given.value
+
+    def note(self, *_: object) -> int:
+        self.modes.append(self.mode)
+        return 0
+
+
+def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
+    """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
+    driver = Driver()
+    monkeypatch.setattr(device_module, "_exchange", lambda: driver.exchange)
+    Device.host_waits(None, SimpleNamespace(synchronize=driver.note))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=driver.note))
+    slot = MappedSlot(0, "slot", -1, None, None, np.zeros(1, np.uint8))
+    slot.register()
+    assert slot._registered and driver.modes == [1, 1] and driver.mode == 0
+    with contextlib.suppress(RuntimeError), device_module.beside_captures():
+        raise RuntimeError("an error of the device")
+    assert driver.mode == 0
