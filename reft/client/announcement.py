@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from reft.client import hooks
@@ -115,7 +116,29 @@ def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
     uncovered = request.uncovered()
     if uncovered:
         lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
+    if unheld := _unheld(subjects):
+        lines.append(
+            f"{len(unheld)} trainable parameters are in no optimizer that was passed, e.g. {unheld[0]}: if another one trains "
+            "them, pass it too, optimizer=[...], else its state is not held, and its steps are not waited for."
+        )
     return lines
+
+
+def _unheld(subjects: Subjects) -> list[str]:
+    """Parameters of the models that require gradients and that no optimizer has, as far as that can be told.
+
+    Not where an optimizer is another library's, or has copies of the parameters in another precision.
+    """
+    if not all(isinstance(each, torch.optim.Optimizer) for each in subjects.optimizers):
+        return []
+    held = {
+        id(each) for optimizer in subjects.optimizers for group in optimizer.param_groups for each in group["params"]
+    }
+    models = [
+        named for named in subjects.parameters() if named.name.startswith("model.") and named.tensor.requires_grad
+    ]
+    found = [named.name for named in models if id(named.tensor) not in held]
+    return found if len(found) < len(models) else []
 
 
 def _regroups(module: nn.Module) -> bool:

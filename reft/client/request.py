@@ -79,9 +79,10 @@ class Request:
     def uncovered(self) -> list[str]:
         """What a restart would not bring back, as far as that can be seen."""
         found = []
-        has_scheduler = any(isinstance(value, torch.optim.lr_scheduler.LRScheduler) for value in self.state.values())
+        others = [v for v in self.objects().values() if not isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
+        has_scheduler = len(others) < len(self.objects())
         if not has_scheduler and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers):
             found.append("the LR scheduler")
-        if not self.objects():
+        if not others:
             found.append("the data position")
         return found

@@ -153,10 +153,12 @@ class Session:
         if not isinstance(self._marks, _Unmarked):
             self._marks = _Marked()
             return
-        if self._counts_calls:
+        if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
-                f"step {self.step} was counted by calls of the optimizer, but this loop marks its steps.",
-                "train without marks, or start under another job name",
+                "what was restored was held while calls of the optimizer counted as steps, but this loop marks its steps: the "
+                "run before ended ahead of its first mark, or its loop was another.",
+                f"reft-cli purge {self._snapshots.leaser.job} to start fresh, and session.begin_marking() right after attach, so "
+                "that this does not happen again; or train without marks; or start under another job name",
             )
         self._close_window()
         if self.step > self._marks.start + 1 and self._snapshots is not None:

@@ -140,7 +140,8 @@ class Snapshots:
         The base's own step was counted before it: taken again to protect it anew, it stays.
         """
         log.warning(
-            "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that.",
+            "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that. Call "
+            "session.begin_marking() right after attach: a run that ends before its first mark must be purged otherwise.",
             self.rank,
             until,
         )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -393,3 +394,28 @@ def test_replicas_that_differ_at_attach_are_kept_by_every_rank(daemon):
     options = {"apart": True, "seed_by_rank": True}
     plain = run(Spec(daemon.address, job="plain", options=options), 2)
     assert plain[0]["sealed"] == [True, 12] and plain[0]["digests"] != plain[1]["digests"]
+
+
+def test_what_is_not_covered_is_said(attach, capsys):
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    attach(model, optimizer)
+    assert "not covered: the LR scheduler and the data position;" in capsys.readouterr().err
+    attach(model, optimizer, state={"lr": scheduler})
+    said = capsys.readouterr().err
+    assert "not covered: the data position;" in said and "in no optimizer" not in said
+    position = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    attach(model, optimizer, state={"lr": scheduler, "data": position}, job="another", protect="none")
+    assert "not covered: " not in capsys.readouterr().err
+
+
+def test_trainable_parameters_that_no_optimizer_has_are_said(attach, capsys):
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("frozen", "trained", "forgotten")})
+    model["frozen"].requires_grad_(False)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    attach(model, torch.optim.SGD(model["trained"].parameters(), lr=0.1), state={"average": average})
+    said = capsys.readouterr().err
+    assert "2 trainable parameters are in no optimizer that was passed, e.g. model.0.forgotten.weight" in said
+    masters = [nn.Parameter(each.detach().clone()) for each in model.parameters()]
+    attach(model, torch.optim.SGD(masters, lr=0.1), job="copies")
+    assert "in no optimizer" not in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_without_marks_each_call_of_the_optimizer_is_a_step(attach):
     other, another = make()
     session = attach(other, another)
     assert session.step == 5 and state_bytes(other, another) == expected
-    with pytest.raises(errors.RestoreError, match="counted by calls"):
+    with pytest.raises(errors.RestoreError, match="counted as steps"):
         next(session.steps(9))
 
 
@@ -66,6 +66,20 @@ def test_calls_before_the_first_mark_leave_nothing_behind(attach):
         session.step_end()
     assert session.seal(timeout=10).step == 10
     assert attach(*make()).step == 10
+
+
+def test_a_run_that_ended_before_its_first_mark_says_how_to_go_on(attach):
+    """Several calls of the optimizer in one marked step, and the first step was never finished."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(3):
+        step_once(model, optimizer)
+    assert session.seal(timeout=10)
+    session = attach(*make())
+    with pytest.raises(
+        errors.RestoreError, match=r"reft-cli purge job-.*session\.begin_marking\(\) right after attach"
+    ):
+        session.step_end()
 
 
 def test_a_subclass_that_calls_its_parent_steps_once(attach):
