@@ -4,19 +4,26 @@
     later ones                       a digest of WINDOW_BYTES of it; the window wanders with the step
 
 The digests travel with "sealed" (`reft.core.round`), and lie in each rank's capsule: a restore finds all that is sealed, also
-what the round never heard of or found to differ, so it compares them before it reads any bytes. What to digest follows from
-the step's number alone, so that all ranks digest the same. A difference that lasts is found within cell / WINDOW_BYTES
-snapshots; one that spreads, as in weights that were once updated with unlike gradients, with the next.
+what the round never heard of or found to differ, so it compares them before it reads any bytes. It does so with what is left
+of the steps before its base, too: in steps that were sealed before the ranks had heard of a difference, the window may lie
+elsewhere. What to digest follows from the step's number alone, so that all ranks digest the same. A difference that lasts is
+found within cell / WINDOW_BYTES snapshots; one that spreads, as in weights that were once updated with unlike gradients, with
+the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
 
+from reft.client.reading import Remote
 from reft.client.share import CellRuns, Run
+from reft.core.recovery import Plan
+from reft.errors import FormatError, RestoreError
+from reft.wire import capsule
 from reft.wire.slot_format import Bytes
 
 WINDOW_BYTES = 1 << 20
@@ -53,8 +60,17 @@ def digest_of(sample: Sample, parts: Sequence[Bytes]) -> int:
 
 
 def compared(tree: Mapping[str, Any]) -> list[list[int]]:
-    """What the capsule of a rank says that it had: [cell, digest] of each sample."""
-    return [list(pair) for pair in tree.get("compared", {}).items()]
+    """What the capsule of a rank says that it had: [step, cell, digest] of each sample."""
+    return [[tree["step"], *pair] for pair in tree.get("compared", {}).items()]
+
+
+def compared_before(remote: Remote, plan: Plan, rank: int) -> list[list[int]]:
+    """The same of all capsules that are left of the steps before the plan's base; what can't be read says nothing."""
+    found = []
+    for version, node in plan.earlier.get(rank, ()):
+        with contextlib.suppress(FormatError, RestoreError):
+            found += compared(capsule.decode(remote.capsule(node, rank, version).capsule))
+    return found
 
 
 def are_unlike(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
@@ -63,8 +79,8 @@ def are_unlike(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
     Args:
         ranks: `compared` of each.
     """
-    known: dict[int, int] = {}
-    return any(known.setdefault(cell, digest) != digest for each in ranks for cell, digest in each)
+    known: dict[tuple[int, int], int] = {}
+    return any(known.setdefault((step, cell), digest) != digest for each in ranks for step, cell, digest in each)
 
 
 def _window(nbytes: int, step: int, in_whole: bool) -> tuple[int, int]:

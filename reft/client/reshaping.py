@@ -19,7 +19,7 @@ import torch
 from reft.client import counting, inheritance
 from reft.client.cell_space import CellSpace
 from reft.client.checked import Checked
-from reft.client.comparing import are_unlike, compared
+from reft.client.comparing import are_unlike, compared, compared_before
 from reft.client.exchange import Exchange, bytes_of, text_of
 from reft.client.host_state import HostState
 from reft.client.inheritance import Inheritance
@@ -187,7 +187,7 @@ class Reshaping:
         digests = {part: inheritance.digest(value) for part, value in inheritance.parts(tree).items()}
         return {
             "absent": tree["absent"], "others": text_of(others), "digests": digests, "step": tree["step"],
-            "marked": tree["marked"], "compared": compared(tree),
+            "marked": tree["marked"], "compared": compared(tree) + compared_before(self.remote, self.plan, old),
         }  # fmt: skip
 
     def _slot(self, held: Held) -> SlotMap:

@@ -78,7 +78,8 @@ class Restoration:
         """Everything that can be looked at before bytes move.
 
         Returns:
-            "damaged": the ranks whose slots or capsules are; "compared": what this rank had where others should have the same.
+            "damaged": the ranks whose slots or capsules are; "compared": what this rank had where others should have the same,
+            at the base and at the steps before it.
         """
         damaged = []
         reader_of = self._readers()
@@ -96,12 +97,17 @@ class Restoration:
             self._tensors = live_tensors(
                 sorted(self._leaves, key=self._place_of), self.subjects, self.bindings, self.room
             )
-        return {"damaged": sorted(set(damaged)), "compared": comparing.compared(self._tree)}
+        return {"damaged": sorted(set(damaged)), "compared": self._compared()}
 
     @property
     def far_s(self) -> float:
         """How much longer `open` may take because slots lie on other nodes."""
         return far_s(self.plan.sources, self._readers(), self.nodes)
+
+    def _compared(self) -> list[list[int]]:
+        if not self._tree.get("compared"):
+            return []
+        return comparing.compared(self._tree) + comparing.compared_before(self.remote, self.plan, self.rank)
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
         """Fills the live tensors; the ranks whose slots turned out to be damaged.

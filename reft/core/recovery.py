@@ -128,6 +128,7 @@ class Plan:
         capsules: rank → where its capsule of the base is, for all other ranks.
         dropped: slots that must be emptied before anyone writes: open, or newer than the base, or of a dead history.
         partial: newer versions that can't be restored, newest first.
+        earlier: rank → the older versions of the base's epoch of which its capsule is left, and the node that has it.
     """
 
     base: Version | None
@@ -135,6 +136,7 @@ class Plan:
     capsules: dict[int, Copy] = field(default_factory=dict)
     dropped: tuple[Held, ...] = ()
     partial: tuple[Shortfall, ...] = ()
+    earlier: dict[int, tuple[tuple[Version, str], ...]] = field(default_factory=dict)
 
 
 def plan(
@@ -173,7 +175,7 @@ def plan(
             continue
         sources = {rank: slots[rank] for rank in range(world) if rank in slots}
         chosen = {rank: capsules[rank] for rank in shortfall.ranks}
-        return Plan(version, sources, chosen, _dropped(found, version), tuple(partial))
+        return Plan(version, sources, chosen, _dropped(found, version), tuple(partial), _earlier(found, version))
     return Plan(None, {}, {}, _dropped(found, None), tuple(partial))
 
 
@@ -232,6 +234,16 @@ def _dropped(found: Mapping[Version, _Evidence], base: Version | None) -> tuple[
     for version, evidence in found.items():
         dead += evidence.dead(base is None or not (version == base or version.is_older_than(base)))
     return tuple(sorted(dead, key=lambda slot: (slot.node, slot.slot)))
+
+
+def _earlier(found: Mapping[Version, _Evidence], base: Version) -> dict[int, tuple[tuple[Version, str], ...]]:
+    earlier: defaultdict[int, list[tuple[Version, str]]] = defaultdict(list)
+    for version in sorted(found, key=lambda version: version.order):
+        if version.epoch == base.epoch and version.step < base.step:
+            holders: dict[int, Held | Copy] = {**found[version].capsules(), **found[version].slots()}
+            for rank, each in holders.items():
+                earlier[rank].append((version, each.node))
+    return {rank: tuple(versions) for rank, versions in sorted(earlier.items())}
 
 
 def _shortfall(

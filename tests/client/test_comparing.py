@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reft.client.comparing import WINDOW_BYTES, are_unlike, compared, digest, samples
+from reft.client.comparing import WINDOW_BYTES, are_unlike, compared, compared_before, digest, samples
 from reft.client.share import CellRuns, Run
+from reft.core.recovery import Plan
+from reft.core.version import Epoch, Version
+from reft.errors import RestoreError
 from reft.wire import capsule
+from reft.wire.v1 import daemon_pb2 as pb
 
 A, B = 3 * WINDOW_BYTES + 100, 77
 
@@ -53,9 +57,25 @@ def test_a_small_cell_is_always_compared_in_whole():
 
 
 def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
-    one, other, third = (compared(capsule.decode(capsule.encode({"compared": cells}))) for cells in (
+    one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
         {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
     ))  # fmt: skip
     assert not are_unlike([one, other, one]) and not are_unlike([other, third])
     assert are_unlike([one, other, third])
     assert not are_unlike([one, compared({})]), "a capsule of before says nothing of it"
+
+
+def test_what_is_left_of_the_steps_before_is_compared_too():
+    """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
+
+    class Daemons:
+        def capsule(self, node, rank, version):
+            if not version.step:
+                raise RestoreError("silent")
+            return pb.CapsuleRecord(capsule=capsule.encode({"step": version.step, "compared": {7: rank}}))
+
+    versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
+    plan = Plan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
+    said = [compared_before(Daemons(), plan, rank) for rank in range(3)]
+    assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
+    assert are_unlike(said) and not are_unlike([said[0][:1], said[1]]), "samples of other steps are others"

@@ -155,6 +155,15 @@ def test_without_a_decision_every_epoch_counts():
     assert plan([*both(3), *both(2, TWO, n=1)], 2, None).base == at(2, TWO)
 
 
+def test_what_is_left_of_the_steps_before_the_base_is_named():
+    """Of its epoch alone: a slot rather than a capsule, nothing damaged, of the base nothing."""
+    slots = [*both(3, n=1), held(0, 2, n=2), held(1, 2, WRITING, n=2), *both(1, epoch=TWO, n=3)]
+    copies = [Copy("b", rank, at(step), 0) for rank in (0, 1) for step in (1, 2, 3)]
+    found = plan(slots, 2, FRESH, {("b", "capsule-1", at(1))}, copies)
+    assert found.base == at(3)
+    assert found.earlier == {0: ((at(1), "b"), (at(2), "a")), 1: ((at(2), "b"),)}
+
+
 def test_a_damaged_slot_is_an_erasure():
     slots = [*both(2), *both(3, n=1)]
     bad = {("a", "rank-1.slot-1", at(3))}

@@ -349,6 +349,25 @@ def test_what_ranks_held_since_they_differed_is_never_put_together(site, plain, 
     assert_equal(after, plain(3))
 
 
+@pytest.mark.parametrize("world", [2, 1])
+def test_nor_what_they_sealed_before_they_heard_of_it(site, world):
+    """Step 2 is compared in whole and differs, of step 3 only a window without the difference."""
+    nodes = site.add(2)
+    spec = Spec("", options={"width": 512, "seal_at": [1], "drift_at": 1, "pause_at": [1, 3]})
+    trainers = Trainers(spec, 2, [daemon.address for daemon in nodes])
+    trainers.wait_for(1)
+    nodes[1].kill(signal.SIGSTOP)
+    trainers.let_go(1)
+    trainers.wait_for(3)
+    nodes[1].kill(signal.SIGCONT)
+    until(lambda: nodes[0].status("job").unlike, what="news of the difference")
+    trainers.kill()
+    assert nodes[0].status("job").whole == 1
+    assert {slot.version.step for slot in nodes[1].call("Inventory", INVENTORY).slots} == {1, 2, 3}
+    after = run(Spec("", steps=4, options={"width": 512}), world, [daemon.address for daemon in nodes[:world]])
+    assert [each["began"] for each in after] == [1] * world
+
+
 def test_nor_by_another_number_of_ranks(site):
     nodes = site.add(3)
     trainers = Trainers(
