@@ -39,7 +39,7 @@ from reft.elastic import etcd, tcp
 from reft.elastic.guard import Guard
 from reft.elastic.listening import Listener, Term
 from reft.elastic.looking import Looker
-from reft.elastic.node import has_ended, settle, tls
+from reft.elastic.node import free_under_slurm, has_ended, settle, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.say import say
@@ -82,6 +82,7 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
         self._guard, self._is_guarded, self._warm = guard, False, warm
+        self._daemon = daemon
         self._listener = Listener(*daemon, tls(), self._heard) if daemon else None
         self._term: Term | None = None
         self._news: tuple[Term | None, Reaction] = (None, Reaction())
@@ -229,14 +230,17 @@ class ReftRendezvousHandler(RendezvousHandler):
         if self._round < 0:  # who never was a member has no right to end the job
             self._inner._stop_heartbeats()
             return True
+        has_finished = sys.exc_info()[0] is None
         if self._listener and self._term:
-            self._listener.close(Agent.FINISHED if sys.exc_info()[0] is None else Agent.FAILED)
+            self._listener.close(Agent.FINISHED if has_finished else Agent.FAILED)
         self._settle()
         is_closed = bool(self._inner.shutdown())
         try:
             self._holder.leave()
         except RendezvousError as error:
             say(f"could not sign off: {error}")
+        if has_finished and self._daemon and self._daemon[1].unattended and self._term:
+            free_under_slurm(self._daemon[0], self._term.job)
         return is_closed
 
 

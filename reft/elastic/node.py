@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+import grpc
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from reft.config import Config
@@ -17,6 +18,8 @@ from reft.wire import handout, rpc, starter
 from reft.wire.process import Process, machine, mark_of
 from reft.wire.revival import Reviver
 from reft.wire.tls import Tls
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
 
@@ -104,6 +107,19 @@ def _address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def free_under_slurm(address: str, job: str) -> None:
+    """Under Slurm frees the slots of a job that has ended as it should: with this agent's step, or batch script, Slurm kills
+    the daemon that an agent has started, which can't free them later, and they would fill /dev/shm for the next user."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return
+    with rpc.channel(address) as channel:
+        try:
+            pb_grpc.DaemonStub(channel).Purge(pb.PurgeRequest(job=job), timeout=starter.HELLO_DEADLINE_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                say(f"what is held of job {job} stays in /dev/shm: {rpc.error_of(error, address)}")
 
 
 def tls() -> Tls | None:

@@ -13,6 +13,9 @@ import pytest
 
 from reft.cli.demo.cluster import free_port
 from reft.config import child_environment
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.support import etcd
 from tests.support.daemons import ROOT, DaemonProcess, purge_and_stop, until
 from tests.support.rendezvous import Agents
@@ -74,6 +77,34 @@ def test_an_agent_starts_the_nodes_daemon_and_its_workers_are_told(make, tmp_pat
     socket = agents.runtime / "daemon.sock"
     assert f"daemon unix:{socket}" in agents.log("a").read_text()
     assert socket.exists(), "it outlives the agent"
+    purge_and_stop(socket)
+
+
+HOLDS = """
+import os
+from reft.config import Config
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb, daemon_pb2_grpc as pb_grpc
+node = pb.Node(name="test", id="0", addresses=[Config().daemon], ranks=[0])
+manifest = pb.Manifest(job="ran", named=True, token=bytes(32), world=1, nodes=[node], every=1)
+decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=bytes(16)))
+with rpc.channel(Config().daemon) as channel:
+    pb_grpc.DaemonStub(channel).Decide(pb.DecideRequest(manifest=manifest, decision=decision), timeout=10)
+raise SystemExit(int(os.environ["ENDS_WITH"]))
+"""
+
+
+@pytest.mark.parametrize(("slurm", "code", "held"), [("7", 0, []), ("7", 1, ["ran"]), (None, 0, ["ran"])])
+def test_slots_of_a_job_that_has_ended_do_not_outlive_its_slurm_step(make, slurm, code, held):
+    """Slurm kills the agent's daemon with the step. Of a job that failed, the daemon of its next start adopts them."""
+    agents = make("--rdzv-id=ran", "--max-restarts=0", conf=QUICK)
+    agents.script.write_text(HOLDS)
+    surroundings = {"ENDS_WITH": str(code)} | ({"SLURM_JOB_ID": slurm} if slurm else {})
+    assert agents.start("a", environment=surroundings).wait(90) == code, agents.story()
+    socket = agents.runtime / "daemon.sock"
+    with rpc.channel(f"unix:{socket}") as channel:
+        jobs = pb_grpc.DaemonStub(channel).Status(pb.StatusRequest(), timeout=10).jobs
+    assert [job.job for job in jobs] == held
     purge_and_stop(socket)
 
 
