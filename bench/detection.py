@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # whoever starts this need not set PYTHONPATH
 
+from bench.options import count  # noqa: E402
 from reft.core.signals import Signal  # noqa: E402
 from tests.support.netns import why_not  # noqa: E402
 from tests.support.watched import Watched  # noqa: E402
@@ -51,8 +52,8 @@ def percentile(values: list[float], share: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--losses", type=int, default=20)
-    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--losses", type=count, default=20)
+    parser.add_argument("--nodes", type=count, default=4)
     parser.add_argument("--result", type=Path)
     given = parser.parse_args()
     if reason := why_not():

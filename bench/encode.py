@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from bench.common import Goal, Others, median, summary, table
+from bench.options import count
 from reft.client import coding as torch_coding
 from reft.client.share import Cut
 from reft.core import coding
@@ -43,8 +44,8 @@ GOAL = 0.6  # share of the plain XOR's rate
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller stripe and fewer rounds")
-    parser.add_argument("--rounds", type=int, help="measurements of each figure")
-    parser.add_argument("--slice", type=int, help="KiB of each packet that are coded at a time")
+    parser.add_argument("--rounds", type=count, help="measurements of each figure")
+    parser.add_argument("--slice", type=count, help="KiB of each packet that are coded at a time")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     return parser.parse_args()
 

@@ -6,10 +6,14 @@ foreseen on `meta`, the layout; and at a mark, whether the bindings still hold. 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.options import count
 from reft.client.host_state import HostState
 from reft.client.subjects import Subjects
 from reft.core.layout import pack
@@ -34,12 +39,14 @@ def least(work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("parameters", type=count, nargs="?", default=500)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     mesh = init_device_mesh("cpu", (8,))
     block = lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64), nn.LayerNorm(64))  # noqa: E731
-    model = nn.Sequential(*(block() for _ in range(count // 6)))
+    model = nn.Sequential(*(block() for _ in range(options.parameters // 6)))
     for each in model:
         fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -22,6 +22,7 @@ from torch import nn
 
 import reft
 from bench import common
+from bench.options import count
 
 NEVER = 1 << 40
 REST_S = 0.05
@@ -74,8 +75,8 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=50, help="of a block")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=count, default=50, help="of a block")
+    parser.add_argument("--layers", type=count, default=6)
     options = parser.parse_args()
     common.end_on_signals()
     with common.daemon() as (address, pid):

@@ -40,6 +40,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as processes
 
 from bench import common
+from bench.options import count, listed
 from reft.client.load import Loaded, load
 from reft.client.pieces import Piece, Sequencer, Sizes
 from reft.client.transport import GlooTransport
@@ -84,14 +85,22 @@ CASES = [
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="64 MiB a rank, 2 rounds")
-    parser.add_argument("--rounds", type=int, help="rounds of each case (7)")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks")
+    parser.add_argument("--rounds", type=count, help="rounds of each case (7)")
+    parser.add_argument("--ranks", type=listed(("2", "4")), default="2,4", help="numbers of ranks")
     parser.add_argument("--cases", default="", help="only those whose name has this in it")
-    parser.add_argument("--mib", type=int, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
+    parser.add_argument("--mib", type=count, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args()
+    if not any(is_chosen(case, options) for case in CASES):
+        parser.error(
+            f"argument --cases: none has {options.cases!r} in it: {', '.join(dict.fromkeys(case.name for case in CASES))}"
+        )
     options.rounds = options.rounds or (2 if options.quick else 7)
     return options
+
+
+def is_chosen(case: Case, options: argparse.Namespace) -> bool:
+    return str(case.ranks) in options.ranks.split(",") and options.cases in case.name
 
 
 def state(mib: int) -> dict[str, torch.Tensor]:
@@ -255,7 +264,7 @@ def main() -> int:
     options = parse()
     rows, results, all_passed = [], {}, True
     for case in CASES:
-        if str(case.ranks) in options.ranks.split(",") and options.cases in case.name:
+        if is_chosen(case, options):
             mib = options.mib or (64 if options.quick else 2048 // case.ranks)
             found = measure(case, mib, options.rounds)
             cells, passed = row(case, found)

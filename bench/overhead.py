@@ -49,6 +49,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import reft
 from bench import common
 from bench.common import Mapped, median, quantile
+from bench.options import count, listed
 from reft.cli.demo.cluster import free_port
 from reft.client import hooks
 
@@ -62,11 +63,11 @@ WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model and 2 rounds")
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, help="rounds of blocks (4)")
+    parser.add_argument("--stages", type=count, default=2)
+    parser.add_argument("--microbatches", type=count, default=8)
+    parser.add_argument("--rounds", type=count, help="rounds of blocks (4)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after so many")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--ways", type=listed(WAYS), default=",".join(WAYS))
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of --json, to pool with this run")
     parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")

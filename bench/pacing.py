@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
+from bench.options import count
 from reft.core.bubbles import Gap
 from reft.core.pacing import Rates, Tier, plan, windows
 
@@ -24,8 +25,8 @@ STEP_S, GUARD_S = 2.5, 0.0003
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--chunks", type=int, default=10_000)
-    parser.add_argument("--gaps", type=int, default=60)
+    parser.add_argument("--chunks", type=count, default=10_000)
+    parser.add_argument("--gaps", type=count, default=60)
     options = parser.parse_args()
     gap_s = STEP_S / options.gaps
     found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)

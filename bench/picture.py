@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.options import count
 
 IDLE = ("gap", "idle", "wait")
 
@@ -44,11 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--step", type=int, help="the window after this step; the newest")
-    parser.add_argument("--width", type=int, default=100)
+    parser.add_argument("--width", type=count, default=100)
     options = parser.parse_args()
     events = [event for event in json.loads(options.trace.read_text())["traceEvents"] if event["ph"] == "X"]
     windows = {(e["pid"], int(e["name"].split()[-1])): e for e in events if e["name"].startswith("after step ")}
     common_steps = set.intersection(*({step for pid, step in windows if pid == rank} for rank, _ in windows))
+    if options.step is not None and options.step not in common_steps:
+        parser.error(f"{options.trace} has steps {min(common_steps)} to {max(common_steps)} of all stages")
     step = options.step if options.step is not None else max(common_steps)
     shown = {pid: event for (pid, at), event in sorted(windows.items()) if at == step}
     begin = min(event["ts"] for event in shown.values())

@@ -34,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.options import count, listed
 from tests.support.nodes import Machine, Nodes
 
 TRAINER = str(Path(__file__).with_name("recovery_trainer.py"))
@@ -202,10 +203,10 @@ def table(recoveries: list[Recovery]) -> str:
 def main() -> int:
     """Prints each row as it is measured; 1 if a goal is missed in the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--cases", default="worker,node")
-    parser.add_argument("--backends", default=",".join(BACKENDS))
+    parser.add_argument("--nodes", type=count, default=4)
+    parser.add_argument("--rounds", type=count, default=1)
+    parser.add_argument("--cases", type=listed(("worker", "node")), default="worker,node")
+    parser.add_argument("--backends", type=listed(BACKENDS), default=",".join(BACKENDS))
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -43,9 +43,11 @@ import torch.distributed.checkpoint as dcp
 import reft
 from bench import common, restoring
 from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
+from bench.options import count, listed
 
 STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
 NEVER = 1 << 40  # as `every`: no snapshot
+WAYS = ("plain", "reft", "copy", "dcp", "bare", "read")
 STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
 QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
 CALM_S = 0.25
@@ -57,11 +59,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a model of 21 M parameters, 2 rounds, 2 firsts, 2 restores"
     )
-    parser.add_argument("--rounds", type=int, help="rounds of each mode (12)")
+    parser.add_argument("--rounds", type=count, help="rounds of each mode (12)")
     parser.add_argument("--firsts", type=int, help="fresh processes of each mode that take a first snapshot (5)")
     parser.add_argument("--restores", type=int, help="fresh processes that restore, of each kind (5)")
-    parser.add_argument("--modes", default="free,busy", help="free: one core is left alone; busy: all compute")
-    parser.add_argument("--ways", default="plain,reft,copy,dcp", help="what takes turns; bare and read are others")
+    parser.add_argument(
+        "--modes",
+        type=listed(("free", "busy")),
+        default="free,busy",
+        help="free: one core is left alone; busy: all compute",
+    )
+    parser.add_argument(
+        "--ways", type=listed(WAYS), default="plain,reft,copy,dcp", help="what takes turns; bare and read are others"
+    )
     parser.add_argument("--patience", type=float, default=120, help="seconds a mode may wait for others to be quiet")
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"

@@ -22,6 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
 
+from bench.options import count
 from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon.arena import Arena
 from reft_daemon.pool import Spare
@@ -56,7 +57,7 @@ def main() -> None:
     """Prints a line for each round, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=count, default=3)
     options = parser.parse_args()
     found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for number in range(options.rounds):

@@ -1,0 +1,26 @@
+"""What may be given to the benchmarks: a slip must not measure something else for an hour, or nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+
+
+def listed(known: Iterable[str]) -> Callable[[str], str]:
+    """For argparse: some of these words, with commas between them."""
+    words = tuple(known)
+
+    def check(text: str) -> str:
+        unknown = [each for each in text.split(",") if each not in words]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(words)}")
+        return text
+
+    return check
+
+
+def count(text: str) -> int:
+    """For argparse: a whole number from 1 on."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
