@@ -211,8 +211,20 @@ def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
         except RuntimeError as failure:
             error = failure  # of the earlier port: somebody else has it by now
     raise ConfigError(
-        f"can't listen on {settings.listen}: {error}.", "another port, or port 0 for a free one"
+        f"can't listen on {settings.listen}: {_why_not(settings.host, port) or error}.",
+        "this node's own name or number, and a port that is free; port 0 takes any",
     ) from error
+
+
+def _why_not(host: str, port: int) -> str:
+    """What the system says against listening there, since gRPC's own error names no cause; empty if it says nothing."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 async def _until_stopped(

@@ -184,7 +184,16 @@ def test_a_port_that_is_taken(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         code, text = run(*flags(tmp_path), "--listen", f"127.0.0.1:{port}")
-    assert code == 2 and "can't listen" in text
+    assert code == 2 and "Address already in use. Fix: " in text
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [("192.0.2.7", "Cannot assign requested address. Fix: "), ("no-such-host.invalid", "no-such-host.invalid:7070: ")],
+)
+def test_why_it_can_not_listen_is_said(tmp_path, host, says):
+    code, text = run(*flags(tmp_path), "--listen", f"{host}:7070", "--insecure")
+    assert code == 2 and says in text and "set GRPC_VERBOSITY" not in text
 
 
 @pytest.mark.parametrize(
