@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from reft.errors import UnsupportedState
+from reft.errors import ConfigError, UnsupportedState
+from reft.wire.process import mark_of
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,24 @@ def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer that holds the state: Accelerate's wrapper has none, and calls it only when a step is due."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__}
     return optimizer.optimizer if "accelerate.optimizer.AcceleratedOptimizer" in kinds else optimizer
+
+
+def this_process() -> str:
+    """What tells this process from every other one."""
+    return mark_of(os.getpid())
+
+
+def refuse_own(process: str) -> None:
+    """A restart comes in another process: what this one has left is of another training, such as the fold before.
+
+    Args:
+        process: that wrote the state, as `this_process` called it.
+
+    Raises:
+        ConfigError: it is this one.
+    """
+    if process == this_process():
+        raise ConfigError(
+            "this process has trained under this job's name before: its state would take the place of the new model's.",
+            "a name for each training: ReftCallback(job=...)",
+        )

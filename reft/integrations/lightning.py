@@ -3,7 +3,8 @@
     on_fit_start         attach: what is held comes back, the loops' counters and the callbacks' state too
     setup_data           (wrapped) the generators of the moment in which the held epoch's samples were drawn
     epoch's start        (wrapped) the loader is taken to its place in the epoch; then the generators of the mark
-    on_train_batch_end   mark, if the optimizer stepped. If a validation is due: on_validation_end, after it
+    batch's end          (wrapped) mark, if the optimizer stepped: behind all hooks, a validation, and schedulers that follow it
+    epoch's end          (wrapped) mark of the epoch's last step: behind the epoch's hooks and schedulers
     on_fit_end           close
 
 Automatic optimization runs forward and backward within `optimizer.step(closure)`: the session's fence closes the window
@@ -13,19 +14,24 @@ behind the closure, see `Session`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
+from torch import nn
 
 import reft
 from reft.client.attach import say
 from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
 from reft.errors import UnsupportedState
-from reft.integrations.checks import Tested
+from reft.integrations.checks import Tested, refuse_own, this_process
 
 TESTED = Tested("lightning", "2.6.6")
-LOOPS = ("setup_data", "epoch_loop.on_run_start", "epoch_loop._should_accumulate",
-         "epoch_loop._should_check_val_fx", "epoch_loop.batch_progress.current", "state_dict", "load_state_dict")  # fmt: skip
+LOOPS = ("setup_data", "on_advance_end", "done", "restarting", "_restarting", "epoch_loop.on_run_start",
+         "epoch_loop.on_advance_end", "epoch_loop.done", "epoch_loop.batch_progress.reset_on_run",
+         "epoch_loop.scheduler_progress.reset_on_run", "epoch_loop.batch_progress.current",
+         "epoch_loop.automatic_optimization.optim_progress.reset_on_run", "state_dict", "load_state_dict")  # fmt: skip
 
 
 class Position:
@@ -38,25 +44,57 @@ class Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.before_iter = capture_random()
-        self.is_held = False
+        self.is_held = self._stops = False
+        self._metrics: dict[str, torch.Tensor] = {}
+        self.note()
+
+    def note(self) -> None:
+        """The loops as they are now, which is where Lightning's own resuming can begin; a mark that comes later says so."""
+        self._loops = self._trainer.fit_loop.state_dict()
+
+    def note_metrics(self) -> None:
+        """What callbacks and schedulers monitor; where Lightning has just computed it, since a device is waited for."""
+        self._metrics = {name: value.detach().cpu() for name, value in self._trainer.callback_metrics.items()}
+
+    def note_epoch(self) -> None:
+        """The loops where an epoch is over: the next one begins with its own counters."""
+        loop = self._trainer.fit_loop.epoch_loop
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        self.note()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and small tensors."""
-        loops = self._trainer.fit_loop.state_dict()
-        return {"loops": loops, "before_iter": self.before_iter,
+        return {"loops": self._loops, "before_iter": self.before_iter, "process": this_process(),
+                "stops": self._trainer.should_stop, "metrics": self._metrics,
                 "callbacks": {each.state_key: state for each in self._trainer.callbacks if (state := each.state_dict())},
                 "datamodule": self._trainer.datamodule.state_dict() if self._trainer.datamodule else {}}  # fmt: skip
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Brings the counters back, by Lightning's own logic of resuming; `_Fit` takes the loader there."""
+        """Brings the counters back, by Lightning's own logic of resuming; `_Fit` takes the loader there.
+
+        Raises:
+            ConfigError: they are those of another fit of this process.
+        """
+        if not self._trainer.global_step:
+            refuse_own(held["process"])
         self._trainer.fit_loop.load_state_dict(held["loops"])
-        self.before_iter = held["before_iter"]
+        self.before_iter, self._stops, self._metrics = held["before_iter"], held["stops"], held["metrics"]
+        self.note()
         for callback in self._trainer.callbacks:
             if callback.state_key in held["callbacks"]:
                 callback.load_state_dict(held["callbacks"][callback.state_key])
         if self._trainer.datamodule:
             self._trainer.datamodule.load_state_dict(held["datamodule"])
         self.is_held = True
+
+    def put_back(self) -> None:
+        """What Lightning resets between the start of fit and that of training."""
+        self._trainer.should_stop |= self._stops
+        device = self._trainer.strategy.root_device
+        self._trainer._logger_connector._callback_metrics.update(
+            {name: value.to(device) for name, value in self._metrics.items()}
+        )
 
 
 class _Fit:
@@ -71,7 +109,7 @@ class _Fit:
         _check(trainer)
         self._trainer, self._loop = trainer, trainer.fit_loop
         self._position = Position(trainer)
-        state = {"trainer": self._position}
+        state: dict[str, Any] = {"trainer": self._position, **_modules(trainer.callbacks)}
         state |= {f"lr{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             state["scaler"] = trainer.precision_plugin.scaler
@@ -82,8 +120,15 @@ class _Fit:
         )
         self._random = capture_random() if self._position.is_held else None
         self._stepped = trainer.global_step
-        self._originals = self._loop.setup_data, self._loop.epoch_loop.on_run_start
-        self._loop.setup_data, self._loop.epoch_loop.on_run_start = self._setup_data, self._epoch_starts
+        self._originals = (
+            self._loop.setup_data, self._loop.epoch_loop.on_run_start, self._loop.epoch_loop.on_advance_end,
+            self._loop.on_advance_end,
+        )  # fmt: skip
+        self._put(self._setup_data, self._epoch_starts, self._batch_ends, self._epoch_ends)
+
+    def _put(self, setup_data: Any, on_run_start: Any, on_batch_end: Any, on_epoch_end: Any) -> None:
+        self._loop.setup_data, self._loop.on_advance_end = setup_data, on_epoch_end
+        self._loop.epoch_loop.on_run_start, self._loop.epoch_loop.on_advance_end = on_run_start, on_batch_end
 
     # What draws the order of samples: a loader's iterator when it is made, and its sampler right after it
 
@@ -106,6 +151,8 @@ class _Fit:
 
     def _take_to_its_place(self, data_fetcher: Any, random: Mapping[str, Any]) -> None:
         """After a restore: the loader stands where the mark was, and the generators too."""
+        # While it takes itself for restarting, Lightning leaves out schedulers that follow a metric at the epoch's end.
+        self._loop._restarting = False
         done = self._loop.epoch_loop.batch_progress.current.ready  # 0: the epoch was over, this is the next one
         if not _is_resumable(self._loop):
             if self._trainer.current_epoch > 0:
@@ -117,15 +164,40 @@ class _Fit:
                 next(data_fetcher.iterator, None)
         if done:
             restore_random(random)
+        else:
+            self._loop.restarting = False  # no batch is under way
 
     # Marks
 
-    def batch_ends(self) -> None:
-        """Marks the step, unless a validation follows."""
-        if not self._loop.epoch_loop._should_check_val_fx(self._loop._data_fetcher):
-            self.mark()
+    def begin(self) -> None:
+        """Training begins."""
+        if self._position.is_held:
+            self._position.put_back()
 
-    def mark(self) -> None:
+    def note(self) -> None:
+        """A batch has been trained; hooks of this moment are still to come."""
+        self._position.note()
+
+    def note_validated(self) -> None:
+        """A validation has ended; hooks of this moment are still to come."""
+        self._position.note()
+        self._position.note_metrics()
+
+    def _batch_ends(self, data_fetcher: Any) -> None:
+        """In place of the epoch loop's: the last thing that belongs to a batch, but for an epoch's last one."""
+        self._originals[2](data_fetcher)
+        if not self._loop.epoch_loop.done:
+            self._mark()
+
+    def _epoch_ends(self) -> None:
+        """In place of the fit loop's: the last thing that belongs to an epoch."""
+        self._originals[3]()
+        self._position.note_metrics()
+        if not self._loop.done:
+            self._position.note_epoch()
+        self._mark()
+
+    def _mark(self) -> None:
         """Marks the step, if the optimizer has stepped since the last one."""
         if self._trainer.global_step > self._stepped:
             self._stepped = self._trainer.global_step
@@ -133,7 +205,7 @@ class _Fit:
 
     def close(self) -> None:
         """Lightning is itself again."""
-        self._loop.setup_data, self._loop.epoch_loop.on_run_start = self._originals
+        self._put(*self._originals)
         self.session.close()
 
 
@@ -164,19 +236,21 @@ class _Callback:
         self._fit = _Fit(trainer, self._options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Says what of the data position can't be brought back."""
+        """Says what can't be brought back."""
+        assert self._fit
+        self._fit.begin()
         for gap in _gaps(trainer) if trainer.is_global_zero else ():
             say(f"not covered: {gap}")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Marks the step."""
+        """Notes where a restart could begin."""
         assert self._fit
-        self._fit.batch_ends()
+        self._fit.note()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Marks the step before the validation."""
+        """Notes where a restart could begin."""
         if self._fit and not trainer.sanity_checking:
-            self._fit.mark()
+            self._fit.note_validated()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Closes the session."""
@@ -216,9 +290,29 @@ def _is_resumable(loop: Any) -> bool:
     )
 
 
+def _modules(callbacks: Iterable[Any]) -> dict[str, nn.Module]:
+    """Modules that callbacks have, such as the averaged one of WeightAveraging, as objects for `reft.attach(state=...)`."""
+    found = [(name, value) for each in callbacks for name, value in vars(each).items() if isinstance(value, nn.Module)]
+    return {f"callback{i}_{name}": value for i, (name, value) in enumerate(found)}
+
+
+def _savers(trainer: Any) -> list[Any]:
+    """Who adds to checkpoints by a hook, which writes into a checkpoint that is not there; modules of callbacks are held."""
+    from lightning.pytorch import Callback, LightningModule
+
+    callbacks = (each for each in trainer.callbacks if not _modules([each]))
+    is_own = lambda each, base: type(each).on_save_checkpoint is not base.on_save_checkpoint  # noqa: E731
+    own = [trainer.lightning_module] if is_own(trainer.lightning_module, LightningModule) else []
+    return [*own, *(each for each in callbacks if is_own(each, Callback))]
+
+
 def _gaps(trainer: Any) -> list[str]:
-    """What of the data position a restart would not bring back exactly."""
-    found = []
+    """What a restart would not bring back exactly."""
+    found = [
+        f"what {type(each).__name__}.on_save_checkpoint adds to a checkpoint; keep it in a buffer, in the state_dict of a "
+        "callback, or in an object that ReftCallback(state={...}) is given."
+        for each in _savers(trainer)
+    ]
     if trainer.num_training_batches == float("inf") and not _is_resumable(trainer.fit_loop):
         found.append("the end of an epoch of unknown length: a restart right after its last batch was not tested.")
     if not _is_resumable(trainer.fit_loop):

@@ -27,7 +27,7 @@ from reft.client.attach import say
 from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
 from reft.errors import ConfigError, UnsupportedState
-from reft.integrations.checks import Tested, inner_optimizer
+from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process
 
 TESTED = Tested("transformers", "5.23.0")
 LOGS_HELD = 50  # of TrainerState.log_history: it grows with the run, a capsule must not
@@ -58,9 +58,9 @@ class Position:
         self.stops = False
         self.at_epoch_begin: dict[str, Any] = capture_random()
 
-    def begin(self, epoch: int) -> None:
-        """An epoch begins: its samples' order is about to be drawn."""
-        self.epoch, self.updates, self.has_ended = epoch, 0, False
+    def begin(self, epoch: int, updates: int) -> None:
+        """An epoch begins, after so many updates if it goes on from a checkpoint: its samples' order is about to be drawn."""
+        self.epoch, self.updates, self.has_ended = epoch, updates, False
         self.at_epoch_begin = capture_random()
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Position:
         state = self._trainer.state
         return {
             "epoch": self.epoch, "updates": self.updates, "has_ended": self.has_ended, "stops": self.stops,
-            "at_epoch_begin": self.at_epoch_begin,
+            "process": this_process(), "at_epoch_begin": self.at_epoch_begin,
             "state": {name: getattr(state, name) for name in STATE},
             "logs": state.log_history[-LOGS_HELD:],
             "counters": {name: getattr(self._trainer, name) for name in COUNTERS},
@@ -76,7 +76,16 @@ class Position:
         }  # fmt: skip
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Brings the Trainer's counters back; `_Run` brings its loop there."""
+        """Brings the Trainer's counters back; `_Run` brings its loop there.
+
+        Raises:
+            ConfigError: they are those of another training of this process.
+        """
+        step, held_step = self._trainer.state.global_step, held["state"]["global_step"]
+        if not step:
+            refuse_own(held["process"])
+        if step > held_step and self._trainer.state.is_world_process_zero:
+            say(f"Trainer has read a checkpoint of step {step}; memory goes before it, with step {held_step}.")
         self.epoch, self.updates = held["epoch"], held["updates"]
         self.has_ended, self.stops = held["has_ended"], held["stops"]
         self.at_epoch_begin = held["at_epoch_begin"]
@@ -119,7 +128,7 @@ class _Run:
         )
         self._random = None if self.session.restored_from is None else capture_random()
         self._resumes = self._random is not None
-        self._marked = self.session.step
+        self._marked = trainer.state.global_step
         self._run_epoch, self._load_rng_state = trainer._run_epoch, trainer._load_rng_state
         trainer._run_epoch, trainer._load_rng_state = self.run_epoch, self.load_rng_state
         for gap in _gaps(trainer) if trainer.state.is_world_process_zero else ():
@@ -128,13 +137,23 @@ class _Run:
     def run_epoch(self, **arguments: Any) -> None:
         """In place of Trainer._run_epoch: an epoch that is done is passed over, the held one is resumed."""
         epoch = arguments["epoch"]
+        if self._resumes and epoch > self._position.epoch:  # where a checkpoint made Trainer begin, behind what is held
+            arguments["resume_from_checkpoint"] = None
+            for earlier in range(self._position.epoch, epoch):
+                self.run_epoch(**{**arguments, "epoch": earlier})
+                if self._trainer.control.should_training_stop:
+                    return
+        accumulation = self._trainer.args.gradient_accumulation_steps
         if not self._resumes:
-            self._position.begin(epoch)
+            is_from_checkpoint = (
+                arguments["resume_from_checkpoint"] is not None and epoch == arguments["epochs_trained"]
+            )
+            batches = arguments["steps_trained_in_current_epoch"] if is_from_checkpoint else 0
+            self._position.begin(epoch, batches // accumulation)
         elif epoch < self._position.epoch:
             return
         else:
             self._resumes = False
-            accumulation = self._trainer.args.gradient_accumulation_steps
             all_updates = arguments["num_update_steps_per_epoch"]
             updates = all_updates if self._position.has_ended else self._position.updates
             self._trainer.control.should_training_stop |= self._position.stops
@@ -161,7 +180,7 @@ class _Run:
         """A step begins, or an epoch ends: what came before is complete."""
         self.put_random_back()
         if self._trainer.state.global_step > self._marked:
-            self._marked += 1
+            self._marked = self._trainer.state.global_step
             self._position.updates += 1
             self.session.step_end()
 

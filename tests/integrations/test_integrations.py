@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import reft
-from reft.errors import UnsupportedState
-from reft.integrations import checks, torchtitan
+from reft.errors import ConfigError, UnsupportedState
+from reft.integrations import checks, lightning, torchtitan, transformers
 from tests.support.daemons import ROOT
 
 MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "transformers"]
@@ -119,3 +119,15 @@ def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, r
     manager._close()
     assert marks == ["marking", "mark", "close"]
     assert storage.said == [*said, "save", "maybe_wait_for_staging", "close"]
+
+
+def test_what_another_training_of_this_process_has_left_takes_the_place_of_no_model():
+    """As that of the fold before, under the same job; a Trainer that goes on with its own training has its steps."""
+    fresh = SimpleNamespace(state=SimpleNamespace(global_step=0, is_world_process_zero=False))
+    held = {"process": checks.this_process(), "state": {"global_step": 48}}
+    with pytest.raises(ConfigError, match="this process has trained under this job's name before"):
+        transformers.Position(fresh).load_state_dict(held)
+    loop = SimpleNamespace(state_dict=dict)
+    with pytest.raises(ConfigError, match="this process has trained under this job's name before"):
+        lightning.Position(SimpleNamespace(global_step=0, fit_loop=loop)).load_state_dict(held)
+    checks.refuse_own(checks.this_process() + "1")

@@ -145,6 +145,8 @@ KINDS = {
     "accelerate_loop.py": of_loop,
     "hf_trainer.py": of_transformers,
     "lightning_fit.py": of_lightning,
+    "lightning_hooks.py": of_lightning,
+    "resumed_trainer.py": of_transformers,
 }
 
 

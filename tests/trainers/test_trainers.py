@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ EXAMPLES = {
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
+# Run in one way each, below.
+ODD = {"tests/support/lightning_hooks.py": "lightning", "tests/support/resumed_trainer.py": "hf"}
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
@@ -69,12 +72,12 @@ class Example:
     """An example, to be run in its trainer's environment.
 
     Args:
-        example: one of EXAMPLES.
+        example: one of EXAMPLES, or of ODD.
         folder: where results go.
     """
 
     def __init__(self, example: str, folder: Path) -> None:
-        trainer = EXAMPLES[example]
+        trainer = (EXAMPLES | ODD)[example]
         self.python = ROOT / ".venv-trainers" / trainer / "bin/python"
         assert self.python.exists(), "run make trainers, which sets it up"
         script, *arguments = example.split()
@@ -167,6 +170,41 @@ def test_one_process_killed_and_started_again(example, daemon):
     after = example.run("after", **reft)
     assert after.returncode == 0, after.stderr
     assert restored(after) and 5 < restored(after)[0] < 21
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+@pytest.mark.parametrize("step", [12, 15], ids=["the last of an epoch", "within an epoch"])
+def test_what_lightning_does_behind_a_batch_and_an_epoch_comes_back(step, daemon, tmp_path):
+    """The average in a module's hook, early stopping's count, a scheduler that follows a metric, callbacks' modules."""
+    example = Example("tests/support/lightning_hooks.py", tmp_path)
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine"}
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
+    assert killed.returncode == -9, killed.stderr
+    after = example.run("after", **reft)
+    assert after.returncode == 0, after.stderr
+    assert restored(after) == [step]
+    assert "what Hooked.on_save_checkpoint adds to a checkpoint" in after.stderr
+    assert_ends_alike(example.result("after"), example.result("plain"))
+
+
+def test_trainer_goes_on_from_its_own_checkpoint_and_then_from_memory(daemon, tmp_path):
+    """Its checkpoints lie within an epoch, and, when it is killed, at the end of one: a step before that is in memory."""
+    example = Example("tests/support/resumed_trainer.py", tmp_path)
+    first = example.run("first", REFT_MODE="off", STOP_AT="8")
+    assert first.returncode == 0, first.stderr
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "first of all")
+    plain = example.run("plain", REFT_MODE="off")
+    assert plain.returncode == 0, plain.stderr
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "first of all").rename(tmp_path / "checkpoints")
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine"}
+    killed = example.run("killed", REFT_FAILPOINTS="snapshot.chunk:kill:from=4", **reft)
+    assert killed.returncode == -9, killed.stderr
+    after = example.run("after", **reft)
+    assert after.returncode == 0, after.stderr
+    assert restored(after) == [3] and "a checkpoint of step 12; memory goes before it, with step 11" in after.stderr
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 

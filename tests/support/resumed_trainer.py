@@ -1,0 +1,53 @@
+"""Hugging Face's Trainer that goes on from its own newest checkpoint, for tests: one process, epochs of six steps.
+
+With STOP_AT=N in the environment it stops after step N.
+"""
+
+import os
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from reft.integrations.transformers import ReftCallback
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 1)
+
+    def forward(self, x, labels):
+        return {"loss": torch.nn.functional.mse_loss(self.linear(x), labels)}
+
+
+class Sums(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(48, 16)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "labels": self.x[i].sum(0, keepdim=True)}
+
+
+class Steps(TrainerCallback):
+    """Each step is whole before the next is trained; stops where it is told to."""
+
+    def on_substep_end(self, *_, **__):
+        if guard.session:
+            guard.session.seal()
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop |= state.global_step == int(os.environ.get("STOP_AT", "-1"))
+
+
+set_seed(0)
+guard = ReftCallback()
+arguments = TrainingArguments(
+    "checkpoints", num_train_epochs=3, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_steps=4,
+    logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+)  # fmt: skip
+trainer = Trainer(Net(), arguments, train_dataset=Sums(), callbacks=[guard, Steps()])
+trainer.train(resume_from_checkpoint=get_last_checkpoint("checkpoints") if os.path.isdir("checkpoints") else None)
