@@ -27,6 +27,7 @@ from reft.client.comparing import Sample, digest
 from reft.client.gate import Gate
 from reft.client.share import Column, Cut, Run, Share
 from reft.client.state import flat_bytes, is_dense
+from reft.client.streaming import Copy, streaming
 from reft.client.tally import Tally
 from reft.client.timeline import COPYING, TIERS, Event
 from reft.client.workers import Worker, together
@@ -249,6 +250,7 @@ class CpuCopier:
         self._reading.set()  # set: nothing is being read
         self._clock = clock
         self._gate = Gate(clock)
+        self._stream = streaming()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
@@ -402,20 +404,23 @@ class CpuCopier:
             else:
                 for chunk in plan.runs[task]:
                     job.at_chunk(chunk)
-                    written += _copy_chunk(plan.table[chunk], data, digests, chunk, job.chunk_bytes)
+                    written += _copy_chunk(plan.table[chunk], data, digests, chunk, job.chunk_bytes, self._stream)
             counts[(tier or self._gate.tier) - 1] += written
         self.tally.wrote(counts)
 
 
-def _copy_chunk(pieces: list[Piece], data: Bytes, digests: np.ndarray, index: int, size: int) -> int:
+def _copy_chunk(pieces: list[Piece], data: Bytes, digests: np.ndarray, index: int, size: int, stream: Copy) -> int:
     """Copies and digests one chunk; how many bytes were copied."""
     chunk, copied = data[index * size : (index + 1) * size], 0
-    for source, offset in pieces:
+    if len(pieces) == 1 and pieces[0].source.nbytes == chunk.nbytes:
+        source = pieces[0].source
+        stream(chunk, source)
+        digests[index] = chunk_digest(source)  # still in the core's cache; the slot is not
+        return source.nbytes
+    for source, offset in pieces:  # of several leaves, with padding between
         np.copyto(data[offset : offset + source.nbytes], source)
         copied += source.nbytes
-    # The source is still in the core's cache; the slot is not. A chunk of several leaves has padding between.
-    is_whole = len(pieces) == 1 and copied == chunk.nbytes
-    digests[index] = chunk_digest(pieces[0].source if is_whole else chunk)
+    digests[index] = chunk_digest(chunk)
     return copied
 
 
