@@ -168,7 +168,7 @@ class CapsuleStore:
         """A rank's record; None if it is not kept, or turns out to be damaged.
 
         Raises:
-            OSError: it can't be opened for now.
+            OSError: it can't be read for now.
         """
         each = self._kept.get(rank, {}).get(version)
         if each is None:

@@ -441,7 +441,7 @@ class HeldJob:
         self._answer_from_slots(rank)
 
     def _answer_from_slots(self, rank: int) -> None:
-        found = self.custody.sealed([slot for slot in self.slots.values() if slot.rank == rank], self.epoch)
+        found = self.custody.sealed([slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch)
         self._answer_for(rank, Said(sealed=frozenset(found)), found)
 
     def sealed_versions(self, rank: int) -> list[Version]:

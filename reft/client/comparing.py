@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from reft.client.reading import Remote
 from reft.client.share import CellRuns, Run
-from reft.core.recovery import Plan
-from reft.errors import FormatError, RestoreError
+from reft.errors import FormatError
 from reft.wire import capsule
 from reft.wire.slot_format import Bytes
 
@@ -64,12 +62,12 @@ def compared(tree: Mapping[str, Any]) -> list[list[int]]:
     return [[tree["step"], *pair] for pair in tree.get("compared", {}).items()]
 
 
-def compared_before(remote: Remote, plan: Plan, rank: int) -> list[list[int]]:
-    """The same of all capsules that are left of the steps before the plan's base; what can't be read says nothing."""
+def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
+    """The same of capsules that are left of earlier steps; what can't be read says nothing."""
     found = []
-    for version, node in plan.earlier.get(rank, ()):
-        with contextlib.suppress(FormatError, RestoreError):
-            found += compared(capsule.decode(remote.capsule(node, rank, version).capsule))
+    for each in capsules:
+        with contextlib.suppress(FormatError):
+            found += compared(capsule.decode(each))
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from reft.core.recovery import Held
+from reft.core.recovery import Held, Plan
 from reft.core.version import Version
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
@@ -84,6 +84,12 @@ class Remote:
         with self._stub(node, rank) as stub:
             record: pb.CapsuleRecord = stub.FetchCapsule(request, timeout=self.deadline_s)
         return record
+
+    def earlier(self, plan: Plan, rank: int) -> Iterator[bytes]:
+        """The capsules that are left of a rank's steps before the plan's base, but for those that nobody gives."""
+        for version, node in plan.earlier.get(rank, ()):
+            with contextlib.suppress(FormatError, RestoreError):
+                yield self.capsule(node, rank, version).capsule
 
     def _read_into(self, held: Held, room: Bytes) -> None:
         """Fills `room` with the slot's first bytes."""

@@ -187,7 +187,7 @@ class Reshaping:
         digests = {part: inheritance.digest(value) for part, value in inheritance.parts(tree).items()}
         return {
             "absent": tree["absent"], "others": text_of(others), "digests": digests, "step": tree["step"],
-            "marked": tree["marked"], "compared": compared(tree) + compared_before(self.remote, self.plan, old),
+            "marked": tree["marked"], "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
         }  # fmt: skip
 
     def _slot(self, held: Held) -> SlotMap:

@@ -107,7 +107,7 @@ class Restoration:
     def _compared(self) -> list[list[int]]:
         if not self._tree.get("compared"):
             return []
-        return comparing.compared(self._tree) + comparing.compared_before(self.remote, self.plan, self.rank)
+        return comparing.compared(self._tree) + comparing.compared_before(self.remote.earlier(self.plan, self.rank))
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
         """Fills the live tensors; the ranks whose slots turned out to be damaged.

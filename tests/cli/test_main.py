@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
@@ -147,8 +148,10 @@ class Terminal:
         self._person, terminal = pty.openpty()
         command = [sys.executable, "-m", "reft.cli.main", *arguments, "--daemon", daemon.address]
         usual = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "TERM": "xterm", "NO_COLOR": ""}
+        # These tests may run where a hang-up is ignored (nohup), which children inherit.
         self.process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal,
-                                        env={**os.environ, **usual, **surroundings})  # fmt: skip
+                                        env={**os.environ, **usual, **surroundings},
+                                        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL))  # fmt: skip
         os.close(terminal)
         self.shown = b""
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reft.client.comparing import WINDOW_BYTES, are_unlike, compared, compared_before, digest, samples
+from reft.client.reading import Remote
 from reft.client.share import CellRuns, Run
 from reft.core.recovery import Plan
 from reft.core.version import Epoch, Version
@@ -68,7 +69,10 @@ def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
 def test_what_is_left_of_the_steps_before_is_compared_too():
     """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
 
-    class Daemons:
+    class Daemons(Remote):
+        def __init__(self):
+            pass
+
         def capsule(self, node, rank, version):
             if not version.step:
                 raise RestoreError("silent")
@@ -76,6 +80,6 @@ def test_what_is_left_of_the_steps_before_is_compared_too():
 
     versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
     plan = Plan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
-    said = [compared_before(Daemons(), plan, rank) for rank in range(3)]
+    said = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
     assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
     assert are_unlike(said) and not are_unlike([said[0][:1], said[1]]), "samples of other steps are others"

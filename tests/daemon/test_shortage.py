@@ -126,20 +126,20 @@ def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what)
         version = messages.version_to(Version(epoch_of(1), 3))
         job.custody.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
         names = set(os.listdir(arena.folder / "job"))
-        read_bytes, is_one = Path.read_bytes, {"record": "record", "capsule": "capsule-"}.get(what, "none")
+        opened, read_bytes = os.open, Path.read_bytes
+        is_one = {"slot": "rank-", "record": "record", "capsule": "capsule-"}[what]
 
         def read(path: Path) -> bytes:
             return fail() if path.name.startswith(is_one) else read_bytes(path)  # type: ignore[return-value]
 
+        def opening(path: str | Path, *arguments: int) -> int:
+            return fail() if Path(path).name.startswith(is_one) else opened(path, *arguments)  # type: ignore[return-value]
+
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", read)
-            if what == "slot":
-                patch.setattr(os, "open", fail)
+            patch.setattr(os, "open", opening)
             with pytest.raises(OSError, match="Too many"):
                 registry_of(arena).adopt()
-            if what == "capsule":
-                with pytest.raises(OSError, match="Too many"):
-                    job.capsule(0, Version(epoch_of(1), 3))
         assert set(os.listdir(arena.folder / "job")) == names
         assert job.capsule(0, Version(epoch_of(1), 3)) is not None
 
