@@ -16,29 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from reft.client.comparing import Sample, digest
+from reft.client.copy_plan import Part, Plan
 from reft.client.gate import Gate
 from reft.client.share import Column, Cut, Run, Share
-from reft.client.state import flat_bytes, is_dense
 from reft.client.streaming import Copy, streaming
 from reft.client.tally import Tally
 from reft.client.timeline import COPYING, TIERS, Event
 from reft.client.workers import Worker, together
 from reft.core import coding
 from reft.core.course import Course, Hands, Passage, Task
-from reft.core.layout import align
 from reft.core.pacing import Tier
-from reft.errors import ReftError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
-
-TASK_BYTES = 1 << 20  # what is let through a gate at once: asking has its own cost, and notes an event of the timeline
 
 
 @dataclass
@@ -116,123 +111,6 @@ class Copier(Protocol):
         """Ends the thread, after the snapshot that it works on."""
 
 
-class Piece(NamedTuple):
-    """A run of bytes of one leaf, and where it goes in the slot's data."""
-
-    source: Bytes
-    offset: int
-
-
-def by_chunk(pieces: list[Piece], chunk_bytes: int, chunks: int) -> list[list[Piece]]:
-    """The pieces cut at chunk borders."""
-    table: list[list[Piece]] = [[] for _ in range(chunks)]
-    for piece in pieces:
-        at, end = piece.offset, piece.offset + piece.source.nbytes
-        while at < end:
-            stop = min(end, (at // chunk_bytes + 1) * chunk_bytes)
-            table[at // chunk_bytes].append(Piece(piece.source[at - piece.offset : stop - piece.offset], at))
-            at = stop
-    return table
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to copy, cut and in order; made again only when the share is another.
-
-    Attributes:
-        at_mark: copies aside, in the caller, what forward mutates.
-        later: copies aside, in the thread, other riders, and leaves whose elements are not one run.
-        sources: the bytes of each leaf of the share, live or aside.
-        scratch: memory for the registers of one column, for each thread.
-        zeros: as many as the widest column has bytes.
-    """
-
-    share: Share
-    at_mark: list[Callable[[], object]]
-    later: list[Callable[[], object]]
-    sources: list[Bytes]
-    scratch: list[Bytes]
-    zeros: Bytes
-
-    @classmethod
-    def of(cls, share: Share, chunk_bytes: int, threads: int) -> Plan:
-        """The plan of a share.
-
-        Raises:
-            ReftError: slots have other chunks than the share was cut for, so that its sections don't begin at chunks.
-        """
-        if chunk_bytes != share.chunk_bytes:
-            raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
-        sources, at_mark, later = _sources(share)
-        room = max(((column.rows - len(column.outputs)) * column.nbytes for column in share.columns), default=0)
-        assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
-        scratch = [np.empty(room, np.uint8) for _ in range(threads)]
-        zeros = np.zeros(max((column.nbytes for column in share.columns), default=0), np.uint8)
-        return cls(share, at_mark, later, sources, scratch, zeros)
-
-    # Made in the thread that needs them first: the mark does not wait for them.
-
-    @cached_property
-    def table(self) -> list[list[Piece]]:
-        """The pieces of each chunk; none in the parity section."""
-        pieces = [Piece(self.sources[run.leaf][run.begin : run.begin + run.nbytes], run.at) for run in self.share.runs]
-        return by_chunk(pieces, self.share.chunk_bytes, -(-self.share.data_bytes // self.share.chunk_bytes))
-
-    @cached_property
-    def runs(self) -> list[range]:
-        """The chunks of each task, TASK_BYTES of them; those of the parity section are in none."""
-        parity, most = self.share.parity_chunks, max(1, TASK_BYTES // self.share.chunk_bytes)
-        parts = range(parity.start), range(parity.stop, len(self.table))
-        return [part[i : i + most] for part in parts for i in range(0, len(part), most)]
-
-    @cached_property
-    def weights(self) -> list[int]:
-        """The bytes that each task moves: runs of chunks first, then columns."""
-        moved = [sum(piece.source.nbytes for i in run for piece in self.table[i]) for run in self.runs]
-        return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
-
-    @cached_property
-    def work(self) -> np.ndarray:
-        """The same, int64, added up."""
-        return np.cumsum(self.weights, dtype=np.int64)
-
-    def bounds(self, threads: int) -> list[int]:
-        """Where each thread's tasks begin and end, so that all move about as many bytes."""
-        if not len(self.work):
-            return [0] * (threads + 1)
-        ends = np.searchsorted(self.work, [self.work[-1] * i // threads for i in range(1, threads)])
-        return [0, *ends.tolist(), len(self.work)]
-
-
-def _sources(share: Share) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
-    """The bytes of each leaf: live ones, or where they are copied aside; what copies them at the mark, and what later."""
-    riders = set(share.riders)
-    tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
-    is_aside = [leaf.staged or i in riders or not is_dense(tensors[i]) for i, leaf in enumerate(share.leaves)]
-    sizes = [leaf.nbytes if aside else 0 for leaf, aside in zip(share.leaves, is_aside, strict=True)]
-    memory = np.zeros(sum(align(size) for size in sizes), np.uint8)
-    sources: list[Bytes] = []
-    at_mark: list[Callable[[], object]] = []
-    later: list[Callable[[], object]] = []
-    end = 0
-    for leaf, tensor, aside, size in zip(share.leaves, tensors, is_aside, sizes, strict=True):
-        if not aside:
-            sources.append(flat_bytes(tensor).numpy())
-            continue
-        sources.append(memory[end : end + size])
-        end += align(size)
-        if size:
-            (at_mark if leaf.staged else later).append(_gathering(tensor, sources[-1]))
-    return sources, at_mark, later
-
-
-def _gathering(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
-    """Copies a leaf's bytes: in the order of its memory if it is dense, else in row-major order."""
-    if is_dense(tensor):
-        return partial(np.copyto, target, flat_bytes(tensor).numpy())
-    return partial(torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_, tensor)
-
-
 class CpuCopier:
     """Copies state that lies in host memory. At most one snapshot and a few small tasks are waiting.
 
@@ -304,7 +182,7 @@ class CpuCopier:
     def _take(self, job: CopyJob, plan: Plan) -> None:
         """One snapshot, in the first thread; the others take their share of the work."""
         try:
-            digests = np.zeros(len(plan.table), np.uint64)
+            digests = np.zeros(plan.chunks, np.uint64)
             slot = job.open(True)
             data = slot.data
             for offset, size in plan.share.zeros if slot.is_new_layout else ():
@@ -344,7 +222,7 @@ class CpuCopier:
         if job.course is None:
             self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
-        passage = Passage(job.course, plan.weights, len(plan.runs))
+        passage = Passage(job.course, plan.weights, len(plan.tasks))
         self._gate.open(passage)
 
         def read(thread: int, hands: Hands) -> None:
@@ -367,7 +245,7 @@ class CpuCopier:
             if is_whole:  # else it also waited for what came after the gap
                 nbytes, seconds = spent[task.tier]
                 spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
-            name = "chunks" if task.number < len(plan.runs) else "parity"
+            name = "chunks" if task.number < len(plan.tasks) else "parity"
             self.tally.timeline.add(Event(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number))
 
         self._read(job, plan, data, digests, thread, self._gate.tasks(passage, hands, note))
@@ -393,34 +271,37 @@ class CpuCopier:
         """Runs of chunks are the first tasks, columns the others; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
         counts = [0] * len(TIERS)
-        runs, data = len(plan.runs), data[: plan.share.data_bytes]
+        of_chunks, data = len(plan.tasks), data[: plan.share.data_bytes]
         for task, tier in tasks:
             written = 0
-            if task >= runs:
-                job.at_parity(task - runs)
-                column = plan.share.columns[task - runs]
+            if task >= of_chunks:
+                job.at_parity(task - of_chunks)
+                column = plan.share.columns[task - of_chunks]
                 _compute(plan, column, data, plan.scratch[thread])
                 written = column.nbytes * len(column.outputs)
             else:
-                for chunk in plan.runs[task]:
-                    job.at_chunk(chunk)
-                    written += _copy_chunk(plan.table[chunk], data, digests, chunk, job.chunk_bytes, self._stream)
+                for part in plan.tasks[task]:
+                    for chunk in part.chunks:
+                        job.at_chunk(chunk)
+                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes, self._stream)
             counts[(tier or self._gate.tier) - 1] += written
         self.tally.wrote(counts)
 
 
-def _copy_chunk(pieces: list[Piece], data: Bytes, digests: np.ndarray, index: int, size: int, stream: Copy) -> int:
-    """Copies and digests one chunk; how many bytes were copied."""
-    chunk, copied = data[index * size : (index + 1) * size], 0
-    if len(pieces) == 1 and pieces[0].source.nbytes == chunk.nbytes:
-        source = pieces[0].source
-        stream(chunk, source)
-        digests[index] = chunk_digest(source)  # still in the core's cache; the slot is not
-        return source.nbytes
-    for source, offset in pieces:  # of several leaves, with padding between
-        np.copyto(data[offset : offset + source.nbytes], source)
-        copied += source.nbytes
-    digests[index] = chunk_digest(chunk)
+def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int, stream: Copy) -> int:
+    """Copies some chunks and digests each; how many bytes were copied."""
+    target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
+    if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
+        leaf, begin, copied, _ = part.runs[0]
+        digested = sources[leaf][begin : begin + copied]  # still in the core's cache; the slot is not
+        stream(target, digested)
+    else:
+        for leaf, begin, nbytes, at in part.runs:  # of several leaves, with padding between
+            np.copyto(data[at : at + nbytes], sources[leaf][begin : begin + nbytes])
+            copied += nbytes
+        digested = target
+    for at, chunk in zip(range(0, digested.nbytes, size), part.chunks, strict=True):
+        digests[chunk] = chunk_digest(digested[at : at + size])
     return copied
 
 

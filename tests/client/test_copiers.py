@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from reft.client import share
-from reft.client.copier import TASK_BYTES, CpuCopier, Plan
+from reft.client.copier import CpuCopier
+from reft.client.copy_plan import TASK_BYTES, Part, Plan, joined
 from reft.client.cuda_copier import CudaCopier
+from reft.client.share import Run
 from reft.client.state import Bindings
 from reft.core import coding
 from reft.core.pacing import Tier
@@ -353,12 +355,45 @@ def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
     tensors = {"w": torch.randn(1 << 20), "small": torch.randn(5)}
     share = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, f)).share
     plan = Plan.of(share, 4096, 1)
-    assert all(0 < len(run) <= TASK_BYTES // 4096 for run in plan.runs)
-    covered = [chunk for run in plan.runs for chunk in run]
-    assert covered == [chunk for chunk in range(len(plan.table)) if chunk not in share.parity_chunks]
-    assert len(plan.runs) <= share.data_bytes // TASK_BYTES + 2 and len(plan.weights) == len(plan.runs) + len(
+    assert all(0 < sum(len(part.chunks) for part in task) <= TASK_BYTES // 4096 for task in plan.tasks)
+    covered = [chunk for task in plan.tasks for part in task for chunk in part.chunks]
+    assert covered == [chunk for chunk in range(plan.chunks) if chunk not in share.parity_chunks]
+    assert len(plan.tasks) <= share.data_bytes // TASK_BYTES + 2 and len(plan.weights) == len(plan.tasks) + len(
         share.columns
     )
+
+
+@pytest.mark.parametrize("f", [0, 1])
+def test_what_one_leaf_fills_is_copied_in_one_piece(f):
+    tensors = {"w": torch.randn(100_000), "b": torch.randn(2048), "c": torch.randn(1024), "d": torch.randn(9)}
+    share = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, f)).share
+    plan = Plan.of(share, 4096, 1)
+    places = {leaf.name: i for i, leaf in enumerate(share.leaves)}
+    for task in plan.tasks:
+        for part in task:
+            end = min(part.chunks.stop * 4096, share.data_bytes)
+            if len(part.chunks) > 1:
+                (run,) = part.runs
+                assert (run.at, run.nbytes) == (part.chunks.start * 4096, end - part.chunks.start * 4096)
+            assert all(part.chunks.start * 4096 <= run.at and run.at + run.nbytes <= end for run in part.runs)
+        filled = [part.runs[0] for part in task if len(part.runs) == 1 and part.runs[0].nbytes >= 4096]
+        for before, after in itertools.pairwise(filled):
+            assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two pieces for one"
+    runs = [run for task in plan.tasks for part in task for run in part.runs]
+    assert [sum(run.nbytes for run in runs if run.leaf == places[name]) for name in ("w", "d")] == [
+        sum(run.nbytes for run in share.runs if run.leaf == places[name]) for name in ("w", "d")
+    ]
+    assert max(run.nbytes for run in runs) > 8 * 4096
+
+
+@pytest.mark.parametrize(
+    ("data_bytes", "joins"), [(5 * 64, [[0, 1], [2], [3], [4]]), (4 * 64 + 60, [[0, 1], [2], [3, 4]])]
+)
+def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, joins):
+    runs = [Run(0, 0, 64, 0), Run(0, 64, 64, 64), Run(1, 128, 64, 128), Run(1, 0, 64, 192), Run(1, 64, 60, 256)]
+    parts = joined([Part(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
+    assert [list(part.chunks) for part in parts] == joins
+    assert [run.nbytes for part in parts for run in part.runs] == [sum(runs[i].nbytes for i in each) for each in joins]
 
 
 def test_threads_share_the_work_evenly():

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from reft.client import copier as copier_module
-from reft.client import transfers
+from reft.client import copy_plan, transfers
 from reft.client.copier import CpuCopier
 from reft.client.cuda_copier import CudaCopier
 from reft.client.roster import team_facts, team_of
@@ -122,7 +121,7 @@ def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
 
 @pytest.mark.parametrize("cpus", [[], [0, 0]])
 def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread(cpus, monkeypatch):
-    monkeypatch.setattr(copier_module, "TASK_BYTES", 2 * 4096)  # two chunks
+    monkeypatch.setattr(copy_plan, "TASK_BYTES", 2 * 4096)  # two chunks
     copier = CpuCopier(cpus, clock=lambda: 0.0)
     taken = Taken(tensors_on("cpu"), set())
     taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
@@ -179,7 +178,7 @@ def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_
 
 @pytest.mark.parametrize("fails_in", [Tier.GAP, Tier.FENCE])
 def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, monkeypatch):
-    monkeypatch.setattr(copier_module, "TASK_BYTES", 4096)  # many tasks
+    monkeypatch.setattr(copy_plan, "TASK_BYTES", 4096)  # many tasks
     copier, tensors = CpuCopier([]), tensors_on("cpu")
     taken = failing(copier, tensors)
     if fails_in is Tier.GAP:
