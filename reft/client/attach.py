@@ -363,7 +363,7 @@ class Attachment:
     def _register(self) -> dict[str, Any]:
         self.leaser = Leaser(
             self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
-            self.own, self.launch.under_agent, self._on_cuda,
+            self.own, self.launch.under_agent, self._device if self._on_cuda else None,
         )  # fmt: skip
         self.leaser.register()
         self._registered = True

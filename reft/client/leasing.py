@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 import grpc
+import torch
 
 from reft.client.mapping import MappedSlot
 from reft.config import Config
@@ -31,7 +32,7 @@ class Leaser:
         job, epoch, rank: who leases.
         own: this process, as the daemon sees it.
         under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
-        pins: whether the slots are registered with CUDA, so that copies into them run beside the host.
+        pins_for: the CUDA device whose copies into the slots are to run beside the host; None if there is none.
     """
 
     address: str
@@ -42,7 +43,7 @@ class Leaser:
     settings: Config
     own: handout.Caller
     under_agent: bool
-    pins: bool
+    pins_for: torch.device | None
 
     def register(self) -> None:
         """Makes this process known as the rank's trainer, so that the daemon notices its death."""
@@ -61,8 +62,8 @@ class Leaser:
         slots = self.take([slot.name for slot in reply.slots], keeps=reply.backing == "memfd")
         for slot in slots:
             slot.touch()
-            if self.pins:
-                slot.register()
+            if self.pins_for is not None:
+                slot.register(self.pins_for)
         return slots
 
     def take(self, names: list[str], keeps: bool = False) -> list[MappedSlot]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 
 import torch
 
-from reft.client.device import beside_captures
+from reft.client.device import pin, unpin
 from reft.client.pages import Pages, map_shared
 from reft.core.slots import Slot
 from reft.wire.mapped import map_file
 from reft.wire.slot_format import Bytes, SlotMap
 
 log = logging.getLogger("reft")
-_PINNED_PORTABLE = 1  # cudaHostRegisterPortable: usable from every context of this process
 
 
 @dataclass
@@ -36,7 +36,7 @@ class MappedSlot:
     map: SlotMap
     _pages: mmap.mmap
     _bytes: Bytes
-    _registered: bool = False
+    _unpin: weakref.finalize[..., MappedSlot] | None = None
 
     @classmethod
     def open(cls, index: int, name: str, descriptor: int, file_bytes: int, keeps: bool) -> MappedSlot:
@@ -57,13 +57,14 @@ class MappedSlot:
         """
         Pages(self._bytes, map_shared).wait()
 
-    def register(self) -> None:
-        """Pins the pages for CUDA, so that copies run beside the host."""
-        with beside_captures():
-            code = torch.cuda.cudart().cudaHostRegister(self._bytes.ctypes.data, self._bytes.nbytes, _PINNED_PORTABLE)
-        self._registered = int(code) == 0
-        if not self._registered:
-            log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, int(code))
+    def register(self, device: torch.device) -> None:
+        """Pins the pages for CUDA, so that a device's copies run beside the host; until `close`, or until nobody has the slot."""
+        address = self._bytes.ctypes.data
+        if error := pin(address, self._bytes.nbytes, device):
+            log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, error)
+            return
+        self._unpin = weakref.finalize(self, unpin, address, device)
+        self._unpin.atexit = False  # the process's end does it
 
     def view(self) -> Slot:
         """What the reuse rule needs to know."""
@@ -72,7 +73,7 @@ class MappedSlot:
 
     def close(self) -> None:
         """Unmaps; the slot itself stays with the daemon."""
-        if self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+        if self._unpin is not None:
+            self._unpin()
         if self.descriptor >= 0:
             os.close(self.descriptor)

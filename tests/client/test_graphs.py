@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from reft.client.device import Device
 from reft.client.mapping import MappedSlot
 from reft.client.session import Session
 from tests.client.test_state_kinds import state_bytes
+from tests.support.cuda_runtime import Runtime
 from tests.support.streams import Late
 
 
@@ -158,13 +158,17 @@ class Driver:
 
 def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
     """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
-    driver = Driver()
+    driver, runtime = Driver(), Runtime()
+    runtime.install(monkeypatch)
+    monkeypatch.setattr(runtime, "call", driver.note)
     monkeypatch.setattr(device_module, "_exchange", lambda: driver.exchange)
-    Device.host_waits(None, SimpleNamespace(synchronize=driver.note))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=driver.note))
+    device = Device(torch.device("cuda", 0))
+    driver.modes.clear()
+    device.host_waits(device.record_side())
     slot = MappedSlot(0, "slot", -1, None, None, np.zeros(1, np.uint8))
-    slot.register()
-    assert slot._registered and driver.modes == [1, 1] and driver.mode == 0
+    slot.register(torch.device("cuda", 0))
+    slot.close()
+    assert len(runtime.calls) == 2 and driver.modes == [1, 1, 1] and driver.mode == 0
     with contextlib.suppress(RuntimeError), device_module.beside_captures():
         raise RuntimeError("an error of the device")
     assert driver.mode == 0
