@@ -23,6 +23,7 @@ What talks to CUDA is behind `Device`, so that the contract test can run this en
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ from reft.core.course import Course
 from reft.core.pacing import Tier
 from reft.wire.slot_format import chunk_digest
 
+log = logging.getLogger("reft")
 PLAN_EVERY = 16  # snapshots until a plan is made again from newer measurements; it costs the host up to a millisecond
 PENDING_MAX = 256  # measurements that the device has not made yet
 
@@ -143,10 +145,22 @@ class CudaCopier:
             self._worker.submit(flight.finish)
 
     def _scratch(self) -> torch.Tensor:
-        """Memory for an overrun: allocated when it is needed first, then kept."""
+        """Memory for an overrun: allocated when it is needed first, then kept; none if the device has none left.
+
+        Of the side stream: what torch gives to the compute stream may be used there until the device has come so far.
+        """
         if self._overrun is None:
             assert self._transfers is not None
-            self._overrun = torch.empty(self._overrun_bytes, dtype=torch.uint8, device=self._transfers.gathered.device)
+            device = self._transfers.gathered.device
+            try:
+                with self._device.on_side():
+                    self._overrun = torch.empty(self._overrun_bytes, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                log.warning(
+                    "%d bytes of scratch memory for overruns are more than the device has left: the optimizer waits for "
+                    "what is not copied at the fence. Lower REFT_OVERRUN_SCRATCH_BYTES.", self._overrun_bytes,
+                )  # fmt: skip
+                self._overrun = torch.empty(0, dtype=torch.uint8, device=device)
         return self._overrun
 
     def _plan(self, transfers: Transfers, course: Course) -> pacing.Plan:

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+import torch
 
 from reft.client import copy_plan, transfers
 from reft.client.copier import CpuCopier
@@ -19,7 +20,7 @@ from reft.core.pacing import Tier
 from reft.errors import ReftError
 from tests.support.daemons import until
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
-from tests.support.streams import Late
+from tests.support.streams import Late, Strict
 
 
 def course_of(*stretches: tuple[Tier, float], bytes_per_s: float = 1e9) -> Course:
@@ -63,15 +64,16 @@ def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
 @pytest.mark.parametrize("scratch", [0, 100_000, 10 << 20])
 def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, monkeypatch):
     monkeypatch.setattr(transfers, "TRANSFER_BYTES", 50_000)
-    device = Late()
+    device = Strict()
     copier = CudaCopier(device, overrun_scratch_bytes=scratch)
     tensors = tensors_on("cpu")
     for _ in range(2):  # the second one must not overtake the first in the scratch
         taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, 1))
         before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
         taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
-        copier.begin(taken.job)
-        copier.fence()
+        with device.watching:
+            copier.begin(taken.job)
+            copier.fence()
         for tensor in tensors.values():
             tensor.add_(1)
         assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
@@ -79,6 +81,28 @@ def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, mon
             name = taken.share.leaves[run.leaf].name
             expected = before[name][run.begin : run.begin + run.nbytes]
             assert taken.slot.data[run.at : run.at + run.nbytes].tobytes() == expected, name
+    copier.close()
+
+
+def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ended(monkeypatch, caplog):
+    copier = CudaCopier(Late(), overrun_scratch_bytes=10 << 20)
+    tensors = tensors_on("cpu")
+    empty = torch.empty
+
+    def full(*size, **options):
+        if size == (10 << 20,):
+            raise torch.OutOfMemoryError
+        return empty(*size, **options)
+
+    for _ in range(2):
+        taken = Taken(tensors, set())
+        taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        copier.begin(taken.job)
+        monkeypatch.setattr(torch, "empty", full)
+        copier.fence()
+        monkeypatch.undo()
+        assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
+    assert sum("REFT_OVERRUN_SCRATCH_BYTES" in message for message in caplog.messages) == 1
     copier.close()
 
 

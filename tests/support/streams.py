@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.device import Device
@@ -80,6 +81,56 @@ class Late(Inline):
                 self._done += 1
 
 
+class Strict(Late):
+    """A late device by the rule of torch's allocator: what it gives to the compute stream, that stream may still be using.
+
+    So the side stream may write there only behind an event which the compute stream has recorded since. Memory that is
+    allocated in the side stream is its own. Allocations are noted inside of `watching`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = _Allocating(self)
+        self.is_on_side = False
+        self.given: dict[int, torch.Tensor] = {}  # by address; kept, or another tensor would get the same
+        self._safe: set[int] = set()
+        self._recorded: set[int] = set()
+
+    def record_compute(self):
+        self._recorded = set(self.given)
+        return super().record_compute()
+
+    def side_waits(self, event):
+        self._safe |= self._recorded
+
+    @contextlib.contextmanager
+    def on_side(self):
+        self.is_on_side = True
+        try:
+            with _Careful(self._queue, self):
+                yield
+        finally:
+            self.is_on_side = False
+
+    def check(self, target: torch.Tensor) -> None:
+        address = target.untyped_storage().data_ptr()
+        assert address in self._safe or address not in self.given, "the compute stream may still use this memory"
+
+
+class _Allocating(TorchDispatchMode):
+    """Notes what is allocated in the compute stream."""
+
+    def __init__(self, device: Strict) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if not self._device.is_on_side and func._schema.name in ("aten::empty", "aten::zeros", "aten::empty_strided"):
+            self._device.given[found.untyped_storage().data_ptr()] = found
+        return found
+
+
 class _Keeping(TorchDispatchMode):
     """Puts what writes into a queue; views are made at once."""
 
@@ -93,3 +144,16 @@ class _Keeping(TorchDispatchMode):
             return func(*args, **kwargs)
         self._queue.append((func, args, kwargs))
         return kwargs.get("out", args[0])
+
+
+class _Careful(_Keeping):
+    """Looks at each place that is written."""
+
+    def __init__(self, queue: list, device: Strict) -> None:
+        super().__init__(queue)
+        self._device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            self._device.check((kwargs or {}).get("out", args[0]))
+        return super().__torch_dispatch__(func, types, args, kwargs)
