@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from reft.client.room import Room
-from reft.client.state import Bindings
+from reft.client.state import Bindings, device_of
 from reft.client.subjects import Subjects
 from reft.core.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
@@ -77,5 +77,5 @@ def _make_scale(leaf: Leaf, subjects: Subjects) -> None:
     _, name, key = leaf.name.split(".")
     scaler = subjects.scalers.get(name)
     if scaler is not None:
-        device = "cpu" if not torch.cuda.is_available() else scaler._device
+        device = device_of(named.local for named in subjects.parameters())  # as the scaler does: where the loss lies
         setattr(scaler, key, torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device))

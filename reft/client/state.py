@@ -71,6 +71,21 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return run.view(torch.uint8) if run.numel() else run.new_empty(0, dtype=torch.uint8)
 
 
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where state lies: its device, and the host if it has none. What lies on the host beside a device counts as the device's.
+
+    Raises:
+        UnsupportedState: it lies on several devices.
+    """
+    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+    if len(devices) > 1:
+        raise UnsupportedState(
+            f"the state lies on {', '.join(sorted(map(str, devices)))}; one device a process is held.",
+            "start a process for each device",
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
 LOCAL = attrgetter("_local_tensor")
 END = object()  # is no entry of anything
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from reft.client.extract.registry import Extractor, Named, Names, extractor_of
 from reft.client.room import Room
-from reft.client.state import Bindings, clean
+from reft.client.state import Bindings, clean, device_of
 from reft.core.layout import Leaf
 from reft.core.stages import Naming
 
@@ -104,7 +104,7 @@ class Subjects:
         """Finds all leaves as they are now.
 
         Raises:
-            UnsupportedState: one can't be held; its name is in the message.
+            UnsupportedState: one can't be held; its name is in the message. Or they lie on several devices.
         """
         found = Bindings(rename=self.identity)
         names = self.names()
@@ -117,6 +117,7 @@ class Subjects:
                     found.expect(vars(scaler), key, value)
                 else:
                     found.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
+        device_of(found.tensors.values())
         return found
 
     def predict(self) -> list[Leaf]:

@@ -17,7 +17,7 @@ import torch
 
 from reft.client import coding
 from reft.client.share import Column, Share
-from reft.client.state import flat_bytes, is_dense
+from reft.client.state import device_of, flat_bytes, is_dense
 from reft.core.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
 
@@ -94,10 +94,7 @@ def plan_transfers(share: Share, chunk_bytes: int) -> Transfers:
     if chunk_bytes != share.chunk_bytes:
         raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
     tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
-    devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    if len(devices) > 1:
-        raise UnsupportedState(f"the state lies on {len(devices)} devices; one a process is held.")
-    device = next(iter(devices), torch.device("cpu"))
+    device = device_of(tensors)
     places, riders_bytes, host_offset, end = _seats(share)
     gathered = torch.zeros(end, dtype=torch.uint8, device=device)
     small, host, sources = [], [], []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,11 @@ import torch
 
 from reft.client.device import Device
 from reft.client.mapping import MappedSlot
+from reft.client.restore import make_missing_state
+from reft.client.room import Room
+from reft.client.state import Bindings
+from reft.client.subjects import Subjects
+from reft.errors import UnsupportedState
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.cuda_runtime import Runtime
 
@@ -127,3 +133,24 @@ def test_events_are_told_apart_that_were_passed_before_those_asked_about_first(r
     (at_later,) = device.times([later])
     at_early, at_last = device.times([early, last])
     assert at_later - at_early == pytest.approx(0.001) and at_last - at_later == pytest.approx(0.001)
+
+
+def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
+    """Not by the engine, at each mark of a run that is then never protected."""
+
+    def add(self, name, *_, **__) -> None:
+        self.tensors[name] = SimpleNamespace(device=torch.device("cuda", len(self.tensors)))
+
+    monkeypatch.setattr(Bindings, "add", add)
+    subjects = Subjects({"model.0": torch.nn.Linear(2, 2)}, [], {})
+    with pytest.raises(UnsupportedState, match=r"cuda:0, cuda:1; one device a process .* a process for each device"):
+        subjects.bind()
+
+
+def test_a_scale_is_made_again_where_the_state_lies_whatever_device_is_current():
+    """The scaler itself knows no more than the kind of its device."""
+    scaler = SimpleNamespace(_device="cpu", _scale=None)
+    subjects = Subjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})
+    leaf = SimpleNamespace(name="state.scaler._scale", shape=(), dtype="float32")
+    make_missing_state([leaf], subjects, Room(0))
+    assert scaler._scale.device.type == "meta"
