@@ -47,6 +47,7 @@ from reft.client.workers import Worker
 from reft.core import pacing
 from reft.core.course import Course
 from reft.core.pacing import Tier
+from reft.errors import ReftError
 from reft.wire.slot_format import chunk_digest
 
 log = logging.getLogger("reft")
@@ -75,6 +76,7 @@ class CudaCopier:
         self._overrun_bytes = overrun_scratch_bytes
         self._overrun: torch.Tensor | None = None
         self._transfers: Transfers | None = None
+        self._without_room = 0  # snapshots in a row for which the device had no memory
         self._planned: tuple[Transfers, tuple[Tier, ...], pacing.Plan] | None = None
         self._plan_age = 0
         self._worker = Worker("reft-copier", None)
@@ -84,7 +86,7 @@ class CudaCopier:
 
     def begin(self, job: CopyJob) -> None:
         if self._transfers is None or self._transfers.share is not job.share:
-            self._transfers = plan_transfers(job.share, job.chunk_bytes)
+            self._transfers = self._planned_transfers(job)
         self._settle()
         plan = self._plan(self._transfers, job.course) if job.course else None
         flight = _Flight(job, self._transfers, plan, self._device, self._pending)
@@ -143,6 +145,26 @@ class CudaCopier:
         if not flight.todo:
             flight.land()
             self._worker.submit(flight.finish)
+
+    def _planned_transfers(self, job: CopyJob) -> Transfers:
+        """The transfers of another share; the device needs room for them.
+
+        Where it has none, only the 1st, 2nd, 4th, 8th, … snapshot tries again: torch gives back all that it keeps before it
+        says so, and then training has to ask the driver for it anew.
+
+        Raises:
+            ReftError: the device has no room.
+        """
+        if not self._without_room & (self._without_room - 1):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                found = plan_transfers(job.share, job.chunk_bytes)
+                self._without_room = 0
+                return found
+        self._without_room += 1
+        raise ReftError(
+            f"the device has no room for small leaves and parity, at most {job.share.cut.scratch} bytes of scratch memory.",
+            "lower REFT_PARITY_SCRATCH_BYTES",
+        )
 
     def _scratch(self) -> torch.Tensor:
         """Memory for an overrun: allocated when it is needed first, then kept; none if the device has none left.

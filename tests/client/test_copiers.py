@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from reft.client import share
+from reft.client import cuda_copier, share
 from reft.client.copier import CpuCopier
 from reft.client.copy_plan import TASK_BYTES, Part, Plan, joined
 from reft.client.cuda_copier import CudaCopier
@@ -428,3 +428,28 @@ def test_replicas_agree_on_their_cells_whatever_the_engine():
     assert taken[0].cells and all(each.cells == taken[0].cells for each in taken)
     other = {**tensors, "b": tensors["b"] + 1}
     assert Taken(other, set(), placement, 1).by(CpuCopier([])).cells != taken[0].cells
+
+
+def test_a_device_without_room_is_not_asked_at_each_mark(monkeypatch):
+    """Each time torch would give back all memory that it keeps for training first."""
+    copier, tried = CudaCopier(Inline()), []
+    taken = Taken(tensors_on("cpu"), set())
+
+    def full(*_: object) -> None:
+        tried[-1] = True
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cuda_copier, "plan_transfers", full)
+    for _ in range(20):
+        tried.append(False)
+        with pytest.raises(ReftError, match=r"no room .* lower REFT_PARITY_SCRATCH_BYTES"):
+            copier.begin(taken.job)
+        copier.fence()
+    assert [mark for mark, has_tried in enumerate(tried) if has_tried] == [0, 1, 2, 4, 8, 16]
+    monkeypatch.undo()
+    for _ in range(20, 32):
+        with pytest.raises(ReftError):
+            copier.begin(taken.job)
+        copier.fence()
+    taken.by(copier)
+    copier.close()
