@@ -8,9 +8,11 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 
 from reft.core.round import Answer, Outcome
 from reft.errors import AttachError
@@ -260,6 +262,21 @@ def test_a_message_above_the_limit(shared):
     with refused(Code.INVALID_ARGUMENT):
         big = pb.Manifest(job="big", world=1, token=bytes(32), script="x" * (16 * MIB), nodes=[pb.Node(ranks=[0])])
         shared.call("Decide", pb.DecideRequest(manifest=big, decision=pb.Decision(epoch=pb.Epoch(ident=bytes(16)))))
+
+
+def test_bytes_that_are_no_message_are_refused_before_any_token_without_a_traceback(shared, job):
+    address = job.hellos[0].addresses[0]
+    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+        for method in ("reft.v1.Daemon/Purge", "reft.v1.Peer/Beat", "grpc.health.v1.Health/Check"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                channel.unary_unary(f"/{method}")(b"\xff", timeout=10)
+        for method in ("reft.v1.Daemon/Read", "grpc.health.v1.Health/Watch"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10))
+        with refused(Code.UNIMPLEMENTED):
+            channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
+        watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)
+        assert next(watching) == health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
 
 
 def test_a_read_names_a_slot_and_a_version(shared, job):
