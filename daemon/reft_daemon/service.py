@@ -118,11 +118,7 @@ class DaemonService(pb_grpc.DaemonServicer):
 
     @translated
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
-        if request.protocol != messages.PROTOCOL:
-            raise AttachError(
-                f"you speak protocol {request.protocol}, this daemon (reft {__version__}) {messages.PROTOCOL}.",
-                "install the same reft on both sides",
-            )
+        messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
         if request.agent_pid and _is_local(context):
             self._registry.stay_for(request.agent_pid)
         if request.job and _is_local(context):

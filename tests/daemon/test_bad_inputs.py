@@ -22,6 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.daemon.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
 from tests.support.daemons import DaemonProcess, until
+from tests.support.saying import says
 
 MIB = 1 << 20
 BAD_NAMES = [
@@ -60,6 +61,16 @@ def listing(daemon: DaemonProcess) -> list[str]:
 def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
     with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}"):
         shared.call("Hello", pb.HelloRequest(protocol=protocol))
+
+
+def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
+    """A daemon may be upgraded under trainers that said Hello to the one before it."""
+    said = messages.said_to(says({1: Answer.SEALED}))
+    for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
+        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said, protocol=protocol)
+        with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
+            job.send_report(0, report)
+    assert shared.status("job").ranks[0].step == -1
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from reft.core.capsules import DIGESTS_MAX
-from reft.core.round import UNDECIDED_MAX, Answer
+from reft.core.round import UNDECIDED_MAX, Answer, Outcome
 from reft.core.slots import SlotState
 from reft.core.waiting import WHOLE_S
 from reft.wire import messages
@@ -21,7 +21,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.service import DaemonService
 from reft_daemon.watch import FENCE_DEADLINE_S
-from tests.daemon.jobs import CAPSULE, CHUNK, Code, Job, layout_of, refused, tcp_call, write
+from tests.daemon.jobs import CAPSULE, CHUNK, Code, Job, epoch_of, layout_of, refused, tcp_call, write
 from tests.support.daemons import DaemonProcess, until
 from tests.support.manifests import described
 
@@ -230,6 +230,27 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
     assert copies(job, 0) == [(1, 3), *((1, step) for step in range(50 - UNDECIDED_MAX, 50))]
     keep(job, 0, record(job, 3, rank=1))
     assert len(files(job, 0)) == 1 + UNDECIDED_MAX
+
+
+def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
+    """Its link to the coordinator is broken: what was whole long ago must not give way to voids that it takes for open."""
+    keep(job, 1, record(job, 1))
+    for step in range(2, UNDECIDED_MAX + 10):
+        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(1, step - 1))
+        request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step)], outcome=decided)
+        tcp_call(job.hellos[1].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
+    assert copies(job, 1) == [(0, 1), (0, step)]
+
+
+def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
+    silent = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "round.send:drop"})
+    job = held_job([silent, start("--listen", "127.0.0.1:0")])
+    seal(job, trainer, 1, [1])
+    until(lambda: copies(job, 0) == [(1, 1)], what="the capsule of rank 1")
+    seal(job, trainer, 1, [0])
+    until(lambda: job.whole(0) == 1, what="whole(1)")
+    seal(job, trainer, 2, [0])
+    until(lambda: job.whole(1) == 1, what="the outcome, with the capsule of step 2")
 
 
 def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
