@@ -181,16 +181,18 @@ class HelloReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., line: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
-    __slots__ = ("job", "launch", "pids", "fence")
+    __slots__ = ("job", "launch", "pids", "fence", "known")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     job: str
     launch: str
     pids: _containers.RepeatedScalarFieldContainer[int]
     fence: bool
-    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ...) -> None: ...
+    known: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlotHeader(_message.Message):
     __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes")
