@@ -289,9 +289,15 @@ class Arena:
         return slot
 
     def check_room(self, need_bytes: int, slots: int = 0) -> None:
-        """Raises NoRoom if `need_bytes` more, as so many slots, would endanger the machine; touches nothing."""
-        bounds = memory.limits(self.budget_bytes, self.held_bytes, spare_bytes=self.pool.ready_bytes(slots))
-        reason = refusal(need_bytes, bounds)
+        """Raises NoRoom if `need_bytes` more, as so many slots, would endanger the machine; touches nothing.
+
+        What is no slot is a capsule: some KiB, without which nothing becomes whole however many slots there are. It may have of
+        the margin that is left alone when slots are made, since training takes from that too.
+        """
+        margin = memory.MARGIN if slots else 0.0
+        spare_bytes = self.pool.ready_bytes(slots)
+        bounds = memory.limits(self.budget_bytes, self.held_bytes, spare_bytes=spare_bytes, margin=margin)
+        reason = refusal(need_bytes, bounds, "the slots need" if slots else "the capsule needs")
         if reason:
             raise NoRoom(reason)
 

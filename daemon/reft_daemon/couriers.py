@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from reft.core.round import children_of, parent_of
+from reft.core.round import Outcome, children_of, parent_of
 from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
 from reft.wire import messages, rpc
@@ -236,7 +236,9 @@ class Couriers:
         while records := job.owed_to(holder):
             if self._failpoints.hit("capsules.send"):
                 raise InjectedFault("the capsules were dropped")
-            request = pb.KeepRequest(job=job.id, epoch=messages.epoch_to(self._epoch), capsules=records)
+            epoch, outcome = messages.epoch_to(self._epoch), job.round.outcome if job.round else Outcome()
+            decided = messages.outcome_to(job.id, self._epoch, outcome)
+            request = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records, outcome=decided)
             await self._call(node, "Keep", request, KEEP_DEADLINE_S)
             job.acknowledged(holder, self._epoch, records)
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import grpc
 
 from reft.errors import ConfigError, ReftError
-from reft.wire import rpc
 from reft_daemon.arena import claim_folder, lock_file
 from reft_daemon.handout import Handout
 from reft_daemon.line import LineServer
 from reft_daemon.registry import Registry
+from reft_daemon.servers import server
 
 log = logging.getLogger("reft.daemon")
 LOOK_S = 1.0
@@ -70,7 +70,7 @@ class Doors:
         self._handing = asyncio.ensure_future(self._handout.serve())
         self._line = LineServer(self.line_path, registry)
         await self._line.start()
-        self._server = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
+        self._server = server()
         serve(self._server)
         self._path.unlink(missing_ok=True)
         before = os.umask(0o177)

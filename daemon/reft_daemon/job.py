@@ -352,6 +352,8 @@ class HeldJob:
             StaleEpoch, ConfigError, NoRoom: see CapsuleStore.keep.
         """
         self.check_epoch(request.epoch)
+        if request.HasField("outcome"):  # else a newer capsule might push out one that is whole
+            self.hear_outcome(messages.outcome_from(request.outcome))
         decision = messages.decision_from(self.record.decision)
         outcome = self.round.outcome if self.round else Outcome()
         # The base may be of a job of more ranks than this one has.

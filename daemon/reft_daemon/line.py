@@ -18,9 +18,10 @@ from google.protobuf.message import DecodeError
 
 from reft.core.round import Outcome
 from reft.errors import ReftError
-from reft.wire import handout, rpc
+from reft.wire import handout, messages, rpc
 from reft.wire.line import Frames, frame
 from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import __version__
 from reft_daemon.job import HeldJob
 from reft_daemon.registry import NoSuchJob, Registry
 
@@ -100,6 +101,8 @@ class _Caller(asyncio.Protocol):
         newest = request.said.until if request.said.HasField("until") else -1
         self._owed.append(_Owed(newest, asyncio.get_running_loop().time() + wait_s))
         try:
+            # Its trainer may have said Hello to the daemon before this one, of another reft.
+            messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
             job = self._registry.get(request.job)
             self._follow(job)
             job.report(request)
@@ -145,7 +148,9 @@ class _Caller(asyncio.Protocol):
     def _refuse(self, error: ReftError) -> None:
         code = grpc.StatusCode.NOT_FOUND if isinstance(error, NoSuchJob) else rpc.status_of(error)
         calls, self._owed = len(self._owed), []
-        self._send(pb.ReportReply(whole=-1, calls=calls, status=code.value[0], error=str(error)))
+        self._send(
+            pb.ReportReply(whole=-1, calls=calls, status=code.value[0], error=str(error), protocol=messages.PROTOCOL)
+        )
 
     def _send(self, reply: pb.ReportReply) -> None:
         if self._transport is not None:
@@ -157,4 +162,5 @@ def _reply(job: HeldJob, rank: int, outcome: Outcome, calls: int) -> pb.ReportRe
     return pb.ReportReply(
         whole=outcome.whole, until=outcome.until, open=outcome.open, unlike=outcome.unlike,
         slots_missing=not has_slots, every=outcome.pace.every, pace_start=outcome.pace.start, calls=calls,
+        protocol=messages.PROTOCOL,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from reft.failpoints import Failpoints
 from reft.wire import rpc
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon import __version__
+from reft_daemon import __version__, servers
 from reft_daemon.arena import Arena
 from reft_daemon.couriers import Peers
 from reft_daemon.doors import Doors
@@ -144,7 +144,7 @@ async def serve(settings: Settings) -> None:
     doors = Doors(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    far = grpc.aio.server(options=rpc.OPTIONS, maximum_concurrent_rpcs=1024)
+    far = servers.server()
     addresses = _addresses(far, settings, arena)
     own = {*addresses, _unix(settings)}
     peers, beats = Peers(settings.tls, own), Peers(settings.tls, own, apart=True)

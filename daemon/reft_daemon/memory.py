@@ -15,7 +15,7 @@ _UNLIMITED = 1 << 60
 
 def limits(
     budget_bytes: int, held_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"),
-    spare_bytes: int = 0,
+    spare_bytes: int = 0, margin: float = MARGIN,
 ) -> list[Limit]:  # fmt: skip
     """All bounds on what may be reserved now.
 
@@ -23,12 +23,13 @@ def limits(
         budget_bytes: --memory; 0 means no bound of our own.
         held_bytes: what the arena holds already.
         spare_bytes: taken from the machine already, for what is reserved now.
+        margin: share of the machine's memory that stays free.
     """
     memory = psutil.virtual_memory()
     found = [
         Limit(
             "the machine's free memory",
-            memory.available - int(MARGIN * memory.total) + spare_bytes,
+            memory.available - int(margin * memory.total) + spare_bytes,
             "free memory on this node, or attach with slots=2",
         )
     ]

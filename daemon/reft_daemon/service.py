@@ -25,7 +25,7 @@ from reft_daemon.job import HeldJob
 from reft_daemon.rebuild import Rebuild
 from reft_daemon.registry import NoSuchJob, Registry
 from reft_daemon.signalling import NotWatched
-from reft_daemon.surveying import without_repeats
+from reft_daemon.surveying import digests_of, leave_out, without_repeats
 from reft_daemon.watch import FENCE_DEADLINE_S
 
 STATUS_DEADLINE_S = 1.0
@@ -118,11 +118,7 @@ class DaemonService(pb_grpc.DaemonServicer):
 
     @translated
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
-        if request.protocol != messages.PROTOCOL:
-            raise AttachError(
-                f"you speak protocol {request.protocol}, this daemon (reft {__version__}) {messages.PROTOCOL}.",
-                "install the same reft on both sides",
-            )
+        messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
         if request.agent_pid and _is_local(context):
             self._registry.stay_for(request.agent_pid)
         if request.job and _is_local(context):
@@ -155,6 +151,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):
             reply.base_manifest.CopyFrom(job.record.base_manifest)
+        leave_out(reply, request.known)
         return reply
 
     @translated
@@ -164,13 +161,15 @@ class DaemonService(pb_grpc.DaemonServicer):
         signalling, has_round = self._registry.signalling, request.HasField("round")
         given_up_s = signalling.given_up_s(request.job, request.launch, request.round) if has_round else {}
         patience = {node.id: patience_s(given_up_s.get(node.id), request.again) for node in request.nodes}
-        token = record.manifest.token
-        calls = (self._survey(node, token, request, patience[node.id]) for node in request.nodes)
+        token, known = record.manifest.token, digests_of(record)
+        calls = (self._survey(node, token, request, known, patience[node.id]) for node in request.nodes)
         return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
-    async def _survey(self, node: pb.Node, token: bytes, request: pb.SurveyRequest, wait_s: float) -> pb.Surveyed:
+    async def _survey(
+        self, node: pb.Node, token: bytes, request: pb.SurveyRequest, known: list[int], wait_s: float
+    ) -> pb.Surveyed:
         """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
-        inventory = pb.InventoryRequest(job=request.job, launch=request.launch)
+        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
         found = await self._ask(node, token, inventory, wait_s)
         found.brief = not request.again and wait_s < WHOLE_S
         if not request.fence or not found.HasField("reply"):

@@ -1,9 +1,16 @@
-"""What a survey leaves out: thousands of nodes have the same manifests, and one message carries them all."""
+"""What a survey leaves out: thousands of nodes have the same manifests, and one message carries them all.
+
+    asker ──digests of its own manifests──► each node ──reply without these──► asker: without those of earlier replies
+
+So what the asker holds until the last node has answered is the headers of their slots, not a manifest of megabytes from each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
+
+import xxhash
 
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -27,6 +34,23 @@ def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.Surveyed]) -> list[
             elif known[key] == manifest:
                 each.reply.ClearField(name)
     return list(surveyed)
+
+
+def digests_of(record: pb.JobRecord) -> list[int]:
+    """Of the manifests that a job's record has, each with the epoch that it belongs to."""
+    return [_digest(key, manifest) for key, _, manifest in _manifests(record.decision, record)]
+
+
+def leave_out(reply: pb.InventoryReply, known: Collection[int]) -> None:
+    """Takes out of a reply what the asker has by its `digests_of`."""
+    if known:
+        for key, name, manifest in _manifests(reply.decision, reply):
+            if _digest(key, manifest) in known:
+                reply.ClearField(name)
+
+
+def _digest(key: bytes, manifest: pb.Manifest) -> int:
+    return xxhash.xxh3_64_intdigest(key + manifest.SerializeToString(deterministic=True))
 
 
 def _manifests(

@@ -114,6 +114,7 @@ class Reporter:
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
                 said=messages.said_to(Said(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
+                protocol=messages.PROTOCOL,
             )  # fmt: skip
             try:
                 self._connected().send(request)
@@ -144,7 +145,7 @@ class Reporter:
                     if reply.status:
                         self._failed(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
                     else:
-                        self._heard(reply)
+                        self._take(reply)
                     if self._held_back and not self.is_fenced:
                         self._send()  # nobody else would, if no step follows
                     self._changed.notify_all()
@@ -163,6 +164,14 @@ class Reporter:
         if type(error) is not type(self.error):
             log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
         self.error = error
+
+    def _take(self, reply: pb.ReportReply) -> None:
+        try:
+            messages.check_protocol(reply.protocol, "the daemon was replaced, and now speaks", "this trainer")
+        except ReftError as error:
+            self._failed(error)
+        else:
+            self._heard(reply)
 
     def _heard(self, reply: pb.ReportReply) -> None:
         if self.error is not None and not self.is_fenced:

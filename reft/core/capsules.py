@@ -16,8 +16,10 @@ Invariants
 
 A lost Keep, or a lost acknowledgement of it, leaves the capsule owed: it is sent again, and the holder that has it already
 says so again. A late or repeated acknowledgement changes nothing. A capsule that comes late, when its step is decided, is
-acknowledged and not stored. A daemon that was restarted has forgotten who acknowledged what: it owes again all that its
-slots hold sealed. The oldest step goes first, so that a slow holder gets to each of them in the end.
+acknowledged and not stored. A Keep brings the outcome that its sender knows: so a holder that is cut off from the coordinator
+knows what is whole, and never has more undecided steps of a rank than the rank has slots. A daemon that was restarted has
+forgotten who acknowledged what: it owes again all that its slots hold sealed. The oldest step goes first, so that a slow
+holder gets to each of them in the end.
 One `Deposits` belongs to one epoch of one node, as the `Round` beside it does.
 """
 

@@ -14,7 +14,7 @@ from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, Said
 from reft.core.signals import Agent, Sign, Signal
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
-from reft.errors import ConfigError, FormatError
+from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
 PROTOCOL = 6  # daemons and clients of unlike numbers refuse each other
@@ -22,6 +22,22 @@ MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest
 REASON_MAX = 300  # characters
+
+
+def check_protocol(theirs: int, who: str, ours: str) -> None:
+    """Compares protocol numbers.
+
+    Args:
+        who, ours: what the text calls the other side and this one.
+
+    Raises:
+        AttachError: they differ.
+    """
+    if theirs != PROTOCOL:
+        raise AttachError(
+            f"{who} protocol {theirs}, {ours} {PROTOCOL}.",
+            "install the same reft on both sides, and restart what was running when it changed",
+        )
 
 
 def epoch_to(epoch: Epoch) -> pb.Epoch:

@@ -13,7 +13,7 @@ from reft.core.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire.line import Frames, frame
-from reft.wire.messages import said_from
+from reft.wire.messages import PROTOCOL, said_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 from tests.support.saying import SEALED, VOID, says
@@ -46,7 +46,8 @@ class Played:
         return said_from(pb.ReportRequest.FromString(self.waiting.pop(0)).said)
 
     def say(self, calls: int = 1, whole: int = -1, **facts) -> None:
-        self.there.sendall(frame(pb.ReportReply(calls=calls, whole=whole, **{"until": whole, **facts})))
+        facts = {"until": whole, "protocol": PROTOCOL, **facts}
+        self.there.sendall(frame(pb.ReportReply(calls=calls, whole=whole, **facts)))
 
     def end(self) -> None:
         self.there.close()
@@ -168,6 +169,14 @@ def test_a_silent_daemon_is_called_so_once_its_time_is_over(reporter, played, mo
     monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 22)
     reporter.answer(3, SEALED)
     assert isinstance(reporter.error, DaemonUnavailable) and "in time" in str(reporter.error)
+
+
+def test_a_daemon_of_another_protocol_is_not_believed(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1, protocol=0)
+    until(lambda: reporter.error is not None)
+    assert "now speaks protocol 0" in str(reporter.error) and whole(reporter) == -1
 
 
 def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):

@@ -200,6 +200,7 @@ def ask_line(path: str, request: pb.ReportRequest, timeout: float = 20.0) -> pb.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
         connection.connect(path)
+        request.protocol = request.protocol or messages.PROTOCOL
         connection.sendall(line.frame(request))
         frames = line.Frames()
         while data := connection.recv(1 << 16):

@@ -8,9 +8,11 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import grpc
 import numpy as np
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 
 from reft.core.round import Answer, Outcome
 from reft.errors import AttachError
@@ -20,6 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from tests.daemon.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
 from tests.support.daemons import DaemonProcess, until
+from tests.support.saying import says
 
 MIB = 1 << 20
 BAD_NAMES = [
@@ -58,6 +61,16 @@ def listing(daemon: DaemonProcess) -> list[str]:
 def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
     with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}"):
         shared.call("Hello", pb.HelloRequest(protocol=protocol))
+
+
+def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
+    """A daemon may be upgraded under trainers that said Hello to the one before it."""
+    said = messages.said_to(says({1: Answer.SEALED}))
+    for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
+        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said, protocol=protocol)
+        with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
+            job.send_report(0, report)
+    assert shared.status("job").ranks[0].step == -1
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -260,6 +273,21 @@ def test_a_message_above_the_limit(shared):
     with refused(Code.INVALID_ARGUMENT):
         big = pb.Manifest(job="big", world=1, token=bytes(32), script="x" * (16 * MIB), nodes=[pb.Node(ranks=[0])])
         shared.call("Decide", pb.DecideRequest(manifest=big, decision=pb.Decision(epoch=pb.Epoch(ident=bytes(16)))))
+
+
+def test_bytes_that_are_no_message_are_refused_before_any_token_without_a_traceback(shared, job):
+    address = job.hellos[0].addresses[0]
+    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+        for method in ("reft.v1.Daemon/Purge", "reft.v1.Peer/Beat", "grpc.health.v1.Health/Check"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                channel.unary_unary(f"/{method}")(b"\xff", timeout=10)
+        for method in ("reft.v1.Daemon/Read", "grpc.health.v1.Health/Watch"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10))
+        with refused(Code.UNIMPLEMENTED):
+            channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
+        watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)
+        assert next(watching) == health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
 
 
 def test_a_read_names_a_slot_and_a_version(shared, job):

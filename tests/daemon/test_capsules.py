@@ -6,22 +6,18 @@ import contextlib
 import os
 import signal
 import time
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from reft.core.capsules import DIGESTS_MAX
-from reft.core.round import UNDECIDED_MAX, Answer
+from reft.core.round import UNDECIDED_MAX, Answer, Outcome
 from reft.core.slots import SlotState
-from reft.core.waiting import WHOLE_S
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.service import DaemonService
-from reft_daemon.watch import FENCE_DEADLINE_S
-from tests.daemon.jobs import CAPSULE, CHUNK, Code, Job, layout_of, refused, tcp_call, write
+from tests.daemon.jobs import CAPSULE, CHUNK, Code, Job, epoch_of, layout_of, refused, tcp_call, write
 from tests.support.daemons import DaemonProcess, until
 from tests.support.manifests import described
 
@@ -232,6 +228,27 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
     assert len(files(job, 0)) == 1 + UNDECIDED_MAX
 
 
+def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
+    """Its link to the coordinator is broken: what was whole long ago must not give way to voids that it takes for open."""
+    keep(job, 1, record(job, 1))
+    for step in range(2, UNDECIDED_MAX + 10):
+        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(1, step - 1))
+        request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step)], outcome=decided)
+        tcp_call(job.hellos[1].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
+    assert copies(job, 1) == [(0, 1), (0, step)]
+
+
+def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
+    silent = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "round.send:drop"})
+    job = held_job([silent, start("--listen", "127.0.0.1:0")])
+    seal(job, trainer, 1, [1])
+    until(lambda: copies(job, 0) == [(1, 1)], what="the capsule of rank 1")
+    seal(job, trainer, 1, [0])
+    until(lambda: job.whole(0) == 1, what="whole(1)")
+    seal(job, trainer, 2, [0])
+    until(lambda: job.whole(1) == 1, what="the outcome, with the capsule of step 2")
+
+
 def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
@@ -347,64 +364,7 @@ def test_a_manifest_that_can_not_be_placed(start):
     assert job.daemons[0].status("job").epoch.counter == 1
 
 
-# Surveys, and what an inventory says
-
-
-def test_a_survey_names_the_silent(start, job, trainer):
-    seal(job, trainer, 1)
-    all_whole(job, 1)
-    stopped, dead = start("--listen", "127.0.0.1:0"), start("--listen", "127.0.0.1:0")
-    hellos = [each.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)) for each in (stopped, dead)]
-    gone = [pb.Node(name=f"gone-{i}", id=hello.node_id, addresses=hello.addresses) for i, hello in enumerate(hellos)]
-    stopped.kill(signal.SIGSTOP)
-    dead.kill()
-    nowhere = pb.Node(name="nowhere", id="x")
-    began = time.monotonic()
-    request = pb.SurveyRequest(job="job", nodes=[job.manifest.nodes[1], *gone, nowhere])
-    found = job.daemons[0].call("Survey", request).nodes
-    assert time.monotonic() - began < 6
-    assert [each.node.id for each in found] == [node.id for node in request.nodes]
-    assert [each.HasField("reply") for each in found] == [True, False, False, False]
-    assert all(bool(each.trouble) != each.HasField("reply") for each in found) and "no address" in found[3].trouble
-    reply = found[0].reply
-    assert (reply.node_id, reply.node) == (job.hellos[1].node_id, "test")
-    assert [(copy.rank, copy.version.step, copy.kept_bytes) for copy in reply.copies] == [(0, 1, 2 * CHUNK)]
-    assert reply.decision.epoch == job.epoch and len(reply.slots) == 3
-    with refused(Code.NOT_FOUND):
-        job.daemons[0].call("Survey", pb.SurveyRequest(job="none"))
-    empty = start().call("Inventory", pb.InventoryRequest(job="job"))
-    assert empty.node_id and empty.node == "test" and not empty.HasField("manifest")
-
-
-def test_a_survey_passes_the_fence_on(job, trainer):
-    write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
-    request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", fence=True)
-    (refusal,) = job.daemons[0].call("Survey", request).nodes
-    assert "which lives" in refusal.trouble and trainer.process.poll() is None
-    request.launch = "launch"
-    (surveyed,) = job.daemons[0].call("Survey", request).nodes
-    assert trainer.process.wait(5) == -9
-    assert [slot.state for slot in surveyed.reply.slots if slot.version.step == 1] == [pb.SEALED]
-
-
-async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
-    """A process that frees much memory takes seconds to die; a node that is gone is given up long before."""
-    asked = []
-
-    class Peers:
-        async def call(self, node, token, service, method, request, deadline_s, anew):
-            asked.append((node.name, request.fence, deadline_s))
-            if node.name == "gone":
-                raise ConnectionError("gone")
-            return pb.InventoryReply(node=node.name)
-
-    service = DaemonService(SimpleNamespace(peers=Peers()), None)
-    request = pb.SurveyRequest(job="job", launch="launch", fence=True)
-    for name in ("alive", "gone"):
-        await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request, WHOLE_S)
-    (first, second, third) = asked
-    assert first[:2] == ("alive", False) and second[:2] == ("alive", True) and third[:2] == ("gone", False)
-    assert second[2] > FENCE_DEADLINE_S > first[2]
+# What an inventory says
 
 
 def test_the_manifest_of_the_base_is_kept(daemon):

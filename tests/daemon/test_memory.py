@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from reft.errors import NoRoom
 from reft_daemon import memory
+from reft_daemon.arena import Arena
 
 GIB = 1 << 30
 
@@ -35,6 +38,20 @@ def test_the_machine_is_a_bound_with_a_margin(tmp_path):
     facts = psutil.virtual_memory()
     assert machine.free_bytes < facts.available
     assert machine.free_bytes == pytest.approx(facts.available - memory.MARGIN * facts.total, abs=2 * GIB)
+
+
+def test_the_margin_is_for_slots_a_capsule_may_have_of_it(tmp_path, monkeypatch):
+    """Else nothing becomes whole as soon as training itself leaves less free than the margin."""
+    short = SimpleNamespace(total=1000 * GIB, available=40 * GIB)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: short)
+    arena = Arena(tmp_path / "arena", 0)
+    with pytest.raises(NoRoom, match=r"the slots need 1\.0 KiB, but the machine's free memory leaves 0 B"):
+        arena.check_room(1024, slots=1)
+    arena.check_room(1024)
+    short.available = 1000
+    with pytest.raises(NoRoom, match=r"the capsule needs 1\.0 KiB"):
+        arena.check_room(1024)
+    arena.close()
 
 
 def test_the_flag_is_a_bound_less_what_is_held(tmp_path):

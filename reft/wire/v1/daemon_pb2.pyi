@@ -181,16 +181,18 @@ class HelloReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., line: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
-    __slots__ = ("job", "launch", "pids", "fence")
+    __slots__ = ("job", "launch", "pids", "fence", "known")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     job: str
     launch: str
     pids: _containers.RepeatedScalarFieldContainer[int]
     fence: bool
-    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ...) -> None: ...
+    known: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlotHeader(_message.Message):
     __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes")
@@ -385,7 +387,7 @@ class Said(_message.Message):
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ..., sealed: _Optional[_Iterable[_Union[SealedStep, _Mapping]]] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish")
+    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish", "protocol")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +395,7 @@ class ReportRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
@@ -400,10 +403,11 @@ class ReportRequest(_message.Message):
     wait_ms: int
     trouble: str
     wish: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
+    protocol: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error")
+    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error", "protocol")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +418,7 @@ class ReportReply(_message.Message):
     CALLS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
@@ -424,7 +429,8 @@ class ReportReply(_message.Message):
     calls: int
     status: int
     error: str
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    protocol: int
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -491,14 +497,16 @@ class CapsuleRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., node: _Optional[_Union[Node, _Mapping]] = ...) -> None: ...
 
 class KeepRequest(_message.Message):
-    __slots__ = ("job", "epoch", "capsules")
+    __slots__ = ("job", "epoch", "capsules", "outcome")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPSULES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     capsules: _containers.RepeatedCompositeFieldContainer[CapsuleRecord]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleRecord, _Mapping]]] = ...) -> None: ...
+    outcome: Outcome
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleRecord, _Mapping]]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
 
 class KeepReply(_message.Message):
     __slots__ = ()
