@@ -161,10 +161,8 @@ class Launch:
 
     rank: int
     world: int
-    local_rank: int
     run_id: str
     slurm_job: str
-    restart_count: int
     launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
     round: int = -1  # of reft's rendezvous; -1 under any other
     unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
@@ -183,10 +181,8 @@ class Launch:
         return cls(
             rank=int(source.get("RANK", "0")),
             world=int(source.get("WORLD_SIZE", "1")),
-            local_rank=int(source.get("LOCAL_RANK", "0")),
             run_id=source.get("TORCHELASTIC_RUN_ID", ""),
             slurm_job=source.get("SLURM_JOB_ID", ""),
-            restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launch=source.get("REFT_LAUNCH", ""),
             round=int(source.get("REFT_ROUND", "-1")),
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),
