@@ -53,8 +53,8 @@ class Config:
         protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
         slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
-        chunk_bytes: unit of digests, and of copying on the CPU: small enough for a core's cache, so that the digest
-            reads what the copy has just read.
+        chunk_bytes: unit of digests. On the CPU as many chunks as a MiB has are copied at once, or one larger one: small
+            enough for a core's cache, so that the digest reads what the copy has just read.
         parity_scratch_bytes: the most memory of a device that computing parity may use.
         load_transport: what moves state between ranks in a restore: gloo, or nccl for state on CUDA devices.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
