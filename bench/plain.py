@@ -26,9 +26,6 @@ class _Crc:
     def intdigest(self) -> int:
         return self._value
 
-    def digest(self) -> bytes:
-        return self._value.to_bytes(8, "little")
-
 
 def substitute() -> list[str]:
     """Puts substitutes in the place of what is missing; their names, for the bench to say."""
@@ -37,7 +34,6 @@ def substitute() -> list[str]:
         module: Any = types.ModuleType("xxhash")
         module.xxh3_64 = _Crc
         module.xxh3_64_intdigest = zlib.crc32
-        module.xxh3_64_digest = lambda data: _Crc(data).digest()
         sys.modules["xxhash"] = module
         missing.append("xxhash (crc32 instead: digests take longer, beside training)")
     if not _has_protobuf():

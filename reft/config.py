@@ -53,8 +53,8 @@ class Config:
         protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
         slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
-        chunk_bytes: unit of digests, and of copying on the CPU: small enough for a core's cache, so that the digest
-            reads what the copy has just read.
+        chunk_bytes: unit of digests. On the CPU as many chunks as a MiB has are copied at once, or one larger one: small
+            enough for a core's cache, so that the digest reads what the copy has just read.
         parity_scratch_bytes: the most memory of a device that computing parity may use.
         load_transport: what moves state between ranks in a restore: gloo, or nccl for state on CUDA devices.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
@@ -161,10 +161,8 @@ class Launch:
 
     rank: int
     world: int
-    local_rank: int
     run_id: str
     slurm_job: str
-    restart_count: int
     launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
     round: int = -1  # of reft's rendezvous; -1 under any other
     unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
@@ -183,10 +181,8 @@ class Launch:
         return cls(
             rank=int(source.get("RANK", "0")),
             world=int(source.get("WORLD_SIZE", "1")),
-            local_rank=int(source.get("LOCAL_RANK", "0")),
             run_id=source.get("TORCHELASTIC_RUN_ID", ""),
             slurm_job=source.get("SLURM_JOB_ID", ""),
-            restart_count=int(source.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launch=source.get("REFT_LAUNCH", ""),
             round=int(source.get("REFT_ROUND", "-1")),
             unnamed_job=source.get("REFT_UNNAMED_JOB", ""),

@@ -106,14 +106,9 @@ def test_the_runtime_folder_is_the_same_for_whoever_asks(tmp_path, monkeypatch):
 
 
 def test_what_the_launcher_says():
-    assert Launch.load({}) == Launch(0, 1, 0, "", "", 0)
-    launch = Launch.load(
-        {
-            "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "r", "SLURM_JOB_ID": "9",
-            "TORCHELASTIC_RESTART_COUNT": "2",
-        }
-    )  # fmt: skip
-    assert launch == Launch(3, 8, 1, "r", "9", 2)
+    assert Launch.load({}) == Launch(0, 1, "", "")
+    launch = Launch.load({"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "r", "SLURM_JOB_ID": "9"})
+    assert launch == Launch(3, 8, "r", "9")
     assert launch.under_agent and not Launch.load({}).under_agent
 
 

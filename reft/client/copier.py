@@ -1,8 +1,8 @@
-"""The copying engine on the CPU: copies one snapshot beside training, chunk by chunk, digests it on the way, adds parity.
+"""The copying engine on the CPU: copies one snapshot beside training, part by part, digests it on the way, adds parity.
 
     mark:   begin(job)      staged leaves are copied aside here, in the caller; the threads do the rest
             job.open        in the thread: waits for a slot if none may be reused yet
-            read            chunks: live bytes ─► slot, digest  │ parity columns: live bytes of others' shards ─► XOR ─► slot
+            read            parts:  live bytes ─► slot, digests │ parity columns: live bytes of others' shards ─► XOR ─► slot
             job.landed      nothing reads the state any more; the digests of the parity's chunks follow
     fence:  fence()         no slot until now: given up; else waits until the last byte is read, which it almost always is
 
@@ -46,7 +46,7 @@ class CopyJob:
         give_up: makes a waiting `open` raise.
         chunk_bytes: of each slot.
         share: what to write where.
-        at_chunk: called with each chunk's index before it is copied; may raise.
+        at_chunk: called with each chunk's index before the part that it belongs to is copied; may raise.
         at_parity: called with each parity column's index before it is computed; may raise.
         intact: called after the last byte was read and before anything writes the state again; raises if it was written.
         landed: what to do when the bytes are there; takes the riders' bytes, as they were at the mark, by name.
@@ -218,7 +218,7 @@ class CpuCopier:
         together(parts[0], list(zip(self._threads[1:], parts[1:], strict=True)))
 
     def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
-        """All chunks and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
+        """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
         if job.course is None:
             self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
@@ -268,7 +268,7 @@ class CpuCopier:
         self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int,
         tasks: Iterable[tuple[int, Tier | None]],
     ) -> None:  # fmt: skip
-        """Runs of chunks are the first tasks, columns the others; those without a tier count as what training does meanwhile."""
+        """Tasks of parts come first, columns after them; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
         counts = [0] * len(TIERS)
         of_chunks, data = len(plan.tasks), data[: plan.share.data_bytes]
@@ -289,7 +289,7 @@ class CpuCopier:
 
 
 def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int, stream: Copy) -> int:
-    """Copies some chunks and digests each; how many bytes were copied."""
+    """Copies one part and digests each of its chunks; how many bytes were copied."""
     target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
     if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
         leaf, begin, copied, _ = part.runs[0]

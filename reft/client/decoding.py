@@ -18,11 +18,10 @@ from reft.client.cell_space import CellSpace
 from reft.client.pieces import ALIGNMENT, Group
 from reft.core.coding import Program, decode_program, run
 from reft.core.placement import Lane
+from reft.core.rebuild import CACHE_BYTES, COLUMNS_MIN
 from reft.wire.slot_format import Bytes
 
-CACHE_BYTES = 512 << 10  # registers at work: half of a core's second cache
 COLUMNS_MAX = 128 << 10
-COLUMNS_MIN = 8 << 10  # below this the calls cost more than the work
 
 Rows = Mapping[tuple[int, int], Bytes]  # (parity shard, packet) → its columns of the band
 

@@ -19,8 +19,7 @@ from reft.client.exchange import Exchange
 from reft.client.state import Bindings, flat_bytes, is_dense
 from reft.core.cells import Division
 from reft.core.layout import Leaf
-
-CONSTANT = "constant "  # before a digest
+from reft.core.stages import CONSTANT
 
 
 def unequal(exchange: Exchange, division: Division, names: Collection[str], bindings: Bindings) -> list[str]:

@@ -80,12 +80,6 @@ class Layout:
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
     @property
-    def staged_bytes(self) -> int:
-        """Size of the run of staged leaves at the beginning, padding included."""
-        ends = (offset + leaf.nbytes for leaf, offset in zip(self.leaves, self.offsets, strict=True) if leaf.staged)
-        return max(ends, default=0)
-
-    @property
     def payload_bytes(self) -> int:
         """Bytes of the leaves without padding."""
         return sum(leaf.nbytes for leaf in self.leaves)

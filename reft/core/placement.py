@@ -278,16 +278,7 @@ def _packet_bytes(D: int, code: Code, nbytes: int) -> int:
 
 def ranges(lane: Lane, stripe: int, shard: int) -> Span:
     """The bytes of the cell in a data shard, and the zeros after them."""
-    return _clip(lane, *lane.data_range(stripe, shard))
-
-
-def packet_range(lane: Lane, stripe: int, shard: int, packet: int) -> Span:
-    """The bytes of the cell in one packet of a data shard, and the zeros after them."""
-    begin = lane.data_range(stripe, shard)[0] + packet * lane.packet_bytes
-    return _clip(lane, begin, begin + lane.packet_bytes)
-
-
-def _clip(lane: Lane, begin: int, end: int) -> Span:
+    begin, end = lane.data_range(stripe, shard)
     last = lane.begin + lane.nbytes
     return Span(min(begin, last), min(end, last), end - begin - (min(end, last) - min(begin, last)))
 

@@ -31,13 +31,11 @@ class Estimate:
 
     Attributes:
         count: how many values were observed.
-        wild: how many of them pulled less than they would have, being far off.
     """
 
     mean: float = 0.0
     deviation: float = 0.0
     count: int = 0
-    wild: int = 0
     _first: list[float] = field(default_factory=list)
 
     def observe(self, value: float) -> None:
@@ -53,7 +51,6 @@ class Estimate:
         error = value - self.mean
         most = WILD * max(self.deviation, LEAST_DEVIATION * abs(self.mean), LEAST_S)
         if abs(error) > most:
-            self.wild += 1
             error = most if error > 0 else -most
         self.mean += WEIGHT * error
         self.deviation += WEIGHT * (abs(error) - self.deviation)

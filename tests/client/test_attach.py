@@ -121,7 +121,7 @@ def test_a_named_daemon_that_does_not_answer(tmp_path):
 
 
 def test_world_size_without_a_process_group(attach, monkeypatch):
-    monkeypatch.setattr(attach_module.Launch, "load", classmethod(lambda cls: Launch(0, 4, 0, "", "", 0)))
+    monkeypatch.setattr(attach_module.Launch, "load", classmethod(lambda cls: Launch(0, 4, "", "")))
     with pytest.raises(errors.AttachError, match="init_process_group"):
         attach(*make())
 

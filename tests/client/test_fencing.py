@@ -7,7 +7,7 @@ import pytest
 from reft.client.fencing import chosen_run_id, dropped_backend, launch_mark
 from reft.config import Launch
 
-WORKER = Launch(0, 2, 0, "run", "", 0)
+WORKER = Launch(0, 2, "run", "")
 AGENT = ["python", "torchrun", "--nproc-per-node=2"]
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from reft.client.exchange import BROADCAST_BYTES, spoken_alone
 from reft.client.extract.dtensor import Box
-from reft.client.likeness import CONSTANT, differing, unequal, value_digests
+from reft.client.likeness import differing, unequal, value_digests
 from reft.client.state import Bindings
 from reft.core.cells import divide
+from reft.core.stages import CONSTANT
 
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,6 @@ from reft.core.placement import (
     capsule_holders,
     exposed,
     holders_among,
-    packet_range,
     place,
     ranges,
 )
@@ -260,19 +259,6 @@ def test_members_are_one_object_where_they_are_the_same():
         ("norm", (0, 2, 4)), ("norm", (1, 3, 5)), ("w0", (0, 2, 4)), ("w1", (1, 3, 5)),
     ]  # fmt: skip
     assert lanes[0].members is lanes[2].members and lanes[1].members is lanes[3].members
-
-
-def test_packets_are_the_shard_in_pieces():
-    for nbytes in (1, 1000, 2303):
-        for lane in placed(nbytes, [1] * 8, scheme="aec").lanes:
-            for stripe in range(lane.D):
-                for shard in range(lane.code.k):
-                    whole = ranges(lane, stripe, shard)
-                    packets = [packet_range(lane, stripe, shard, number) for number in range(lane.code.w)]
-                    assert {each.end - each.begin + each.zeros for each in packets} == {lane.packet_bytes}
-                    assert (packets[0].begin, packets[-1].end) == whole[:2]
-                    assert sum(each.zeros for each in packets) == whole.zeros
-                    assert all(a.end == b.begin for a, b in pairwise(packets))
 
 
 def test_the_drawing_is_true():

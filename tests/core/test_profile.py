@@ -36,7 +36,6 @@ def test_single_wild_values_hardly_move_it(wild):
         values[index] = wild
     estimate = observed(values)
     assert estimate.mean == pytest.approx(0.020, rel=0.05)
-    assert estimate.wild >= 3
 
 
 def test_it_begins_with_the_median_of_its_first_values():

@@ -82,7 +82,12 @@ def test_a_folder_that_others_could_use(tmp_path, which, kind):
             bad.write_text("")
     code, text = run(*flags(home, arena))
     assert code != 0 and str(bad) in text
-    expected = {"open": "others may write", "link": "not a folder", "foreign": "belongs to uid 12345", "file": "exists"}
+    expected = {
+        "open": f"others may write {bad} (mode 777)",
+        "link": "not a folder",
+        "foreign": "belongs to uid 12345",
+        "file": "exists",
+    }
     assert expected[kind] in text
     assert not (home / "d.sock").exists() and not (arena / "node-id").exists()
 

@@ -18,7 +18,6 @@ PROGRAMS = {
     "reft.cli": "cli",
     "reft.demo": "demo",
     "reft_daemon": "daemon",
-    "reft_replayer": "replayer",
 }
 AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
 
@@ -28,7 +27,6 @@ IMPURE = {
     *("socket", "subprocess", "threading", "time", "_thread"),
 }
 NO_TORCH = ("reft.core", "reft.wire", "reft.cli", "reft_daemon")
-LATE_TORCH = "reft.cli.export"  # exporters write torch's own formats, and import it when they run
 
 
 class Import(NamedTuple):
@@ -82,7 +80,7 @@ def forbidden(module: str, imported: Import) -> str:
     if here == "core" and not there and (top in IMPURE or top not in {*sys.stdlib_module_names, "numpy"}):
         return "core decides: stdlib without time, chance and the outside world, and numpy"
     if top == "torch" and any(within(module, prefix) for prefix in NO_TORCH):
-        return "" if module.startswith(LATE_TORCH) and imported.late else "no torch here"
+        return "no torch here"
     if top == "torch" and (here == "face" or here in LEAVES) and not imported.late:
         return "import reft loads no torch"
     if module == "reft.elastic" and top not in sys.stdlib_module_names and not imported.late:
@@ -115,11 +113,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 def modules(root: Path) -> list[tuple[Path, str]]:
     """Every module of ours with its import name."""
     found = []
-    for base, package in (
-        (root, "reft"),
-        (root / "daemon", "reft_daemon"),
-        (root / "daemon", "reft_replayer"),
-    ):
+    for base, package in ((root, "reft"), (root / "daemon", "reft_daemon")):
         for path in sorted((base / package).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
             found.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
@@ -152,7 +146,7 @@ def test_every_package_has_an_init():
         ("reft.client.session", "import reft_daemon.main"),
         ("reft.cli.main", "def f():\n    from reft.demo import run"),
         ("reft.cli.main", "import reft"),
-        ("reft.cli.export", "import torch"),
+        ("reft.cli.main", "def f():\n    import torch"),
         ("reft_daemon.main", "import importlib\nimportlib.import_module('reft.client')"),
         ("reft_daemon.main", "import torch"),
         ("reft.demo.main", "from reft import cli"),
@@ -172,7 +166,6 @@ def test_a_wrong_import_is_found(module, source):
         ("reft.core.slots", "from .version import Version"),
         ("reft.wire.slot", "import grpc\nfrom reft.core import slots\nfrom reft import config"),
         ("reft.client.session", "import torch\nfrom ..wire import slot\nfrom ..core import slots"),
-        ("reft.cli.export", "def f():\n    import torch"),
         ("reft.cli.main", "from reft import __version__"),
         ("reft.integrations.transformers", "from reft.client import session\nimport reft"),
         ("reft_daemon.main", "from reft.wire import slot\nfrom reft_daemon import arena"),

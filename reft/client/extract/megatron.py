@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from reft.client.extract.dtensor import Box
+from reft.client.extract.megatron_modules import TESTED
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named, Names, Removable
 from reft.client.extract.wrapping import Wrapped
@@ -31,7 +32,6 @@ from reft.core.flattened import run_of
 from reft.core.layout import Leaf
 from reft.errors import LayoutChanged, UnsupportedState
 
-TESTED = "0.16.1"
 PACKAGE = "megatron.core.optimizer."
 CHAINED = PACKAGE + "optimizer.ChainedOptimizer"
 FP32 = PACKAGE + "optimizer.FP32Optimizer"
