@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -27,6 +28,7 @@ from reft.cli.timeline import collect, write
 from reft.config import allows_colour
 from reft.core.budget import size
 from reft.core.health import Health
+from reft.core.wording import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -188,7 +190,9 @@ def timeline(job: str, rank: int | None, output: Path, as_json: bool, daemon: st
         return
     for number, why in found.silent.items():
         click.echo(f"rank {number} is missing: {why}", err=True)
-    click.echo(f"{output}: {len(found.ranks)} ranks of job {job}. Open it in ui.perfetto.dev or chrome://tracing.")
+    click.echo(
+        f"{output}: {counted(len(found.ranks), 'rank')} of job {job}. Open it in ui.perfetto.dev or chrome://tracing."
+    )
 
 
 @main.command()
@@ -315,9 +319,15 @@ def marked(line: str) -> str:
 
 @contextmanager
 def misused(as_json: bool) -> Iterator[None]:
-    """Says click's errors as JSON if that was asked for."""
+    """Says click's errors as JSON if that was asked for, and in a line what can't be written, as to a full disk."""
     try:
         yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # of whoever read on the other side, such as head: click ends without a word
+            raise
+        text = f"the answer can't be written: {error}."
+        _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)
+        sys.exit(EXIT_FAILED)
     except click.UsageError as error:
         if not as_json:
             raise

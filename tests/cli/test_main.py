@@ -227,3 +227,13 @@ def test_the_cli_loads_no_torch():
 def test_help_names_the_verbs_and_the_exit_codes():
     text = invoke("--help").stdout
     assert all(word in text for word in ("status", "recover", "purge", "demo", "11 no such job"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["status", "--json"], ["status", "--watch"]])
+def test_an_answer_that_can_not_be_written_is_said_in_a_line(daemon, arguments):
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    environment = {**os.environ, "PYTHONPATH": paths, "REFT_DAEMON": daemon.address}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "reft.cli.main", *arguments], stdout=full, stderr=subprocess.PIPE,
+                              env=environment, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 1 and "No space left" in done.stderr and done.stderr.count("\n") == 1
