@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import sys
 import time
@@ -50,6 +51,10 @@ class Verbs(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # what a terminal of another encoding lacks must not end a recovery
+            sys.stdout.reconfigure(errors="replace")
         as_json = "--json" in args
         with misused(as_json):
             context = super().make_context(info_name, args, parent, **extra)
@@ -219,9 +224,10 @@ def pairs_of(given: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in given:
         node, _, address = each.partition("=")
-        if not node or node in found:
+        if not node or not address or node in found:
             raise ConfigError(
-                f"--onto {each!r} names no node, or one twice.", "--onto NODE=unix:PATH or NODE=host:port"
+                f"--onto {each!r} names no node, no address, or a node twice.",
+                "--onto NODE=unix:PATH or NODE=host:port",
             )
         found[node] = rpc.check_address(address)
     return found
