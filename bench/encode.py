@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from bench.common import Goal, Others, median, summary, table
-from bench.options import count
+from bench.options import count, output
 from reft.client import coding as torch_coding
 from reft.client.share import Cut
 from reft.core import coding
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smaller stripe and fewer rounds")
     parser.add_argument("--rounds", type=count, help="measurements of each figure")
     parser.add_argument("--slice", type=count, help="KiB of each packet that are coded at a time")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=output, help="write every figure to this file")
     return parser.parse_args()
 
 

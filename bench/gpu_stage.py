@@ -49,6 +49,7 @@ from bench import plain
 SUBSTITUTED = plain.substitute()
 
 from bench.common import Block, Shape, median, quantile, table  # noqa: E402
+from bench.options import output  # noqa: E402
 from reft.client import coding  # noqa: E402
 from reft.client.copier import CopyJob, CpuCopier  # noqa: E402
 from reft.client.rhythm import Rhythm  # noqa: E402
@@ -81,7 +82,7 @@ def parse() -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, help=f"{what} ({cuda} on CUDA, {cpu} on the CPU)")
         parser.set_defaults(**{f"{name.replace('-', '_')}_": (cuda, cpu)})
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=output, help="write every figure to this file")
     args = parser.parse_args()
     for name, value in list(vars(args).items()):
         if name.endswith("_"):

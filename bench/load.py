@@ -40,7 +40,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as processes
 
 from bench import common
-from bench.options import count, listed
+from bench.options import count, listed, output
 from reft.client.load import Loaded, load
 from reft.client.pieces import Piece, Sequencer, Sizes
 from reft.client.transport import GlooTransport
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=listed(("2", "4")), default="2,4", help="numbers of ranks")
     parser.add_argument("--cases", default="", help="only those whose name has this in it")
     parser.add_argument("--mib", type=count, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=output, help="write every figure to this file")
     options = parser.parse_args()
     if not any(is_chosen(case, options) for case in CASES):
         parser.error(

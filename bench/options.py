@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 
 def listed(known: Iterable[str]) -> Callable[[str], str]:
@@ -24,3 +26,13 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
+
+
+def output(text: str) -> Path:
+    """For argparse: a file that can be written once all has been measured."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} can't be written: it is a folder, or its folder is missing or read-only"
+        )
+    return path

@@ -49,7 +49,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import reft
 from bench import common
 from bench.common import Mapped, median, quantile
-from bench.options import count, listed
+from bench.options import count, listed, output
 from reft.cli.demo.cluster import free_port
 from reft.client import hooks
 
@@ -68,9 +68,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, help="rounds of blocks (4)")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after so many")
     parser.add_argument("--ways", type=listed(WAYS), default=",".join(WAYS))
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=output, help="write every figure to this file")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of --json, to pool with this run")
-    parser.add_argument("--trace", type=Path, help="write the last steps' trace of all stages to this file")
+    parser.add_argument("--trace", type=output, help="write the last steps' trace of all stages to this file")
     parser.add_argument("--role", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--daemon", help=argparse.SUPPRESS)

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.options import count, listed
+from bench.options import count, listed, output
 from tests.support.nodes import Machine, Nodes
 
 TRAINER = str(Path(__file__).with_name("recovery_trainer.py"))
@@ -207,8 +207,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--cases", type=listed(("worker", "node")), default="worker,node")
     parser.add_argument("--backends", type=listed(BACKENDS), default=",".join(BACKENDS))
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=output)
+    parser.add_argument("--json", type=output)
     options = parser.parse_args()
     recoveries: list[Recovery] = []
     for number in range(options.rounds):

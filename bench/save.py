@@ -43,7 +43,7 @@ import torch.distributed.checkpoint as dcp
 import reft
 from bench import common, restoring
 from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
-from bench.options import count, listed
+from bench.options import count, listed, output
 
 STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
 NEVER = 1 << 40  # as `every`: no snapshot
@@ -75,7 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
     )
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--json", type=output, help="write every figure to this file")
     parser.add_argument("--role", choices=["train", "first", "restore", "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="busy", help=argparse.SUPPRESS)
     parser.add_argument("--into", choices=restoring.INTO, default="fresh", help=argparse.SUPPRESS)

@@ -30,6 +30,7 @@ from reft.core.capsules import DIGESTS_MAX, surplus
 from reft.core.recovery import Decision, counts
 from reft.core.round import Outcome
 from reft.core.version import Version
+from reft.core.wording import counted
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
@@ -218,7 +219,7 @@ class CapsuleStore:
 def check_record(record: pb.CapsuleRecord, world: int) -> None:
     """Raises ConfigError for a record that no daemon of the job would send."""
     if record.rank >= world:
-        raise ConfigError(f"a capsule of rank {record.rank} came; the job has {world} ranks.")
+        raise ConfigError(f"a capsule of rank {record.rank} came; the job has {counted(world, 'rank')}.")
     if record.version.step > messages.STEP_MAX:
         raise ConfigError(f"a capsule of step {record.version.step} came; steps end at {messages.STEP_MAX}.")
     for what, size, limit in (

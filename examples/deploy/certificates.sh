@@ -4,7 +4,7 @@
 # called after the first. Where there is an authority of your own, use that instead.
 set -euo pipefail
 umask 077
-folder=$1
+folder=${1:?certificates.sh FOLDER HOST[,HOST...] [HOST ...]}
 shift
 mkdir -p "$folder"
 cd "$folder"

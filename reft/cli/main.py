@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import sys
 import time
@@ -27,6 +29,7 @@ from reft.cli.timeline import collect, write
 from reft.config import allows_colour
 from reft.core.budget import size
 from reft.core.health import Health
+from reft.core.wording import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
@@ -48,6 +51,10 @@ class Verbs(click.Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # what a terminal of another encoding lacks must not end a recovery
+            sys.stdout.reconfigure(errors="replace")
         as_json = "--json" in args
         with misused(as_json):
             context = super().make_context(info_name, args, parent, **extra)
@@ -188,7 +195,9 @@ def timeline(job: str, rank: int | None, output: Path, as_json: bool, daemon: st
         return
     for number, why in found.silent.items():
         click.echo(f"rank {number} is missing: {why}", err=True)
-    click.echo(f"{output}: {len(found.ranks)} ranks of job {job}. Open it in ui.perfetto.dev or chrome://tracing.")
+    click.echo(
+        f"{output}: {counted(len(found.ranks), 'rank')} of job {job}. Open it in ui.perfetto.dev or chrome://tracing."
+    )
 
 
 @main.command()
@@ -215,9 +224,10 @@ def pairs_of(given: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in given:
         node, _, address = each.partition("=")
-        if not node or node in found:
+        if not node or not address or node in found:
             raise ConfigError(
-                f"--onto {each!r} names no node, or one twice.", "--onto NODE=unix:PATH or NODE=host:port"
+                f"--onto {each!r} names no node, no address, or a node twice.",
+                "--onto NODE=unix:PATH or NODE=host:port",
             )
         found[node] = rpc.check_address(address)
     return found
@@ -315,9 +325,15 @@ def marked(line: str) -> str:
 
 @contextmanager
 def misused(as_json: bool) -> Iterator[None]:
-    """Says click's errors as JSON if that was asked for."""
+    """Says click's errors as JSON if that was asked for, and in a line what can't be written, as to a full disk."""
     try:
         yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # of whoever read on the other side, such as head: click ends without a word
+            raise
+        text = f"the answer can't be written: {error}."
+        _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)
+        sys.exit(EXIT_FAILED)
     except click.UsageError as error:
         if not as_json:
             raise

@@ -13,6 +13,7 @@ from reft.cli.survey import survey
 from reft.core.health import Health
 from reft.core.recovery import Plan
 from reft.core.version import Version
+from reft.core.wording import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire import messages
 from reft.wire.findings import Findings
@@ -55,9 +56,9 @@ class Recovery:
         living = sorted(rank.rank for rank in status.ranks if rank.alive)
         if living:
             raise AttachError(
-                f"{len(living)} trainers of job {self.job} live, the first is rank {living[0]}: nothing is to be recovered "
-                "while they train.",
-                "end them first; a restart of the job finds lost nodes by itself",
+                f"job {self.job} has {counted(len(living), 'living trainer')}, the first is rank {living[0]}: nothing is to be "
+                "recovered while it trains.",
+                "end it first; a restart of the job finds lost nodes by itself",
             )
         findings, self._addresses = survey(self.address, self.job, self.onto.values(), self._ask_local())
         findings.refuse_rivals(self.job)
@@ -106,7 +107,9 @@ class Recovery:
             self.erased |= {(each.node, each.slot, plan.base) for each in reply.damaged}
             return False
         if len(reply.slots) != len(ranks):
-            raise AttachError(f"the daemon at {onto} made {len(reply.slots)} of {len(ranks)} slots.", "look at its log")
+            raise AttachError(
+                f"the daemon at {onto} made {len(reply.slots)} of {counted(len(ranks), 'slot')}.", "look at its log"
+            )
         self.rebuilt.append(
             {
                 "node": node, "onto": onto, "ranks": list(ranks), "step": plan.base.step,

@@ -13,6 +13,7 @@ from reft.core.health import Health
 from reft.core.placement import Placement
 from reft.core.recovery import Plan
 from reft.core.version import Version
+from reft.core.wording import counted, every, more
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -115,10 +116,10 @@ def recovery_view(
         return RecoveryView(job, "unrecoverable", Health.ERR, reason, None, silent, (), newer)
     lost = tuple(_lost(findings, plan))
     if not lost:
-        reason = f"nothing is lost: {base} is held by all {len(plan.sources)} ranks."
+        reason = f"nothing is lost: {base} is held by {every(len(plan.sources), 'rank')}."
         return RecoveryView(job, "whole", Health.OK, reason, base, silent, (), newer)
-    count = sum(len(node.ranks) for node in lost)
-    reason = f"the slots of {count} rank{'s' * (count != 1)} are gone; {base} can be restored in full without them."
+    ranks = counted(sum(len(node.ranks) for node in lost), "rank")
+    reason = f"the slots of {ranks} are gone; {base} can be restored in full without them."
     return RecoveryView(job, "recoverable", Health.WARN, reason, base, silent, lost, newer)
 
 
@@ -196,15 +197,15 @@ def recovery_lines(view: RecoveryView) -> list[str]:
         for cell in node.cells[:CELLS_SHOWN]:
             lines += wrapped("  cell  ", _cell_line(cell))
         if len(node.cells) > CELLS_SHOWN:
-            lines += wrapped("  ", f"and {len(node.cells) - CELLS_SHOWN} more cells: --json lists them.")
+            lines += wrapped("  ", f"and {counted(len(node.cells) - CELLS_SHOWN, 'more cell')}: --json lists them.")
     return lines
 
 
 def _cell_line(cell: CellView) -> str:
-    more = f" and {len(cell.leaves) - 1} more leaves" if len(cell.leaves) > 1 else ""
     sizes = {"copied": cell.copied, "decoded": cell.decoded, "parity": cell.parity}
     made = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
-    return f"{cell.leaves[0]}{more}: {made}, from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
+    leaves = f"{cell.leaves[0]}{more(len(cell.leaves) - 1, 'leaf', 'leaves')}"
+    return f"{leaves}: {made}, from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

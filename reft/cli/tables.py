@@ -9,6 +9,7 @@ from reft.cli.views import JobView, NodeView, RankView
 from reft.core.budget import size
 from reft.core.exposure import Loss
 from reft.core.version import Version
+from reft.core.wording import counted
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
@@ -33,7 +34,7 @@ def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
 
 def job_lines(job: JobView) -> list[str]:
     """One job: what it is, how it is, where its state lies, and what that survives."""
-    ranks = f"{job.world} rank{'s' * (job.world != 1)} on {len(job.nodes)} node{'s' * (len(job.nodes) != 1)}"
+    ranks = f"{counted(job.world, 'rank')} on {counted(len(job.nodes), 'node')}"
     every = f", every {job.every} steps" if job.every > 1 else ""
     name = job.script.rpartition("/")[2]
     lines = wrapped("job     ", f"{job.job}  {name + ', ' if name else ''}{ranks}{every}, up {duration(job.up_s)}")
@@ -51,8 +52,11 @@ def protection_lines(job: JobView) -> list[str]:
     if found.version is None:
         now = "nothing can be restored as it is."
     else:
-        domains = f"{found.tolerated} failure domain{'s' * (found.tolerated != 1)}"
-        now = f"any {domains} may vanish now." if found.tolerated > 0 else "no failure domain may vanish now."
+        now = (
+            f"any {counted(found.tolerated, 'failure domain')} may vanish now."
+            if found.tolerated > 0
+            else "no failure domain may vanish now."
+        )
         if found.tolerated < found.meant:
             now = f"{now[:-1]}, {found.meant} when all is well."
     if job.degraded_s:
@@ -63,7 +67,7 @@ def protection_lines(job: JobView) -> list[str]:
     for name, ranks in job.own[:OWN_SHOWN]:
         lines += wrapped("unlike  ", f"{name} differs between ranks {spans(ranks)}: each keeps its own.")
     if len(job.own) > OWN_SHOWN:
-        lines.append(f"unlike  {len(job.own) - OWN_SHOWN} more leaves; --json has them all.")
+        lines.append(f"unlike  {counted(len(job.own) - OWN_SHOWN, 'more leaf', 'more leaves')}; --json has them all.")
     rows = [
         (
             SCHEMES[group.scheme],
@@ -117,7 +121,7 @@ def rank_table(ranks: Sequence[RankView]) -> list[str]:
     for rank in shown:
         lines += wrapped(f"  rank {rank.rank}: ", rank.trouble) if rank.trouble else []
     if len(shown) < len(ranks):
-        lines.append(f"{len(ranks) - len(shown)} more ranks are not shown; --json has them all.")
+        lines.append(f"Not shown: {counted(len(ranks) - len(shown), 'more rank')}; --json has them all.")
     return lines
 
 

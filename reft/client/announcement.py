@@ -14,6 +14,7 @@ from reft.client.subjects import Subjects
 from reft.core.placement import Placement, exposed
 from reft.core.recovery import Plan, describe
 from reft.core.version import Version
+from reft.core.wording import counted
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -56,7 +57,7 @@ def restored(
 ) -> list[str]:
     """What was restored from where, and which newer versions could not be."""
     lines = []
-    where = f"{manifest.world} ranks on {len(manifest.nodes)} nodes"
+    where = f"{counted(manifest.world, 'rank')} on {counted(len(manifest.nodes), 'node')}"
     if base is None:
         lines.append(f"job {job}: nothing held, starting fresh; {where}.")
     else:
@@ -76,7 +77,7 @@ def restored(
 
 def reshaped(before: int, world: int, lines: Sequence[str]) -> list[str]:
     """That the state was held in another shape, and what was done with what is each rank's own."""
-    return [f"the state of {before} ranks was brought into a job of {world}, by what each leaf is.", *lines]
+    return [f"the state of {counted(before, 'rank')} was brought into a job of {world}, by what each leaf is.", *lines]
 
 
 def earlier_runs(findings: Findings, script: str) -> list[str]:
@@ -118,8 +119,8 @@ def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
         lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
     if unheld := _unheld(subjects):
         lines.append(
-            f"{len(unheld)} trainable parameters are in no optimizer that was passed, e.g. {unheld[0]}: if another one trains "
-            "them, pass it too, optimizer=[...], else its state is not held, and its steps are not waited for."
+            f"{counted(len(unheld), 'trainable parameter')} in no optimizer that was passed, e.g. {unheld[0]}: if there is one, "
+            "pass it too, optimizer=[...], else its state is not held, and its steps are not waited for."
         )
     return lines
 

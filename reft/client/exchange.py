@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reft.core.wording import more
 from reft.errors import AttachError, ReftError
 
 BROADCAST_BYTES = 1 << 20  # what could move while a broadcast makes its way through thousands of ranks
@@ -79,8 +80,7 @@ class Exchange:
             raise own
         if failed:
             rank, text = next(iter(failed.items()))
-            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-            raise AttachError(f"rank {rank} could not attach{others}: {text}")
+            raise AttachError(f"rank {rank}{more(len(failed) - 1, 'rank')} could not attach: {text}")
         return [reply["ok"] for reply in replies]
 
     def _gather(self, payload: bytes, deadline_s: float) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ import xxhash
 
 from reft.client.counting import GROUPED
 from reft.client.plain import to_plain
+from reft.core.wording import every
 from reft.errors import LayoutChanged
 from reft.wire import capsule
 
@@ -144,13 +145,13 @@ class Inheritance:
                 return self._of(self.rank, part)
             return to_plain(torch.Generator().manual_seed(self._seed(part)).get_state())
         if name in self.takes_all and is_new_world:
-            self.lines.append(f"state[{name!r}] was given the states of all {self._old_world} old ranks.")
+            self.lines.append(f"state[{name!r}] was given the states of {every(self._old_world, 'old rank')}.")
             self.lists[name] = [self._of(old, part) for old in range(self._old_world)]
             return None
         found = self._shared(part)
         if is_new_world and self._is_shared(part):
             self.lines.append(
-                f"state[{name!r}] was the same on all {self._old_world} old ranks: every rank has it now."
+                f"state[{name!r}] was the same on {every(self._old_world, 'old rank')}: every rank has it now."
             )
         return found
 

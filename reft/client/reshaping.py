@@ -37,6 +37,7 @@ from reft.core.placement import Placement
 from reft.core.recovery import Held, Plan
 from reft.core.regather import Regather, Sizes, readers_of
 from reft.core.reshape import Match, Own, is_same, match, pieces_of, wanted_leaves
+from reft.core.wording import counted, more
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire import capsule
 from reft.wire.manifest import layouts_of
@@ -253,7 +254,7 @@ class Reshaping:
         if lines:
             more = [f"and {len(lines) - LINES_MAX} more"] if len(lines) > LINES_MAX else []
             raise LayoutChanged(
-                f"what {len(self.before)} ranks held can't be brought into this job of {self._world} ranks:\n  "
+                f"what {counted(len(self.before), 'rank')} held can't be brought into this job of {self._world}:\n  "
                 + "\n  ".join(lines[:LINES_MAX] + more),
                 "start the job in its old shape, or under another name, or drop what is held with reft-cli purge",
             )
@@ -277,10 +278,9 @@ class Reshaping:
         assert self._inheritance is not None, "inherited by now"
         self.lines = list(self._inheritance.lines)
         if found.own:
-            more = f" and {len(found.own) - 1} more leaves" if len(found.own) > 1 else ""
             self.lines.append(
-                f"each old rank kept its own {found.own[0]}{more}: a rank has that of the old rank of its number, "
-                "a new one that of the lowest."
+                f"each old rank kept its own {found.own[0]}{more(len(found.own) - 1, 'leaf', 'leaves')}: "
+                "a rank has that of the old rank of its number, a new one that of the lowest."
             )
 
     # make, load

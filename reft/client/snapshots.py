@@ -37,6 +37,7 @@ from reft.core.placement import Placement, exposed
 from reft.core.round import Answer
 from reft.core.slots import choose
 from reft.core.version import Epoch, Version
+from reft.core.wording import counted
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
@@ -267,8 +268,9 @@ class Snapshots:
         if not cells:
             return ""
         leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
+        found = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
         return (
-            f"ranks hold different bytes where they should be replicas: some of {len(leaves)} leaves, e.g. {leaves[0]}. "
+            f"ranks hold different bytes where they should be replicas: {found}. "
             "Train them alike (DDP does), or attach with protect='none', and each rank keeps its own."
         )
 

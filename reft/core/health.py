@@ -8,6 +8,7 @@ from enum import Enum
 
 from reft.core.protection import Protection, Word
 from reft.core.version import Version
+from reft.core.wording import every
 
 LAG_STEPS = 3  # a step may be trained while the one before is sealed and announced; beyond this snapshots fail
 NAMES_MAX = 3  # nodes that one line names
@@ -96,11 +97,9 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
     if len(living) < job.world:
-        return (
-            Health.WARN,
-            f"{job.world - len(living)} of {job.world} trainers are gone; step {job.whole.step} is held.",
-        )
-    return Health.OK, f"step {job.whole.step} is held by all {job.world} ranks."
+        gone = job.world - len(living)
+        return Health.WARN, f"trainers gone: {gone} of {job.world}; step {job.whole.step} is held."
+    return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}."
 
 
 def _without(job: JobFacts, names: str) -> tuple[Health, str]:

@@ -32,6 +32,7 @@ from reft.core.budget import size
 from reft.core.cells import Cell, Division
 from reft.core.coding import Code, code_for
 from reft.core.layout import ALIGNMENT, Layout, align
+from reft.core.wording import counted
 
 WIDTH_MAX = 64  # shards of a stripe: bounds from how many members a lost one is decoded
 PACKET_ALIGNMENT = 8  # bytes: packets are XORed as 64-bit words
@@ -386,5 +387,7 @@ def _sentence(reason: Reason, f: int, asked: int, nbytes: int) -> str:
     if reason == "one domain":
         return f"{size(nbytes)} have all their holders in one failure domain and are lost with it."
     if reason == "few domains":
-        return f"{size(nbytes)} survive {f} lost domains and not {asked}: their holders lie in {f + 1} domains."
+        return (
+            f"{size(nbytes)} survive {counted(f, 'lost domain')} and not {asked}: their holders lie in {f + 1} domains."
+        )
     return f"{size(nbytes)} have one holder each (unreplicated shards, or what differs by rank): lost with their node."

@@ -34,6 +34,7 @@ from reft.core.gather import Alike, alike, undecodable
 from reft.core.placement import Placement
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
+from reft.core.wording import more
 
 KNOWN_MAX = 64  # attaches that a decision names
 RUNS_MAX = 8  # runs of ranks, or nodes, that one line names
@@ -292,10 +293,9 @@ def cells_lost(placement: Placement, lanes: Sequence[int], ranks: Collection[int
     cells = sorted({placement.lanes[lane].cell for lane in lanes})
     first, lane = placement.division.cells[cells[0]], placement.lanes[lanes[0]]
     lost = sum(member in ranks for member in lane.members)
-    more = f" and {len(cells) - 1} more cells" if len(cells) > 1 else ""
-    leaves = f" and {len(first.leaves) - 1} more leaves" if len(first.leaves) > 1 else ""
+    others = more(len(first.leaves) - 1, "leaf", "leaves") + more(len(cells) - 1, "cell")
     return (
-        f"the cell of {first.leaves[0].name}{leaves}{more} can't be decoded: {lost} of {lane.D} slots are gone, "
+        f"the cell of {first.leaves[0].name}{others} can't be decoded: {lost} of {lane.D} slots are gone, "
         f"and with them more than {lane.code.f} of the {lane.code.k + lane.code.f} shards of a stripe."
     )
 

@@ -100,7 +100,7 @@ def prepare(modules: Sequence[str]) -> None:
     _try_fork()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise Failed(f"importing {', '.join(modules)} has started {threads - 1} threads, which a fork would not copy")
+        raise Failed(f"importing {', '.join(modules)} has started threads ({threads - 1}), which a fork would not copy")
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise Failed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")

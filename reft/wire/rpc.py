@@ -75,7 +75,9 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DaemonUnavailable(f"the daemon at {address} did not answer in time.", "look at its log; is it stopped?")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return DaemonUnavailable(f"no daemon answers at {address}: {details}.", "start reft-daemon there")
+        is_another_users = "Permission denied" in details and address.startswith("unix:")
+        remedy = "daemon, trainers and reft-cli are one user" if is_another_users else "start reft-daemon there"
+        return DaemonUnavailable(f"no daemon answers at {address}: {details}.", remedy)
     return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
 
 

@@ -24,10 +24,10 @@ def invoke(*arguments: str, daemon: str = ""):
     return CliRunner().invoke(main, list(arguments), env={"REFT_DAEMON": daemon}, catch_exceptions=False)
 
 
-def make_job(daemon: DaemonProcess, name: str) -> None:
+def make_job(daemon: DaemonProcess, name: str, script: str = "") -> None:
     """A job that attached and did nothing: no trainer, nothing whole."""
     node = pb.Node(name="test", id="0", addresses=[daemon.address], ranks=[0])
-    manifest = pb.Manifest(job=name, named=True, token=bytes(32), world=1, nodes=[node], every=1)
+    manifest = pb.Manifest(job=name, named=True, token=bytes(32), world=1, nodes=[node], every=1, script=script)
     decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=bytes(16)))
     daemon.call("Decide", pb.DecideRequest(manifest=manifest, decision=decision))
 
@@ -227,3 +227,22 @@ def test_the_cli_loads_no_torch():
 def test_help_names_the_verbs_and_the_exit_codes():
     text = invoke("--help").stdout
     assert all(word in text for word in ("status", "recover", "purge", "demo", "11 no such job"))
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_has(daemon):
+    make_job(daemon, "empty", "…")
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    environment = {**os.environ, "PYTHONPATH": paths, "REFT_DAEMON": daemon.address, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-m", "reft.cli.main", "status"], capture_output=True, env=environment,
+                          timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 0 and b"empty  ?, 1 rank" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status"], ["status", "--json"], ["status", "--watch"]])
+def test_an_answer_that_can_not_be_written_is_said_in_a_line(daemon, arguments):
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    environment = {**os.environ, "PYTHONPATH": paths, "REFT_DAEMON": daemon.address}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "reft.cli.main", *arguments], stdout=full, stderr=subprocess.PIPE,
+                              env=environment, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 1 and "No space left" in done.stderr and done.stderr.count("\n") == 1

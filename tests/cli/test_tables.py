@@ -86,13 +86,17 @@ def test_before_the_first_whole_step_of_an_attach_its_base_is_held():
     assert (view.whole, view.base, view.health) == (39, 39, Health.OK)
 
 
+def test_one_is_told_as_one():
+    assert "held by the one rank" in views.job_view(job(rank(0), world=1)).reason
+
+
 def test_no_line_is_wider_than_the_page():
     long = "a-name-that-nobody-would-type-" * 4
     many = [rank(i, f"{long}{i}", trouble="t" * 200 if i % 3 == 0 else "") for i in range(40)]
     for status in (job(*many), job(*many[:3], job=long, script=long)):
         lines = lines_of(status)
         assert max(map(len, lines)) <= tables.WIDTH
-    assert "more ranks are not shown" in "\n".join(lines_of(job(*many)))
+    assert "Not shown: 26 more ranks" in "\n".join(lines_of(job(*many)))
 
 
 def test_the_document_is_json_with_the_version_first():

@@ -415,7 +415,7 @@ def test_trainable_parameters_that_no_optimizer_has_are_said(attach, capsys):
     average = torch.optim.swa_utils.AveragedModel(model)
     attach(model, torch.optim.SGD(model["trained"].parameters(), lr=0.1), state={"average": average})
     said = capsys.readouterr().err
-    assert "2 trainable parameters are in no optimizer that was passed, e.g. model.0.forgotten.weight" in said
+    assert "2 trainable parameters in no optimizer that was passed, e.g. model.0.forgotten.weight" in said
     masters = [nn.Parameter(each.detach().clone()) for each in model.parameters()]
     attach(model, torch.optim.SGD(masters, lr=0.1), job="copies")
     assert "in no optimizer" not in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_a_rank_in_trouble_is_named_with_its_reason():
 
 def test_the_trouble_of_a_dead_rank_is_not_its_epitaph():
     word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.", alive=False)))
-    assert word is Health.WARN and "1 of 2 trainers are gone; step 10 is held." in sentence
+    assert word is Health.WARN and "trainers gone: 1 of 2; step 10 is held." in sentence
 
 
 def test_lag_is_measured_in_snapshots():
@@ -64,7 +64,7 @@ def test_the_end_of_training_is_well():
 
 def test_all_dead_is_a_warning_that_says_what_is_held():
     dead = tuple(replace(rank, alive=False) for rank in RANKS)
-    assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "2 of 2 trainers are gone; step 10 is held.")
+    assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 2 of 2; step 10 is held.")
 
 
 def test_what_survives_which_loss():

@@ -347,7 +347,7 @@ def test_it_is_refused_while_trainers_live(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1)
     found = recover(daemons[0], "--yes")
-    assert found.exit_code == 1 and "rank 0" in found.stderr and "4 trainers of job job live" in found.stderr
+    assert found.exit_code == 1 and "rank 0" in found.stderr and "job job has 4 living trainers" in found.stderr
     findings, _ = survey(daemons[0].address, "job")
     plan = findings.plan(())
     del plan.sources[3]

@@ -156,7 +156,10 @@ def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path,
     ("body", "why"),
     [
         ("raise ValueError('no device')", "importing heavy failed: ValueError: no device"),
-        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "started 1 threads"),
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "started threads (1)",
+        ),
     ],
 )
 def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_path, monkeypatch, capsys, body, why):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import importlib
 import sys
 
 import pytest
 
-from bench.options import count, listed
-from tests.support.daemons import ROOT
+from bench.options import count, listed, output
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "", "²"])
@@ -25,12 +24,21 @@ def test_words_of_a_list():
             listed(("a", "b"))(text)
 
 
+def test_what_can_not_be_written_when_all_is_measured(tmp_path):
+    assert output(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    for path in (tmp_path, tmp_path / "none" / "new.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match="can't be written"):
+            output(str(path))
+
+
 @pytest.mark.parametrize(
     "command",
-    ["save --ways plan", "overhead --ways raft", "recovery --backends torch", "load --cases none-such"],
-)
-def test_a_slip_ends_a_benchmark_at_once(command):
+    ["save --ways plan", "overhead --ways raft", "recovery --backends torch", "load --cases none-such",
+     "encode --json /", "gpu_stage --json /none/x", "overhead --trace /none/x", "recovery --trace /none/x"],
+)  # fmt: skip
+def test_a_slip_ends_a_benchmark_at_once(command, monkeypatch, capsys):
     name, *arguments = command.split()
-    done = subprocess.run([sys.executable, ROOT / "bench" / f"{name}.py", *arguments], capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
-    assert done.returncode == 2 and f"argument {arguments[0]}" in done.stderr
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"bench.{name}").main()
+    assert ended.value.code == 2 and f"argument {arguments[0]}" in capsys.readouterr().err

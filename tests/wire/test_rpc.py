@@ -83,6 +83,11 @@ def test_a_daemon_that_is_not_there_is_named_by_its_address(code):
     assert type(error) is DaemonUnavailable and "unix:/d.sock" in str(error)
 
 
+def test_a_socket_that_may_not_be_opened_is_another_users():
+    error = rpc.error_of(Failed(grpc.StatusCode.UNAVAILABLE, "connect failed: Permission denied"), "unix:/d.sock")
+    assert "one user" in error.hint and "start reft-daemon" not in error.hint
+
+
 @pytest.mark.parametrize(
     "address", ["unix:/run/reft/d.sock", "unix:" + "a" * 107, "localhost:1", "[::1]:65535", "10.0.0.1:0"]
 )
