@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from reft.client import hooks
+from reft.client.extract.optimizers import OptimizerExtractor
+from reft.client.extract.registry import extractor_of
 from reft.client.request import Request
 from reft.client.subjects import Subjects
 from reft.core.placement import Placement, exposed
@@ -114,6 +117,16 @@ def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
             "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "
             "last bits; find_unused_parameters=True keeps the grouping."
         )
+    for kind in sorted({kind for module in subjects.modules.values() for kind in _states_of_hooks(module)}):
+        lines.append(
+            f"not covered: the {kind} of DDP's communication hook (errors it feeds back, its own random numbers): steps after a "
+            "restart differ from those of a run that was not stopped."
+        )
+    for kind in sorted({type(each).__name__ for each in subjects.optimizers if _adds_to_its_state(each)}):
+        lines.append(
+            f"not covered: what {kind}.state_dict adds to torch's, if anything; keep it in the state of a parameter or in a "
+            "parameter group to bring it back too."
+        )
     uncovered = request.uncovered()
     if uncovered:
         lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
@@ -140,6 +153,20 @@ def _unheld(subjects: Subjects) -> list[str]:
     ]
     found = [named.name for named in models if id(named.tensor) not in held]
     return found if len(found) < len(models) else []
+
+
+def _states_of_hooks(module: nn.Module) -> list[str]:
+    """The kinds of state that communication hooks of DDP keep; a process group is none."""
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        return []
+    states = [state for _, state in getattr(module, "_comm_hooks", ())]
+    return [type(each).__name__ for each in states if each is not None and not isinstance(each, ProcessGroup)]
+
+
+def _adds_to_its_state(optimizer: Any) -> bool:
+    """Whether it is an optimizer of somebody's own, with a `state_dict` of its own, and nobody told how to hold it."""
+    is_known = type(extractor_of(optimizer)) is not OptimizerExtractor
+    return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 
 
 def _regroups(module: nn.Module) -> bool:

@@ -139,7 +139,7 @@ class CellSpace:
         if is_dense(tensor):
             flat = flat_bytes(tensor)
             return flat if flat.device.type != "cpu" or flat.device == self._device else flat.numpy()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self._copies.append((tensor, copy))
         return flat_bytes(copy).numpy()
 

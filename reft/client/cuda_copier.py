@@ -235,7 +235,7 @@ class _Flight:
         self._device, self._pending = device, pending
         # Fresh for each snapshot: the worker reads it when the next one may have begun. torch reuses pinned memory.
         self._on_cuda = transfers.gathered.device.type != "cpu"
-        self._aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+        self._aside = torch.empty(transfers.gathered.nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
         self._slot = job.open(False)  # behind what there may be no memory for: a slot is given back by `failed` alone
         self._data = torch.from_numpy(self._slot.data)
         self._lock = threading.Lock()
@@ -372,7 +372,7 @@ class _Flight:
         """Copies of what is compared with other ranks, a small window of each cell, in host memory of their own."""
         parts = []
         for leaf, begin, nbytes, _ in sample.runs:
-            part = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._on_cuda)
+            part = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_cuda)
             part.copy_(self._transfers.sources[leaf][begin : begin + nbytes], non_blocking=True)
             parts.append(part)
         return parts

@@ -90,15 +90,15 @@ class Exchange:
             payload = json.dumps({"error": f"facts of {len(payload)} bytes; the limit is {FACTS_MAX}"}).encode()
         try:
             end = time.monotonic() + deadline_s
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-            self._all_gather(sizes, torch.tensor([len(payload)]), end)
+            sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.world)]
+            self._all_gather(sizes, torch.tensor([len(payload)], device="cpu"), end)
             widths = [int(size) for size in sizes]
             alone = spoken_alone(widths)
             widest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
-            mine = torch.zeros(widest, dtype=torch.uint8)
+            mine = torch.zeros(widest, dtype=torch.uint8, device="cpu")
             if self.rank not in alone:
                 mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            parts = [torch.zeros(widest, dtype=torch.uint8) for _ in range(self.world)]
+            parts = [torch.zeros(widest, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
             self._all_gather(parts, mine, end)
             for rank in alone:
                 own = payload if rank == self.rank else bytes(widths[rank])

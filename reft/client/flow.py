@@ -42,7 +42,7 @@ class Buffers:
         if self._free:
             return self._free.pop()
         self._unmade -= 1
-        return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=self._is_pinned).numpy()
+        return torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=self._is_pinned).numpy()
 
     def give(self, buffer: Bytes) -> None:
         self._free.append(buffer)

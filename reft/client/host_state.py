@@ -76,6 +76,10 @@ class HostState:
             self._names = self._subjects.names()
             return self._subjects.capture(self._names)
 
+    def holds(self, parameter: int) -> bool:
+        """Whether the parameter with this id is one of the subjects'."""
+        return parameter in self._names
+
     @property
     def objects(self) -> Mapping[str, Any]:
         """The user's objects, by name."""

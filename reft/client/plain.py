@@ -48,7 +48,7 @@ def from_plain(value: Any) -> Any:
         flat = (
             torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
             if value.data
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         return flat.view(dtype).reshape(value.shape)
     if type(value) in (list, tuple):

@@ -69,7 +69,7 @@ class Room:
         """A tensor of the leaf's shape and strides; from malloc if there is no room, or none was worth making."""
         end = self._at + leaf.nbytes
         if end > len(self._bytes) or not leaf.nbytes:
-            return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype)
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device="cpu")
         run = torch.from_numpy(self._bytes[self._at : end]).view(dtype)
         self._at = align(end)
         return run.as_strided(leaf.shape, leaf.stride)

@@ -9,6 +9,7 @@ its mark, and the device waits there until the state is copied. Likewise until a
 Where nothing is marked, each call of the (last) optimizer is a step and its post-hook is the mark. The first such call
 only counts: whether the loop marks its steps is not known yet then. Where the restored step was marked, calls are none: a loop
 that calls its optimizer several times a step would else take the place of what was restored before its first mark.
+A mark without a step of a passed optimizer is not taken if something waits for one, or has taken its place (`strangers`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reft.client import hooks
+from reft.client.marks import Marked, Marks, Resumed, Unmarked
 from reft.client.metronome import Metronome
 from reft.client.rhythm import OTHER, Rhythm
 from reft.client.snapshots import Snapshots
+from reft.client.strangers import Strangers
 from reft.client.subjects import extractor
 from reft.core.course import Course
 from reft.core.frequency import Overhead
@@ -103,19 +107,22 @@ class Session:
         self.reviews: Reviews | None = None
         self._counts_calls = counts_calls
         self._pid = os.getpid()
-        self._marks: _Marks = _Unmarked(step)
+        self._marks: Marks = Unmarked(step)
         self._taken = self._written = -1  # the newest steps whose state was taken, and has been written since
+        self._unheld = ""  # why the newest mark is not to be taken, though all is where it was
         self._window_open = False
         is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
         self._stepping = _Stepping.UNSEEN if is_capturable else _Stepping.CALLED
         self._hooks = []
-        for optimizer in optimizers:
+        for index, optimizer in enumerate(optimizers):
             after = self._after_last if optimizer is optimizers[-1] else _nothing
-            self._hooks += extractor(optimizer).hook(optimizer, self._before_optimizer, after)
+            self._hooks += extractor(optimizer).hook(optimizer, partial(self._before_optimizer, index), after)
         self._rhythm: Rhythm | None = None
         self._unfollow: Callable[[], None] = lambda: None
         self._teller: tracing.Teller | None = None
+        self._strangers: Strangers | None = None
         if snapshots is not None:
+            self._strangers = Strangers(optimizers, self._holds, self._before_stranger)
             self._rhythm = Rhythm(snapshots.copier, hooks.closed(schedule))
             self._unfollow = hooks.follow(schedule, self._rhythm, snapshots.subjects.modules.values())
             self._teller = _teller(snapshots, self._rhythm)
@@ -150,8 +157,8 @@ class Session:
         Raises:
             RestoreError: the restored step was counted by calls of the optimizer.
         """
-        if not isinstance(self._marks, _Unmarked):
-            self._marks = _Marked()
+        if not isinstance(self._marks, Unmarked):
+            self._marks = Marked()
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
@@ -164,15 +171,16 @@ class Session:
         if self.step > self._marks.start + 1 and self._snapshots is not None:
             self._snapshots.discard(self.step)
         self.step = self._marks.start
-        self._marks = _Marked()
+        self._marks = Marked()
 
     def resume_marking(self) -> None:
         """The restored step was marked: calls of the optimizer are no steps, from the first one on."""
-        self._marks = _Resumed()
+        self._marks = Resumed()
 
     def _mark(self) -> None:
         self._close_window()
         self.step += 1
+        self._unheld = self._why_not()
         if self.reviews is not None and self._snapshots is not None:
             self._snapshots = self.reviews.at(self.step, self._snapshots)
         course = self._rhythm.mark(self.step) if self._rhythm else None
@@ -181,9 +189,17 @@ class Session:
             if self._metronome.is_due(self.step):
                 self._take(course)
 
+    def _why_not(self) -> str:
+        """Why the state at this mark is not all that a restart needs; empty if it is, as far as can be told."""
+        if self._strangers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
+            return ""
+        return self._strangers.mark(isinstance(self._marks, Unmarked), self._snapshots.subjects.modules.values())
+
     def _take(self, course: Course | None = None) -> None:
-        is_marked = isinstance(self._marks, _Marked)
-        if self._metronome is not None and self._metronome.take(self.step, is_marked, course):
+        is_marked = isinstance(self._marks, Marked)
+        if self._unheld and self._snapshots is not None:
+            self._snapshots.void(self.step, self._unheld)
+        elif self._metronome is not None and self._metronome.take(self.step, is_marked, course):
             self._open_window()
         self._taken = self.step
 
@@ -221,7 +237,7 @@ class Session:
 
     # Hooks: they run inside the user's optimizer step, in whatever grad mode that has
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _before_optimizer(self, index: int) -> None:
         if os.getpid() != self._pid:
             return
         if self._is_capturing():
@@ -229,6 +245,19 @@ class Session:
             return
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
+        if self._strangers is not None:
+            self._strangers.own_step(index)
+        self._written = self.step
+        self._close_window()
+
+    def _holds(self, parameter: int) -> bool:
+        return self._snapshots is not None and self._snapshots.host.holds(parameter)
+
+    def _before_stranger(self, trouble: str) -> None:
+        if os.getpid() != self._pid or self._is_capturing():
+            return
+        if trouble and type(self._marks) is not Marked:  # a mark is void, with these words; without one there is none
+            log.warning("no step is counted: %s", trouble)
         self._written = self.step
         self._close_window()
 
@@ -252,12 +281,12 @@ class Session:
         if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
             return
         marks = self._marks
-        if isinstance(marks, _Resumed) and marks.count() == CALLS_WITHOUT_MARK:
+        if isinstance(marks, Resumed) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
                 "%d calls of the optimizer without a mark: no snapshot is taken, since the restored step was marked. Mark steps "
                 "with session.step_end(), or start under another job name.", CALLS_WITHOUT_MARK,
             )  # fmt: skip
-        elif not isinstance(marks, _Unmarked):
+        elif not isinstance(marks, Unmarked):
             return
         elif marks.count():
             if self.step == marks.start + 1:
@@ -265,15 +294,18 @@ class Session:
             self._mark()
         else:
             self.step += 1
+            if self._strangers is not None:
+                self._strangers.first_call()
 
     def _say_unmarked(self) -> None:
         """Once, when it is clear that nobody marks: what the loop changes behind the optimizer comes back a step late."""
         snapshots = self._snapshots
-        if snapshots is not None and (names := [*snapshots.subjects.scalers, *snapshots.host.objects]):
+        if snapshots is not None and (names := _passed_as_state(snapshots)):
             log.warning(
-                "no step is marked: %s are held as they are when optimizer.step returns; a scheduler or scaler that steps after "
-                "it comes back one step behind. Mark steps with session.step_end() or session.steps().", ", ".join(names),
-            )  # fmt: skip
+                "no step is marked: %s are held as they are when optimizer.step returns; a scheduler, scaler or average that is "
+                "brought up to date after it comes back one step behind. Mark steps with session.step_end() or session.steps().",
+                ", ".join(names),
+            )
 
     # What users ask
 
@@ -388,6 +420,8 @@ class Session:
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
             hook.remove()
+        if self._strangers is not None:
+            self._strangers.remove()
         if self.reviews is not None:
             self.reviews.close()
         snapshots.release()
@@ -410,39 +444,6 @@ class Session:
         raise TypeError("a Session can't be copied or sent to another process")
 
 
-class _Marks:
-    """How steps are counted: by marks, or by calls of the optimizer until the first mark."""
-
-
-class _Marked(_Marks):
-    """The loop marks its steps."""
-
-
-class _Resumed(_Marked):
-    """The loop that the restored step is of marked its steps; this one has not done so yet."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def count(self) -> int:
-        """Counts a call of the optimizer; how many there were."""
-        self._calls += 1
-        return self._calls
-
-
-class _Unmarked(_Marks):
-    """Nothing was marked yet."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self._calls = 0
-
-    def count(self) -> bool:
-        """Counts a call of the optimizer; True from the second on, when it is clear that nobody marks."""
-        self._calls += 1
-        return self._calls > 1
-
-
 def _teller(snapshots: Snapshots, rhythm: Rhythm) -> tracing.Teller | None:
     """Answers `reft-cli timeline`; where no socket can be had, only `Session.timeline` tells."""
     try:
@@ -450,6 +451,12 @@ def _teller(snapshots: Snapshots, rhythm: Rhythm) -> tracing.Teller | None:
     except OSError as error:
         log.warning("reft-cli timeline will not find rank %d: %s", snapshots.rank, error)
         return None
+
+
+def _passed_as_state(snapshots: Snapshots) -> list[str]:
+    """Names in `state=`."""
+    modules = (prefix.removeprefix("state.") for prefix in snapshots.subjects.modules if prefix.startswith("state."))
+    return [*snapshots.subjects.scalers, *snapshots.host.objects, *modules]
 
 
 def _nothing(*_: object) -> None:

@@ -226,8 +226,11 @@ class Bindings:
         )
 
     def versions(self) -> list[int]:
-        """How often each leaf was written in place, in the order of `tensors`. A DTensor counts; its local tensor does not."""
-        return [tensor._version for tensor in self._outer]
+        """How often each leaf was written in place, in the order of `tensors`. A DTensor counts; its local tensor does not.
+
+        Nor does what was made in inference mode: a mask, say, that an evaluation puts into a buffer.
+        """
+        return [-1 if tensor.is_inference() else tensor._version for tensor in self._outer]
 
     def leaves(self) -> list[Leaf]:
         """All leaves, in the order of discovery."""

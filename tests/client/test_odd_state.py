@@ -9,6 +9,7 @@ from torch import nn
 from reft.client.extract.optimizers import OptimizerExtractor
 from reft.client.extract.registry import Named
 from reft.client.host_state import HostState
+from reft.client.plain import from_plain, to_plain
 from reft.client.request import Request
 from reft.client.restore import live_tensors
 from reft.client.room import Room
@@ -285,3 +286,39 @@ def test_buffers_that_training_makes_or_resizes_come_back(attach):
     other, another = make()
     assert attach(other, another).step == 3
     assert state_bytes(other, another) == state_bytes(model, optimizer)
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_held(attach):
+    """As a mask that an evaluation between two steps puts there: it counts no versions."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        model.register_buffer("mask", torch.zeros(4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(2):
+        step_once(model, optimizer)
+        with torch.inference_mode():
+            model.mask = torch.arange(4.0)
+    assert session.seal(timeout=10)
+    other, another = make()
+    with torch.inference_mode():
+        other.mask = torch.zeros(4)
+    assert attach(other, another).step == 2 and torch.equal(other.mask, torch.arange(4.0))
+
+
+def test_a_default_device_is_not_that_of_what_lies_on_the_host(attach):
+    def make():
+        model = nn.Linear(4, 4, device="cpu")
+        model.register_buffer("strided", torch.zeros(6, 4, device="cpu")[:, ::2])
+        model.register_buffer("none", torch.zeros(0, device="cpu"))
+        return model, torch.optim.AdamW(model.parameters())
+
+    torch.set_default_device("meta")  # stands for a CUDA device
+    try:
+        round_trip(attach, make)
+        assert from_plain(to_plain(torch.zeros(0, device="cpu"))).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)

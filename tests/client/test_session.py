@@ -344,3 +344,115 @@ def test_without_marks_the_log_says_that_a_scheduler_is_held_a_step_behind(attac
     for _ in range(4):
         step_once(model, optimizer)
     assert sum("one step behind" in each and "lr" in each for each in caplog.messages) == 1
+
+
+def test_a_mark_between_micro_batches_is_not_taken_for_their_gradients_are_not_held(attach, caplog):
+    def micro_batch(model, optimizer, index):
+        model(torch.full((2, 8), index + 1.0)).square().mean().backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for index in range(5):
+        before = state_bytes(model, optimizer)
+        micro_batch(model, optimizer, index)
+        session.step_end()
+        assert bool(session.seal(timeout=10)) == bool(index % 2)
+    assert "gradients are not held" in caplog.text
+    other, another = make()
+    assert attach(other, another).step == 4 and state_bytes(other, another) == before
+
+
+def test_marks_without_gradients_and_without_a_step_are_taken(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(3):
+        model.weight.data.add_(1.0)
+    assert session.seal(timeout=10).step == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_takes_the_place_of_a_passed_one_is_seen(attach, caplog, fused):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(2):
+        step_once(model, optimizer)
+    expected = state_bytes(model, optimizer)
+    assert session.seal(timeout=10)
+    another = torch.optim.AdamW(model.parameters(), fused=fused)
+    for _ in session.steps(4):
+        step_once(model, another)
+    assert not session.seal(timeout=10) and session.stats()["whole_step"] == 2
+    assert "updated by a AdamW, another optimizer" in caplog.text
+    other, one = make()
+    assert attach(other, one).step == 2 and state_bytes(other, one) == expected
+
+
+def test_without_marks_an_optimizer_that_takes_the_place_of_a_passed_one_is_said_once(attach, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for each in [optimizer] * 2 + [torch.optim.SGD(model.parameters(), lr=0.1)] * 5:
+        step_once(model, each)
+    assert session.step == 2
+    assert caplog.text.count("no step is counted: parameters were updated by a SGD, another optimizer") == 1
+
+
+def test_optimizers_of_other_parameters_and_inside_of_a_step_do_not_count(attach, caplog):
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            torch.optim.SGD(self.param_groups, lr=0.1).step(closure)
+
+    model, elsewhere = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer, another = Outer(model.parameters(), lr=0.1), torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+    session = attach(model, optimizer)
+    for _ in session.steps(4):
+        step_once(elsewhere, another)
+        step_once(model, optimizer)
+    assert session.seal(timeout=10).step == 4 and "another optimizer" not in caplog.text
+
+
+def test_a_stranger_ends_the_window(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    events = []
+    step_once(model, optimizer)
+    session.step_end()
+    monkeypatch.setattr(CpuCopier, "fence", lambda _: events.append("fence"))
+    another = torch.optim.SGD(model.parameters(), lr=0.1)
+    another.register_step_pre_hook(lambda *_: events.append("writes"))
+    step_once(model, another)
+    monkeypatch.undo()
+    assert events == ["fence", "writes"]
+
+
+def test_a_closed_session_and_one_that_is_gone_follow_no_optimizer(attach):
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    session = attach(*make())
+    assert len(hooks) == before + 1
+    session.close()
+    assert len(hooks) == before
+
+
+@pytest.mark.parametrize("is_in_turn", [True, False])
+def test_without_marks_the_optimizer_that_steps_last_must_be_the_last_one(attach, caplog, is_in_turn):
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in model]
+    session = attach(model, optimizers if is_in_turn else optimizers[::-1])
+    for _ in range(4):
+        step_once(model, *optimizers)
+    assert session.step == 4 and bool(session.seal(timeout=10)) == is_in_turn
+    assert ("stepped ahead of others" in caplog.text) != is_in_turn
+
+
+def test_without_marks_the_log_says_that_an_average_is_held_a_step_behind(attach, caplog):
+    model, optimizer = make()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    attach(model, optimizer, state={"average": average})
+    for _ in range(2):
+        step_once(model, optimizer)
+        average.update_parameters(model)
+    assert "no step is marked: average are held as they are when optimizer.step returns" in caplog.text
