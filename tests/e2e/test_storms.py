@@ -94,8 +94,10 @@ def test_when_the_storm_is_over_every_step_counts(seed):
         storm.rage(CALM)
         until(lambda: trainers.step() >= STEPS - 100, 120, f"the calm after {storm.happened}")
         trainers.wait_for(STEPS - 100)
-        whole = [until(lambda d=daemon: d.answers() and d.status("job"), what="status").whole for daemon in daemons]
-        assert min(whole) > STEPS - 100 - NEAR, storm.happened
+        # A trainer pauses behind the fence, so what is sealed now is all that will be; outcomes may still be on their way.
+        for daemon in daemons:
+            near = f"a whole step at most {NEAR} back after {storm.happened}"
+            until(lambda d=daemon: d.answers() and d.status("job").whole > STEPS - 100 - NEAR, what=near)
         trainers.let_go(STEPS - 100)
         assert trainers.wait(120) == [0] * 3, trainers.errors()
         assert [result["sealed"] for result in trainers.results()] == [[True, STEPS]] * 3, storm.happened
