@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -333,6 +334,8 @@ def misused(as_json: bool) -> Iterator[None]:
             raise
         text = f"the answer can't be written: {error}."
         _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)
+        # What stays in Python's buffer is written when it ends, and would end it with 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except click.UsageError as error:
         if not as_json:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from reft.cli.demo.records import Result, compare, read_result
-from tests.support.daemons import ROOT, heed_ctrl_c, until
+from tests.support.daemons import HEEDFUL, ROOT, until
 
 STEPS = 24
 SHARED = Path("/dev/shm")
@@ -30,7 +30,7 @@ class Demo:
     def __init__(self, *arguments: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="reft-t-"))
         self.shared_before = set(SHARED.glob("reft-demo-*"))
-        command = [sys.executable, "-m", "reft.cli.main", "demo", "--steps", str(STEPS), *arguments]
+        command = [*HEEDFUL, sys.executable, "-m", "reft.cli.main", "demo", "--steps", str(STEPS), *arguments]
         home = self.folder / "home"
         home.mkdir(mode=0o500)
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
@@ -38,7 +38,6 @@ class Demo:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
             env={**os.environ, **foreign, "PYTHONPATH": path, "TMPDIR": str(self.folder), "HOME": str(home)},
-            preexec_fn=heed_ctrl_c,
         )  # fmt: skip
 
     def descendants(self, containing: str = "") -> list[psutil.Process]:

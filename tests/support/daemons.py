@@ -34,9 +34,9 @@ def until(condition: Callable[[], Any], deadline_s: float = 20.0, what: str = "t
         pause.wait(0.02)
 
 
-def heed_ctrl_c() -> None:
-    """For Popen's preexec_fn: a shell's background job is born deaf to SIGINT, and so would be all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# In front of a command: a shell's background job is born deaf to SIGINT, one under nohup to SIGHUP, and so would be all that
+# it starts. Popen's preexec_fn could do it too, but then forks run gRPC's handlers, which at times wait for ever.
+HEEDFUL = ("env", "--default-signal=INT,HUP")
 
 
 def purge_and_stop(socket: Path) -> None:
