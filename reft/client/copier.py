@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, repeat
@@ -25,6 +26,7 @@ import numpy as np
 from reft.client.comparing import Sample, digest
 from reft.client.copy_plan import Part, Plan
 from reft.client.gate import Gate
+from reft.client.openmp import oversubscribed
 from reft.client.share import Column, Cut, Run, Share
 from reft.client.streaming import Copy, streaming
 from reft.client.tally import Tally
@@ -131,6 +133,8 @@ class CpuCopier:
         self._stream = streaming()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
+        # Only there may they take a core from torch's team.
+        self._beside: Callable[[], AbstractContextManager[None]] = oversubscribed if cpus else nullcontext
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
         self._idle: list[Worker] = []  # there once a snapshot takes a course
@@ -220,7 +224,8 @@ class CpuCopier:
     def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
         """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
         if job.course is None:
-            self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            with self._beside():
+                self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
         passage = Passage(job.course, plan.weights, len(plan.tasks))
         self._gate.open(passage)
