@@ -47,13 +47,21 @@ class HostState:
 
     def capture(self, step: int) -> dict[str, Any]:
         """The tree as it is now; it holds copies, no live values."""
+        return self.complete(self.take(step))
+
+    def take(self, step: int) -> dict[str, Any]:
+        """What the mark does of it: all that must not be older or newer."""
         return {
             "step": step,
             "subjects": self._captured(),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._subjects.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
-            "random": capture_random(),
+            "random": _take_random(),
         }
+
+    def complete(self, taken: Mapping[str, Any]) -> dict[str, Any]:
+        """The tree of what was taken; any thread may do this, and later."""
+        return {**taken, "random": _stored_random(taken["random"])}
 
     def check_size(self) -> None:
         """Encodes it once, before training.
@@ -140,12 +148,26 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any] | Non
 
 def capture_random() -> dict[str, Any]:
     """The state of every random generator that Python, numpy and torch share by default."""
-    kind, keys, gauss = random.getstate()
+    return _stored_random(_take_random())
+
+
+def _take_random() -> dict[str, Any]:
+    """As the generators give it, which is as copies."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+        "cuda": [generator.get_state() for generator in _cuda_generators()],
+    }
+
+
+def _stored_random(taken: Mapping[str, Any]) -> dict[str, Any]:
+    kind, keys, gauss = taken["python"]
     return {
         "python": [kind, np.frombuffer(array("I", keys), np.uint32), gauss],  # np.array takes thrice as long
-        "numpy": list(np.random.get_state()),
-        "cpu": _bytes_of(torch.get_rng_state()),
-        "cuda": [_bytes_of(generator.get_state()) for generator in _cuda_generators()],
+        "numpy": list(taken["numpy"]),
+        "cpu": _bytes_of(taken["cpu"]),
+        "cuda": [_bytes_of(state) for state in taken["cuda"]],
     }
 
 
@@ -174,4 +196,4 @@ def restore_random(saved: Mapping[str, Any]) -> None:
 
 
 def _cuda_generators() -> Sequence[torch.Generator]:
-    return torch.cuda.default_generators if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()

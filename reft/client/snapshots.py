@@ -166,7 +166,7 @@ class Snapshots:
         held = self._current()
         if not self._room_for(held):
             return "slots of the new size are being made."
-        self.copier.begin(self._job(step, held, {**self.host.capture(step), "marked": is_marked}, course))
+        self.copier.begin(self._job(step, held, {**self.host.take(step), "marked": is_marked}, course))
         return ""
 
     def _give_back(self) -> None:
@@ -232,7 +232,8 @@ class Snapshots:
 
         def landed(riders: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
-            whole = {**tree, "riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
+            whole = self.host.complete(tree)
+            whole |= {"riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
             opened[0].map.put_capsule(counting.encode(whole))
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)

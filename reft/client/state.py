@@ -86,7 +86,8 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-LOCAL = attrgetter("_local_tensor")
+LOCAL, SHAPE, VERSION = attrgetter("_local_tensor"), attrgetter("shape"), attrgetter("_version")
+ADDRESS, NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
 END = object()  # is no entry of anything
 
 
@@ -109,18 +110,21 @@ class Bindings:
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
         default_factory=list
     )  # of those, what `_views` don't show
-    _pointers: list[Callable[[], int]] = field(default_factory=list)
+    _pinned: list[torch.Tensor] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
-    _extents: list[Callable[[], object]] = field(default_factory=list)
-    _measured: list[object] = field(default_factory=list)
+    _fixed: list[torch.Tensor] = field(default_factory=list)
+    _numels: list[int] = field(default_factory=list)
+    _resizable: list[torch.Tensor] = field(default_factory=list)
+    _shapes: list[torch.Size] = field(default_factory=list)
     _wrappers: list[torch.Tensor] = field(default_factory=list)
     _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
     _views: list[Iterable[Any]] = field(default_factory=list)
+    _held: list[Any] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
     _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
     _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
-    _outer: list[torch.Tensor] = field(default_factory=list)
+    _counted: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
     def add(
@@ -148,11 +152,13 @@ class Bindings:
             self._locals.append(local)
         check(name, local)
         self.expect(place, key, tensor)
-        self._pointers.append(local.data_ptr)
-        self._addresses.append(local.data_ptr())
-        extent = local.size if staged else local.numel  # buffers are resized in place; numel takes a third of the time
-        self._extents.append(extent)
-        self._measured.append(extent())
+        self.stays(local)
+        if staged:  # buffers are resized in place; numel takes a third of the time
+            self._resizable.append(local)
+            self._shapes.append(local.shape)
+        else:
+            self._fixed.append(local)
+            self._numels.append(local.numel())
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
             return
@@ -169,7 +175,8 @@ class Bindings:
             raise UnsupportedState(f"two tensors of this process are called {name}; each must have a name of its own.")
         self._seen[identity] = name
         self.tensors[name] = local
-        self._outer.append(tensor)
+        if not tensor.is_inference():
+            self._counted.append(tensor)
         if staged:
             self.staged.add(name)
 
@@ -180,8 +187,8 @@ class Bindings:
             self._places.append((place, key, value))
 
     def stays(self, tensor: torch.Tensor) -> None:
-        """Notes where the memory of a tensor lies that is no leaf, but of which leaves are views."""
-        self._pointers.append(tensor.data_ptr)
+        """Notes where the memory of a plain tensor lies."""
+        self._pinned.append(tensor)
         self._addresses.append(tensor.data_ptr())
 
     def count(self, container: Any) -> None:
@@ -192,6 +199,7 @@ class Bindings:
         """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
         view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
         self._whole.add(id(container))
+        self._held.append(container)
         self._views.append(view)
         if isinstance(container, MutableMapping):
             self._containers.append(container)
@@ -215,14 +223,17 @@ class Bindings:
 
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
+        # After a step nothing of this is in a cache: loops of a few instructions let the core fetch many at a time.
+        tuple(self._views), tuple(self._held), tuple(self._entries), tuple(self._pinned)
         return (
             all(len(container) == size for container, size in self._sizes)
             # What ends both: if an entry came or went, all behind it lie elsewhere.
             and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
             and all(place.get(key) is value for place, key, value in self._places)
             and all(map(is_, map(LOCAL, self._wrappers), self._locals))
-            and [pointer() for pointer in self._pointers] == self._addresses
-            and [extent() for extent in self._extents] == self._measured
+            and list(map(ADDRESS, self._pinned)) == self._addresses
+            and list(map(NUMEL, self._fixed)) == self._numels
+            and list(map(SHAPE, self._resizable)) == self._shapes
         )
 
     def versions(self) -> list[int]:
@@ -230,7 +241,7 @@ class Bindings:
 
         Nor does what was made in inference mode: a mask, say, that an evaluation puts into a buffer.
         """
-        return [-1 if tensor.is_inference() else tensor._version for tensor in self._outer]
+        return list(map(VERSION, self._counted))
 
     def leaves(self) -> list[Leaf]:
         """All leaves, in the order of discovery."""

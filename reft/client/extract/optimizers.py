@@ -203,12 +203,13 @@ class OptimizerExtractor:
             own = [names[id(parameter)].name for parameter in group["params"]]
             groups.append({"params": own, "values": _plain_values(group, but="params")})
         state = self.owner(value).state
-        shared = _shared(state, names)
+        entries = [*itertools.chain.from_iterable([values.values() for values in state.values()])]
+        shared = _shared(state, entries, names)
         return {
             **({"shared": shared} if shared else {}),
             "class": self._class_of(value),
             "groups": groups,
-            "scalars": _scalars(state, names),
+            "scalars": _scalars(state, entries, names),
         }
 
     def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
@@ -417,12 +418,11 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         return like(model, local)
 
 
-def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> list[list[str]]:
+def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], entries: Sequence[Any], names: Names) -> list[list[str]]:
     """Which tensors of the state are there again: (parameter, key, first parameter that has it, key there).
 
     They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
     """
-    entries = _entries(state)
     if len(set(map(id, entries))) == len(entries):
         return []  # as it nearly always is; this runs at every mark
     first: dict[int, list[str]] = {}
@@ -437,16 +437,14 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> li
     return found
 
 
-def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> dict[str, dict[str, Any]]:
+def _scalars(
+    state: Mapping[torch.Tensor, Mapping[str, Any]], entries: Sequence[Any], names: Names
+) -> dict[str, dict[str, Any]]:
     """Numbers in the state, by parameter."""
-    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, _entries(state)))):
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, entries))):
         return {}  # as it nearly always is; this runs at every mark
     plain = ((key, _plain_values(values)) for key, values in state.items())
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
-
-
-def _entries(state: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[Any]:
-    return [*itertools.chain.from_iterable([values.values() for values in state.values()])]
 
 
 def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
