@@ -149,7 +149,6 @@ class CapsuleStore:
             self._take(path)
         except (OSError, FormatError) as error:
             raise AttachError(f"the capsule of rank {record.rank}, {version}, can't be kept: {error}.") from error
-        self.prune(decision, outcome)
 
     def prune(self, decision: Decision, outcome: Outcome) -> None:
         """Lets go of what no recovery can need any more."""

@@ -210,7 +210,13 @@ class HeldJob:
 
     def _settle_capsules(self, round: Round) -> None:
         self.custody.deposits.settle(round.outcome)
-        self.custody.store.prune(messages.decision_from(self.record.decision), round.outcome)
+        if not self._is_over:
+            self.custody.store.prune(messages.decision_from(self.record.decision), round.outcome)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all trainers here closed their sessions: they may go on from what was whole by then, so it stays held."""
+        return bool(self.leases) and all(lease.closed for lease in self.leases.values())
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Slots for one rank, every page present; those of an earlier trainer of the rank if they are large enough.
@@ -360,6 +366,8 @@ class HeldJob:
         world = max(self.record.manifest.world, self.record.base_manifest.world)
         for record in request.capsules:
             self.custody.store.keep(record, decision, outcome, world)
+        if self.round is not None:
+            self._settle_capsules(self.round)
 
     def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
         """What a holder of this node's capsules lacks, as much as fits into a message."""
@@ -395,7 +403,7 @@ class HeldJob:
             listener()
 
     def _free_retired(self) -> None:
-        if not self.retired or self.round is None or self.round.outcome.whole < 0:
+        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._is_over:
             return
         whole = Version(self.epoch, self.round.outcome.whole)
         for name, slot in list(self.retired.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import torch
@@ -11,7 +12,7 @@ import torch
 from reft.client.mapping import MappedSlot
 from reft.config import Config
 from reft.core.layout import align
-from reft.core.version import Epoch
+from reft.core.version import Epoch, Version
 from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import PAGE
 from reft.wire.v1 import daemon_pb2 as pb
@@ -87,6 +88,11 @@ class Leaser:
         """Takes the registration back."""
         self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank), 0)
 
+    def whole(self) -> Version | None:
+        """The newest version of this epoch that the daemon knows to be whole. Any error of the call is raised."""
+        found = self._rpc("Status", pb.StatusRequest(job=self.job), 0).jobs
+        return Version(self.epoch, found[0].whole) if found and found[0].whole >= 0 else None
+
     def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
         process, mine = self.own.process, os.sched_getaffinity(0)
         is_bound = len(mine) < (os.cpu_count() or 0)
@@ -100,10 +106,10 @@ class Leaser:
         reply: pb.LeaseReply = self._rpc("Lease", request, request.slots * request.data_bytes)
         return reply
 
-    def _rpc(self, method: str, request: object, nbytes: int) -> pb.LeaseReply:
+    def _rpc(self, method: str, request: object, nbytes: int) -> Any:
         deadline_s = self.settings.attach_deadline_s + nbytes / ALLOCATION_BYTES_PER_S
         with rpc.channel(self.address) as channel:
             try:
-                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)  # type: ignore[no-any-return]
+                return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)
             except grpc.RpcError as error:
                 raise rpc.error_of(error, self.address) from error

@@ -10,8 +10,10 @@ late): nobody else keeps them. Or if ranks were found to hold different bytes in
 and those that differ are kept by every rank for itself.
 
 Invariants
-  1. The newest version that any rank was told to be whole is the base of the new epoch: it stays until a newer one is whole.
-     What all ranks sealed after it may be what the round refused because replicas differ, so that is given up.
+  1. The newest version that any rank or daemon was told to be whole is the base of the new epoch: it stays until a newer
+     one is whole. A daemon all of whose trainers have closed their sessions lets go of nothing any more, and is asked after that:
+     whatever it hears later, it still holds what it then knew. What all ranks sealed after the base may be what the round
+     refused because replicas differ, so that is given up.
   2. A rank that does not come ends the reviews, a renewal that fails ends the snapshots of this run; training goes on.
 """
 
@@ -153,14 +155,17 @@ def misfits(snapshots: Snapshots) -> bool:
 
 
 def _retired(step: int, snapshots: Snapshots) -> list[int]:
-    """Ends the snapshots; the order of the newest version that this rank was told to be whole.
+    """Ends the snapshots; the order of the newest version that this rank, or its daemon, was told to be whole.
 
     Raises:
-        ReftError: they do not end.
+        ReftError: they do not end, or the daemon does not answer.
     """
     if not snapshots.retire(DEADLINE_S):
         raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
-    return list(snapshots.whole.order if snapshots.whole else NOTHING)
+    told = snapshots.leaser.whole()
+    if told is not None and snapshots.leaves_out(told.step):
+        told = None
+    return list(max((each.order for each in (snapshots.whole, told) if each is not None), default=NOTHING))
 
 
 def _said(before: Attachment, after: Attachment) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from reft.client.renewal import Reviews, is_due
+import pytest
+
+from reft.client.renewal import NOTHING, Reviews, _retired, is_due
+from reft.core.version import Epoch, Version
 from reft.errors import AttachError
 
 
@@ -56,3 +59,22 @@ def test_a_renewal_that_fails_ends_the_snapshots_not_training(caplog):
     it = reviews({"misfits": True})
     assert it.at(12, snapshots(retires=False)) is None
     assert "takes no more snapshots" in caplog.text and it.attachment.exchange.group is None
+
+
+BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
+
+
+@pytest.mark.parametrize(
+    ("known", "told", "newest"),
+    [(BASE, None, (2, 6)), (BASE, 7, (3, 7)), (Version(OWN, 8), 7, (3, 8)), (BASE, 3, (2, 6)), (None, None, NOTHING)],
+    ids=["nothing new", "the daemon heard first", "the rank heard first", "a step that was discarded", "nothing"],
+)
+def test_its_base_is_the_newest_that_a_rank_or_its_daemon_heard_of(known, told, newest):
+    """A daemon that has heard of it may have let go of what came before."""
+    acts = []
+    ended = SimpleNamespace(
+        whole=known, leaves_out=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
+        leaser=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
+    )  # fmt: skip
+    assert tuple(_retired(8, ended)) == newest
+    assert acts == ["closed", "asked"], "what is asked for sooner may be let go of in between"

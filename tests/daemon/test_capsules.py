@@ -267,6 +267,24 @@ def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
     assert copies(job, 0) == copies(job, 1) == [] and not files(job, 0)
 
 
+def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_from(job, trainer):
+    """Ranks that renew their placement in mid-run ask what is whole; news that come after that must not take it from them."""
+    seal(job, trainer, 1)
+    all_whole(job, 1)
+    job.close([0])
+    for step in (2, 3):
+        decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(step, step - 1))
+        request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step, rank=1)], outcome=decided)
+        tcp_call(job.hellos[0].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
+    assert job.whole(0) == 3 and copies(job, 0) == [(1, 1), (1, 2), (1, 3)]
+    base = job.version(1)
+    job.close([1]).decide(base)
+    assert copies(job, 0) == [(1, 1)]
+    seal(job, trainer, 2)
+    all_whole(job, 2)
+    until(lambda: copies(job, 0) == [(1, 2)], what="the base's end: these trainers train")
+
+
 def test_it_is_freed_with_the_job(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)

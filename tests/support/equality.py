@@ -11,4 +11,4 @@ def assert_equal(after: list[dict[str, Any]], plain: list[dict[str, Any]]) -> No
         assert mine["losses"] == reference["losses"][mine["began"] :]
         assert mine["digests"] == reference["digests"]
         assert mine["random"] == reference["random"]
-        assert mine["sealed"] == [True, len(reference["losses"])]
+        assert mine["sealed"] == [True, len(reference["losses"])], (mine["sealed"], mine["said"])

@@ -127,7 +127,8 @@ class Trainers:
 
     def results(self) -> list[dict[str, Any]]:
         """What every rank wrote at its end."""
-        return [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
+        found = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
+        return [{**each, "said": (self.folder / f"{rank}.err").read_text()} for rank, each in enumerate(found)]
 
 
 def run(spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> list[dict[str, Any]]:
