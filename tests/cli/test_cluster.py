@@ -14,7 +14,7 @@ from tests.support.daemons import until
 
 def test_daemons_and_ranks_can_be_ended_stopped_and_brought_back():
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
-        training = cluster.launch("job", 200, arguments=["--batch", "2"])
+        training = cluster.launch("job", 400, arguments=["--batch", "2"])
 
         def goes_on() -> None:
             before = training.result().completed
@@ -33,7 +33,7 @@ def test_daemons_and_ranks_can_be_ended_stopped_and_brought_back():
         assert training.wait(100) == [0, 0]
         result = training.result()
         assert [[a.restored_from for a in result.attempts[rank]] for rank in (0, 1)] == [[None, "memory"]] * 2
-        assert isinstance(result.attempts[0][-1].steps[-1], Step) and result.completed == 200
+        assert isinstance(result.attempts[0][0].steps[-1], Step) and result.completed == 400
         with pytest.raises(DemoError, match=r"ranks \[0\] of job job have no trainer now"):
             cluster.signal_ranks("job", [0], signal.SIGKILL)
         folders = [cluster.folder, cluster.slots]
