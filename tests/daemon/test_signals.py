@@ -203,6 +203,7 @@ def test_an_agent_that_finished_or_stops_its_workers_is_no_failure_and_a_dead_on
     two = cluster(2).with_agents().train()
     two.await_well()
     two.agents[0].say(phase="STOPPING")
+    two.agents[0].await_heard()  # else the trainer's death is a failure, and stays one
     two.agents[1].say(phase="FINISHED")
     for observer in range(2):
         two.await_seen(observer, 1, Signal.COMPLETED)

@@ -1,7 +1,7 @@
 """What stands for a torchrun agent: a process that only lives and beats. `python -m tests.support.agents`, driven by `Agent`.
 
-Its first line of input is an AgentBeatRequest in hex after the address of its own daemon; each further one replaces the
-request: another phase, another round. It ends with its input.
+Its arguments are the address of its own daemon, and a file for the number of the newest request that this one has answered. Each
+line of input is an AgentBeatRequest in hex, in place of the one before: another phase, another round. It ends with its input.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import grpc
 
@@ -18,7 +20,7 @@ from reft.core.signals import BEAT_S
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from tests.support.daemons import ROOT
+from tests.support.daemons import ROOT, until
 
 TOKEN = bytes(range(32))
 CALL_S = 1.0
@@ -40,7 +42,9 @@ class Agent:
     """
 
     def __init__(self, address: str, job: str, node_id: str, nodes: Sequence[pb.Node], run: Spawn = spawn) -> None:
-        self.process = run([sys.executable, "-m", "tests.support.agents", address])
+        self._folder = tempfile.TemporaryDirectory(prefix="reft-agent-")
+        self._heard, self._said = Path(self._folder.name) / "heard", 0
+        self.process = run([sys.executable, "-m", "tests.support.agents", address, str(self._heard)])
         self.request = pb.AgentBeatRequest(job=job, node_id=node_id, launch="launch", round=1, nodes=nodes, token=TOKEN)
         self.say()
 
@@ -54,6 +58,11 @@ class Agent:
         assert self.process.stdin is not None
         self.process.stdin.write(self.request.SerializeToString().hex().encode() + b"\n")
         self.process.stdin.flush()
+        self._said += 1
+
+    def await_heard(self) -> None:
+        """Returns when its own daemon has answered what it says now."""
+        until(lambda: self._heard.exists() and int(self._heard.read_text() or 0) >= self._said, what="the agent's beat")
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -65,7 +74,7 @@ class Agent:
         self.process.stdin.close()
 
 
-def main(address: str) -> None:
+def main(address: str, heard: str) -> None:
     said: list[pb.AgentBeatRequest] = []
     ended = threading.Event()
     watchers: list[pb.Node] = []
@@ -82,11 +91,17 @@ def main(address: str) -> None:
             channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
         stub = pb_grpc.DaemonStub(channels[to])
         call = stub.AgentBeat.future(said[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
-        call.add_done_callback(answered)  # which also holds the call: gRPC cancels one that nobody holds
+        number = len(said)
+        # Which also holds the call: gRPC cancels one that nobody holds.
+        call.add_done_callback(lambda call: answered(call, number if to == address else 0))
 
-    def answered(call: grpc.Future) -> None:
-        if not call.cancelled() and call.exception() is None and call.result().watchers:
+    def answered(call: grpc.Future, number: int) -> None:
+        if call.cancelled() or call.exception() is not None:
+            return
+        if call.result().watchers:
             watchers[:] = call.result().watchers
+        if number:
+            Path(heard).write_text(str(number))
 
     threading.Thread(target=listen, daemon=True).start()
     # No call waits for another: a stopped daemon must not make the agent silent to the others.
@@ -98,4 +113,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
