@@ -12,6 +12,8 @@ from google.protobuf.message import DecodeError
 
 from reft.core.capsules import Deposits
 from reft.core.placement import holders_among
+from reft.core.recovery import Decision
+from reft.core.round import Outcome
 from reft.core.slots import SlotState
 from reft.core.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
@@ -57,7 +59,20 @@ class Custody:
 
     store: CapsuleStore
     deposits: Deposits = field(default_factory=lambda: Deposits(()))
+    _known: Outcome = field(default_factory=Outcome)
     _kept_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
+
+    def settle(self, decision: Decision, outcome: Outcome, is_over: bool) -> None:
+        """Takes what the round decided.
+
+        Args:
+            is_over: all trainers here closed their sessions. They may go on from what was whole by then, so news that come after
+                it end nothing that is kept; how many undecided versions are kept stays bounded.
+        """
+        self.deposits.settle(outcome)
+        if not is_over:
+            self._known = outcome
+        self.store.prune(decision, self._known)
 
     def batch(self, slots: Collection[SlotFile], epoch: Epoch, holder: int) -> list[pb.CapsuleRecord]:
         """What `holder` should be sent now, as much as one message may hold, the oldest step first.

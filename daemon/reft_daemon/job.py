@@ -209,9 +209,7 @@ class HeldJob:
             self.retired[name] = self.slots.pop(name)  # its rank trains on another node now
 
     def _settle_capsules(self, round: Round) -> None:
-        self.custody.deposits.settle(round.outcome)
-        if not self._is_over:
-            self.custody.store.prune(messages.decision_from(self.record.decision), round.outcome)
+        self.custody.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
 
     @property
     def _is_over(self) -> bool:

@@ -110,7 +110,7 @@ class Bindings:
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
         default_factory=list
     )  # of those, what `_views` don't show
-    _pinned: list[torch.Tensor] = field(default_factory=list)
+    _located: list[torch.Tensor] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
     _fixed: list[torch.Tensor] = field(default_factory=list)
     _numels: list[int] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Bindings:
 
     def stays(self, tensor: torch.Tensor) -> None:
         """Notes where the memory of a plain tensor lies."""
-        self._pinned.append(tensor)
+        self._located.append(tensor)
         self._addresses.append(tensor.data_ptr())
 
     def count(self, container: Any) -> None:
@@ -224,14 +224,14 @@ class Bindings:
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
         # After a step nothing of this is in a cache: loops of a few instructions let the core fetch many at a time.
-        tuple(self._views), tuple(self._held), tuple(self._entries), tuple(self._pinned)
+        tuple(self._views), tuple(self._held), tuple(self._entries), tuple(self._located)
         return (
             all(len(container) == size for container, size in self._sizes)
             # What ends both: if an entry came or went, all behind it lie elsewhere.
             and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
             and all(place.get(key) is value for place, key, value in self._places)
             and all(map(is_, map(LOCAL, self._wrappers), self._locals))
-            and list(map(ADDRESS, self._pinned)) == self._addresses
+            and list(map(ADDRESS, self._located)) == self._addresses
             and list(map(NUMEL, self._fixed)) == self._numels
             and list(map(SHAPE, self._resizable)) == self._shapes
         )

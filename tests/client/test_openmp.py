@@ -30,7 +30,7 @@ def tasks() -> int:
 
 
 @pytest.fixture
-def team(tmp_path):
+def team():
     """Runs a team of as many threads as there are cores, one of them late; CPU seconds that another one waited with."""
     libgomp, size = ctypes.CDLL(None), len(os.sched_getaffinity(0))
     ids: dict[int, int] = {}

@@ -277,6 +277,9 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
         request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step, rank=1)], outcome=decided)
         tcp_call(job.hellos[0].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
     assert job.whole(0) == 3 and copies(job, 0) == [(1, 1), (1, 2), (1, 3)]
+    for step in range(10, 50):  # of ranks that train on by mistake
+        keep(job, 0, record(job, step, rank=1))
+    assert copies(job, 0) == [(1, 1), *((1, step) for step in range(50 - UNDECIDED_MAX, 50))]
     base = job.version(1)
     job.close([1]).decide(base)
     assert copies(job, 0) == [(1, 1)]
