@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from reft.client.extract.dtensor import box_of
 from reft.client.extract.optimizers import OptimizerExtractor
-from reft.client.extract.registry import Named
+from reft.client.extract.registry import Named, Names
 from reft.client.load import Loaded, load, load_kept
 from reft.client.pieces import Sizes
 from reft.client.room import Room
@@ -65,7 +65,7 @@ class Rank:
         self.parameters = [torch.nn.Parameter(piece) for piece in self.pieces(seed)]
         self.optimizer = KINDS[kind](self.parameters)
         self.extractor = OptimizerExtractor()
-        self.names = {}
+        self.names = Names()
         for i, (whole, parameter) in enumerate(zip(wholes, self.parameters, strict=True)):
             _, box = box_of(whole.shape, mesh, coordinate, whole.placements)
             self.names[id(parameter)] = Named(f"model.0.p{i}", parameter, parameter, box)

@@ -200,7 +200,7 @@ def test_a_failure_inside_reft_never_stops_a_step(attach, monkeypatch, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    monkeypatch.setattr(session._snapshots.host, "take", lambda step: 1 / 0)
+    monkeypatch.setattr(session._snapshots.host, "take", lambda step, names: 1 / 0)
     with caplog.at_level(logging.WARNING, "reft"):
         for _ in session.steps(20):
             step_once(model, optimizer)

@@ -17,7 +17,6 @@ import os
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,20 +102,12 @@ def record(example: str, steps: int, out: Path, started_s: float, seal_at: list[
 def run(spec: dict[str, Any]) -> None:
     """One forked rank; spec["options"]: example, records (a folder), per_node, seal_at."""
     started_s, options = time.monotonic(), spec["options"]
-    log = open(Path(spec["out"]).with_suffix(".err"), "w")
-    for descriptor in (1, 2):
-        os.dup2(log.fileno(), descriptor)
     os.environ.update(
         spec["environment"], REFT_FAILPOINTS=spec["failpoints"], REFT_DAEMON=spec["daemon"], REFT_JOB=spec["job"],
         REFT_CHUNK_BYTES=str(16 << 10), RANK=str(spec["rank"]), WORLD_SIZE=str(spec["world"]), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(spec["port"]), LOCAL_WORLD_SIZE=str(options["per_node"]), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
-    try:
-        record(options["example"], spec["steps"], Path(options["records"]), started_s, options["seal_at"])
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    record(options["example"], spec["steps"], Path(options["records"]), started_s, options["seal_at"])
 
 
 class Ranks(Trainers):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -146,17 +144,6 @@ def random_digest() -> str:
 def run(spec: dict[str, Any]) -> None:
     """One rank; what became of it goes to spec["out"]."""
     os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
-    log = open(Path(spec["out"]).with_suffix(".err"), "w")
-    os.dup2(log.fileno(), 2)
-    try:
-        _run(spec)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _run(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank, world, options = spec["rank"], spec["world"], spec["options"]
     if world > 1:

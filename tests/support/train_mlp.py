@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +68,6 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     }
 
 
-def train(spec: dict[str, Any]) -> None:
-    """One rank, from attach to close; writes its losses and digests to spec["out"]."""
-    os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
-    log = open(Path(spec["out"]).with_suffix(".err"), "w")
-    os.dup2(log.fileno(), 2)
-    try:
-        _train(spec)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-
-
 def _pause(spec: dict[str, Any], step: int) -> None:
     """Stops before the mark of a step that the test named, until the test lets it go on."""
     if step in spec["options"].get("pause_at", ()):
@@ -91,7 +76,9 @@ def _pause(spec: dict[str, Any], step: int) -> None:
         gate.read_text()
 
 
-def _train(spec: dict[str, Any]) -> None:
+def train(spec: dict[str, Any]) -> None:
+    """One rank, from attach to close; writes its losses and digests to spec["out"]."""
+    os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
     torch.set_num_threads(1)
     rank, world, options = spec["rank"], spec["world"], spec["options"]
     if world > 1:

@@ -7,7 +7,9 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.context import ForkServerProcess
@@ -48,6 +50,19 @@ class Spec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+def _heard(train: Callable[[dict[str, Any]], None], spec: dict[str, Any]) -> None:
+    """A rank's process: what it says is kept beside its results."""
+    log = open(Path(spec["out"]).with_suffix(".err"), "w")
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+    try:
+        train(spec)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 class Trainers:
     """All ranks of one run of one job.
 
@@ -70,7 +85,7 @@ class Trainers:
             own = {**asdict(spec), "rank": rank, "world": world, "port": port, "out": str(self.folder / f"{rank}.json")}
             if daemons:
                 own["daemon"] = daemons[rank]
-            process = FORKS.Process(target=self.target or train_mlp.train, args=(own,), daemon=True)
+            process = FORKS.Process(target=_heard, args=(self.target or train_mlp.train, own), daemon=True)
             process.start()
             self.processes.append(process)
 
