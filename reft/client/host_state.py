@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from reft.client import counting
+from reft.client.extract.registry import Names
 from reft.client.plain import from_plain, to_plain
 from reft.client.subjects import Subjects
 from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
@@ -47,13 +48,18 @@ class HostState:
 
     def capture(self, step: int) -> dict[str, Any]:
         """The tree as it is now; it holds copies, no live values."""
-        return self.complete(self.take(step))
+        return self.complete(self.take(step, self._subjects.names()))
 
-    def take(self, step: int) -> dict[str, Any]:
-        """What the mark does of it: all that must not be older or newer."""
+    def take(self, step: int, names: Names) -> dict[str, Any]:
+        """What the mark does of it: all that must not be older or newer.
+
+        Args:
+            names: of all parameters, as the bindings have them that hold.
+        """
+        self._names = names
         return {
             "step": step,
-            "subjects": self._captured(),
+            "subjects": self._subjects.capture(names),
             "scalers": {name: _capture_scaler(scaler) for name, scaler in self._subjects.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
             "random": _take_random(),
@@ -76,13 +82,6 @@ class HostState:
                 f"is {CAPSULE_MAX}.",
                 "keep large values as tensors in a module, and pass that in state=; merge small parameters, or shorten names",
             )
-
-    def _captured(self) -> dict[str, dict[str, Any]]:
-        try:
-            return self._subjects.capture(self._names)
-        except KeyError:  # a parameter that has joined since: looking for all names takes too long for every mark
-            self._names = self._subjects.names()
-            return self._subjects.capture(self._names)
 
     def holds(self, parameter: int) -> bool:
         """Whether the parameter with this id is one of the subjects'."""

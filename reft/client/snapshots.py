@@ -166,7 +166,9 @@ class Snapshots:
         held = self._current()
         if not self._room_for(held):
             return "slots of the new size are being made."
-        self.copier.begin(self._job(step, held, {**self.host.take(step), "marked": is_marked}, course))
+        self.copier.begin(
+            self._job(step, held, {**self.host.take(step, held.bindings.names), "marked": is_marked}, course)
+        )
         return ""
 
     def _give_back(self) -> None:

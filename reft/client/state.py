@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from reft.client.extract.dtensor import Box, local_piece
+from reft.client.extract.registry import Names
 from reft.core.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
@@ -100,12 +101,14 @@ class Bindings:
         staged: names of the leaves that forward may mutate.
         boxes: name → where the local tensor lies in the whole one, for those that are not the whole.
         rename: from the name that an extractor gives to that in the whole job.
+        names: what each parameter is.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
     boxes: dict[str, Box] = field(default_factory=dict)
     rename: Callable[[str], str] = str
+    names: Names = field(default_factory=Names)
     _noted: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
         default_factory=list
@@ -119,6 +122,7 @@ class Bindings:
     _wrappers: list[torch.Tensor] = field(default_factory=list)
     _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
+    _empty: list[Any] = field(default_factory=list)  # containers without entries, as most modules have
     _views: list[Iterable[Any]] = field(default_factory=list)
     _held: list[Any] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
@@ -199,10 +203,13 @@ class Bindings:
         """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
         view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
         self._whole.add(id(container))
-        self._held.append(container)
-        self._views.append(view)
         if isinstance(container, MutableMapping):
             self._containers.append(container)
+        if not container:
+            self._empty.append(container)
+            return
+        self._held.append(container)
+        self._views.append(view)
         self._entries.extend(view)
 
     def undo(self, before: Bindings) -> None:
@@ -226,7 +233,8 @@ class Bindings:
         # After a step nothing of this is in a cache: loops of a few instructions let the core fetch many at a time.
         tuple(self._views), tuple(self._held), tuple(self._entries), tuple(self._located)
         return (
-            all(len(container) == size for container, size in self._sizes)
+            not any(self._empty)
+            and all(len(container) == size for container, size in self._sizes)
             # What ends both: if an entry came or went, all behind it lie elsewhere.
             and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
             and all(place.get(key) is value for place, key, value in self._places)

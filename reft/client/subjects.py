@@ -76,7 +76,7 @@ class Subjects:
 
     def names(self) -> Names:
         """What each parameter is, by its id: as the first that has it says."""
-        found: dict[int, Named] = {}
+        found = Names()
         for prefix, value, its in self.items():
             for named in its.parameters(prefix, value, found):
                 found.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
@@ -106,8 +106,8 @@ class Subjects:
         Raises:
             UnsupportedState: one can't be held; its name is in the message. Or they lie on several devices.
         """
-        found = Bindings(rename=self.identity)
         names = self.names()
+        found = Bindings(rename=self.identity, names=names)
         for prefix, value, its in self.items():
             its.bind(found, prefix, value, names)
         for name, scaler in self.scalers.items():
@@ -142,7 +142,7 @@ class Subjects:
         """Small state that is no leaf, by prefix.
 
         Args:
-            names: of all parameters, as `names` found them at attach: looking for them takes too long for a mark.
+            names: of all parameters, as `bind` or `names` found them.
         """
         return {prefix: its.capture(prefix, value, names) for prefix, value, its in self.items()}
 

@@ -46,6 +46,15 @@ class Foreseen(NamedTuple):
     value: torch.Tensor
 
 
+class _Stays(NamedTuple):
+    """What of an optimizer's small state can't change while its bindings hold."""
+
+    kind: str
+    groups: list[list[str]]  # names of their parameters
+    shared: list[list[str]]
+    has_scalars: bool  # numbers in the state, which do change
+
+
 class OptimizerExtractor:
     """For every torch.optim.Optimizer."""
 
@@ -99,19 +108,16 @@ class OptimizerExtractor:
         for group in owner.param_groups:
             found.entries(group["params"])
             for parameter in group["params"]:
-                # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
-                named = names[id(parameter)]
-                if self._gets_gradient(named) or not _is_bare(named):
-                    self._bind_state(found, prefix, named, owner.state.get(parameter))
+                if (state := owner.state.get(parameter)) is not None:
+                    self._bind_state(found, prefix, names[id(parameter)], state)
 
-    def _bind_state(
-        self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any] | None
-    ) -> None:
-        if state is None:
-            return
+    def _bind_state(self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any]) -> None:
         # A number is another object after each step.
         note = found.entries if all(isinstance(each, torch.Tensor) for each in state.values()) else found.count
         note(state)
+        # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
+        if not self._gets_gradient(parameter) and _is_bare(parameter):
+            return
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 _check_key(prefix, key)
@@ -198,19 +204,22 @@ class OptimizerExtractor:
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
         """Its groups, and numbers in its state."""
-        groups = []
-        for group in value.param_groups:
-            own = [names[id(parameter)].name for parameter in group["params"]]
-            groups.append({"params": own, "values": _plain_values(group, but="params")})
+        stays = names.once(("optimizer", id(value)), lambda: self._stays(value, names))
+        values = [_plain_values(group, but="params") for group in value.param_groups]
         state = self.owner(value).state
-        entries = [*itertools.chain.from_iterable([values.values() for values in state.values()])]
-        shared = _shared(state, entries, names)
         return {
-            **({"shared": shared} if shared else {}),
-            "class": self._class_of(value),
-            "groups": groups,
-            "scalars": _scalars(state, entries, names),
+            **({"shared": stays.shared} if stays.shared else {}),
+            "class": stays.kind,
+            "groups": [{"params": own, "values": each} for own, each in zip(stays.groups, values, strict=True)],
+            "scalars": _scalars(state, names) if stays.has_scalars else {},
         }
+
+    def _stays(self, value: torch.optim.Optimizer, names: Names) -> _Stays:
+        groups = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
+        state = self.owner(value).state
+        entries = [*itertools.chain.from_iterable(values.values() for values in state.values())]
+        has_scalars = not all(isinstance(each, torch.Tensor) for each in entries)
+        return _Stays(self._class_of(value), groups, _shared(state, names), has_scalars)
 
     def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
         """The reverse of `capture`."""
@@ -418,13 +427,11 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         return like(model, local)
 
 
-def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], entries: Sequence[Any], names: Names) -> list[list[str]]:
+def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> list[list[str]]:
     """Which tensors of the state are there again: (parameter, key, first parameter that has it, key there).
 
     They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
     """
-    if len(set(map(id, entries))) == len(entries):
-        return []  # as it nearly always is; this runs at every mark
     first: dict[int, list[str]] = {}
     found = []
     for parameter, values in state.items():
@@ -437,12 +444,8 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], entries: Sequence[A
     return found
 
 
-def _scalars(
-    state: Mapping[torch.Tensor, Mapping[str, Any]], entries: Sequence[Any], names: Names
-) -> dict[str, dict[str, Any]]:
+def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> dict[str, dict[str, Any]]:
     """Numbers in the state, by parameter."""
-    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, entries))):
-        return {}  # as it nearly always is; this runs at every mark
     plain = ((key, _plain_values(values)) for key, values in state.items())
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
 

@@ -7,9 +7,9 @@ Kinds are names, so that no trainer is imported to recognise its objects; built-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from reft.client.room import Room
     from reft.client.state import Bindings
     from reft.core.layout import Leaf
+
+
+T = TypeVar("T")
 
 
 class Run(NamedTuple):
@@ -53,7 +56,18 @@ class Named(NamedTuple):
     runs: tuple[Run, ...] = ()
 
 
-Names = Mapping[int, Named]  # id of the parameter object → what it is
+class Names(dict[int, Named]):
+    """Id of the parameter object → what it is. Good for as long as the bindings hold that were found with it."""
+
+    def __init__(self) -> None:
+        self._followed: dict[Hashable, Any] = {}
+
+    def once(self, what: Hashable, find: Callable[[], T]) -> T:
+        """What `find` finds, or has found for this before: for what can't change while the bindings hold."""
+        if what not in self._followed:
+            self._followed[what] = find()
+        found: T = self._followed[what]
+        return found
 
 
 class Removable(Protocol):
@@ -121,7 +135,8 @@ class Extractor(Protocol):
     def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
         """Small state that is no leaf, at the mark: numbers, text, bytes, small tensors, in dicts, lists and tuples.
 
-        What it returns holds copies (`reft.client.plain.to_plain`), and must not wait for a device.
+        What it returns holds copies (`reft.client.plain.to_plain`), and must not wait for a device. Runs at every mark, when
+        all is where `bind` found it with the same `names`: what follows from that alone is remembered by `names.once`.
         """
 
     def restore(self, prefix: str, value: Any, names: Names, saved: Mapping[str, Any]) -> None:
