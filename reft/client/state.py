@@ -20,6 +20,7 @@ from torch import nn
 
 from reft.client.extract.dtensor import Box, local_piece
 from reft.client.extract.registry import Names
+from reft.client.prefetching import ahead
 from reft.core.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
@@ -128,6 +129,7 @@ class Bindings:
     _entries: list[Any] = field(default_factory=list)
     _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
     _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
+    _ahead: Callable[[], object] | None = None
     _counted: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -230,8 +232,11 @@ class Bindings:
 
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
-        # After a step nothing of this is in a cache: loops of a few instructions let the core fetch many at a time.
-        tuple(self._views), tuple(self._held), tuple(self._entries), tuple(self._located)
+        if self._ahead is None:
+            self._ahead = ahead(
+                [*self._views, *self._held, *self._empty, *self._entries, *self._located], self._located
+            )
+        self._ahead()  # after a step nothing of this is in a cache
         return (
             not any(self._empty)
             and all(len(container) == size for container, size in self._sizes)

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import os
 import platform
 from collections.abc import Callable
 
 import numpy as np
 
+from reft.client.machine_code import address_of, mapped
 from reft.wire.slot_format import Bytes
 
 log = logging.getLogger("reft")
@@ -50,35 +49,19 @@ def streaming() -> Copy:
     if platform.machine() != "x86_64":
         return np.copyto
     try:
-        loop = _mapped(LOOP)
+        loop = mapped(LOOP)
     except OSError as error:
         log.info("snapshots are copied through the caches: this process may map no code of its own (%s).", error)
         return np.copyto
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_address(loop))
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(address_of(loop))
 
     def copy(target: Bytes, source: Bytes, _loop: Bytes = loop) -> None:  # the code lives as long as what calls it
         size = source.nbytes // LINE * LINE
-        to = _address(target)
+        to = address_of(target)
         if not size or to % LINE or target.nbytes != source.nbytes:
             np.copyto(target, source)
             return
-        call(to, _address(source), size)
+        call(to, address_of(source), size)
         np.copyto(target[size:], source[size:])
 
     return copy
-
-
-def _mapped(code: bytes) -> Bytes:
-    """Memory that can be run and not written."""
-    descriptor = os.memfd_create("reft-streaming", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, code)
-        memory = mmap.mmap(descriptor, len(code), flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC)
-    finally:
-        os.close(descriptor)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _address(array: Bytes) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -47,7 +47,7 @@ def refuse(code):
 
 def test_where_no_code_may_be_mapped_numpy_copies_and_the_log_says_so(monkeypatch, caplog):
     caplog.set_level("INFO", "reft")
-    monkeypatch.setattr(module, "_mapped", refuse)
+    monkeypatch.setattr(module, "mapped", refuse)
     assert streaming() is np.copyto
     assert "Permission denied" in caplog.text
 
