@@ -63,6 +63,7 @@ def ahead(objects: Sequence[object], tensors: Sequence[torch.Tensor]) -> Callabl
 
 
 def _lines(addresses: Iterable[int], nbytes: int) -> npt.NDArray[np.uint64]:
-    """The lines in which so many bytes from each of the addresses on lie."""
+    """An address in each line in which so many bytes from each of the addresses on lie."""
     begins = np.fromiter(addresses, np.uint64)
-    return np.unique([(begins + offset) // LINE * LINE for offset in (*range(0, nbytes, LINE), nbytes - 1)])
+    offsets = np.array([*range(0, nbytes, LINE), nbytes - 1], np.uint64)
+    return (begins[:, None] + offsets).ravel()  # a line that is asked for twice is fetched once
