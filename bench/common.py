@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+REPORTING_S = 7.0  # a guest with nothing newly freed has given back all by then
+BACKED_TRIES = 20
 
 
 # The training job
@@ -214,6 +216,18 @@ def fresh(nbytes: int) -> float:
     room.make_pages()
     room.wait()
     return time.perf_counter() - began
+
+
+def backed(nbytes: int) -> None:
+    """Returns when so much free memory has the host's behind it, as all memory has that no hypervisor shares out.
+
+    A guest gives free huge pages back to its host (free page reporting), in cycles of 2 s for as long as more become free: so
+    first until what a process before this one has left is given back, then until two times the same pages come.
+    """
+    time.sleep(REPORTING_S)
+    took = [fresh(nbytes) for _ in range(3)]
+    while max(took[-2:]) > 2 * min(took) and len(took) < BACKED_TRIES:
+        took.append(fresh(nbytes))
 
 
 # Facts about processes and the machine

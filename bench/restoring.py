@@ -2,8 +2,8 @@
 
 A restore needs fresh pages for an optimizer's state that there is none of before its first step, and they cost more than the
 copy into them where a hypervisor backs them anew. So a third of the restores goes into state that exists, as frameworks with
-optimizers of their own have it (Megatron, DeepSpeed); one into fresh pages; one into fresh pages that the host backs already,
-for they were in use just before. Beside the latter two stands what else that would cost, in the same process: so many fresh
+optimizers of their own have it (Megatron, DeepSpeed); one into fresh pages; one into fresh pages that the host backs already, as
+on a machine without a hypervisor. Beside the latter two stands what else that would cost, in the same process: so many fresh
 pages in two threads, and then the memcpy.
 """
 
@@ -51,7 +51,7 @@ def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
     if options.into == "existing":
         training.step()
     elif options.into == "backed":
-        common.fresh(missing)
+        common.backed(missing)
     began = time.perf_counter()
     session = reft.attach(training.model, training.optimizer, job=job, daemon=options.daemon)
     attach_s = time.perf_counter() - began

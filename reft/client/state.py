@@ -38,7 +38,7 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedState(
             f"{name} is a {type(tensor).__name__}; plain tensors and DTensors of plain tensors are held."
         )
-    if isinstance(tensor, nn.UninitializedParameter) or tensor.device.type not in ("cpu", "cuda"):
+    if type(tensor) is nn.UninitializedParameter or tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedState(
             f"{name} has no memory yet (device {tensor.device}).", "run a forward pass before attach"
         )
@@ -46,6 +46,8 @@ def check(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedState(
             f"{name} has layout {tensor.layout}, or is quantized or a lazy view; dense tensors are held."
         )
+    if tensor.is_contiguous():
+        return
     shared = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     if tensor.numel() and (shared or tensor.numel() > span):
@@ -58,6 +60,8 @@ def check(name: str, tensor: torch.Tensor) -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements fill one run of memory, in whatever order."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -132,6 +132,7 @@ def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )

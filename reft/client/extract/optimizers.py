@@ -423,8 +423,7 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
         local = room.empty(leaf, dtype)
     else:
         local = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
-    with torch.no_grad():
-        return like(model, local)
+    return like(model, local)
 
 
 def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> list[list[str]]:
