@@ -49,17 +49,23 @@ def ahead(objects: Sequence[object], tensors: Sequence[torch.Tensor]) -> Callabl
         return lambda: tuple(objects)  # counts a reference to each
     lines = np.concatenate([
         _lines(map(id, objects), OBJECT_BYTES),
-        _lines((tensor._cdata for tensor in tensors), TENSOR_BYTES),
-        _lines((tensor.untyped_storage()._cdata for tensor in tensors), STORAGE_BYTES),
+        _lines(map(_behind, tensors), TENSOR_BYTES),
+        _lines((_behind(tensor.untyped_storage()) for tensor in tensors), STORAGE_BYTES),
         _lines([address_of(loop)], len(LOOP)),  # so that there is one
     ])  # fmt: skip
     call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)(address_of(loop))
     first, count = address_of(lines), len(lines)
 
-    def fetch(_kept: tuple[Bytes, npt.NDArray[np.uint64]] = (loop, lines)) -> None:
+    def fetch(_kept: tuple[Bytes, npt.NDArray[np.uint64]] = (loop, lines)) -> None:  # they live as long as what calls
         call(first, count)
 
     return fetch
+
+
+def _behind(value: torch.Tensor | torch.UntypedStorage) -> int:
+    """Where torch's own object lies. The attribute is private: a torch without it is no reason to fail, nothing lies at 0."""
+    address: int = getattr(value, "_cdata", 0)
+    return address
 
 
 def _lines(addresses: Iterable[int], nbytes: int) -> npt.NDArray[np.uint64]:

@@ -54,6 +54,14 @@ def test_what_is_gone_is_no_fault(monkeypatch):
     fetch()
 
 
+@here
+def test_a_torch_that_does_not_say_where_its_objects_lie_is_no_failure(asked, monkeypatch):
+    monkeypatch.setattr(module, "_behind", lambda value, found=module._behind: found(object()))
+    tensors = [torch.zeros(8)]
+    ahead(tensors, tensors)()
+    assert [addresses for addresses, *_ in asked][1:3] == [[0], [0]]
+
+
 def test_of_nothing_nothing_is_fetched():
     ahead([], [])()
 
