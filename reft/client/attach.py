@@ -182,13 +182,13 @@ class Attachment:
         self.host.check_size()
         self.bindings = self.subjects.bind()
         leaves = [*self.bindings.leaves(), *self.subjects.predict()]
-        self.predicted, self.symbolic = pack(leaves), symbolic.of(leaves)
-        self.table = messages.table_to(self.predicted)
+        self.predicted = pack(leaves)
         identity = roster.identity_facts(self.settings, self.launch)
         self.address, self.hello = starter.find(self.settings, job=roster.job_of(identity).id)
         self.own = handout.introduce(self.hello.handout, self.settings.attach_deadline_s)
         if self.hello.held:
             self._make_room()
+        self.symbolic, self.table = symbolic.of(leaves), messages.table_to(self.predicted)
         if self.launch.under_agent:
             die_with_parent()
         return {
