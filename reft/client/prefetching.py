@@ -43,7 +43,7 @@ def ahead(objects: Sequence[object], tensors: Sequence[torch.Tensor]) -> Callabl
     """
     try:
         loop = mapped(LOOP) if platform.machine() == "x86_64" else None
-    except OSError:
+    except OSError:  # the log has it from client/streaming.py
         loop = None
     if loop is None:
         return lambda: tuple(objects)  # counts a reference to each
