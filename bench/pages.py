@@ -1,7 +1,7 @@
 """What pages cost: of slots, small and huge, and of fresh memory that is made ahead while another thread computes in Python.
 
     slot    make | first and later memcpy into it, through a mapping | read back from its file, and through a new mapping
-    room    make, alone | make beside a thread that computes in Python, in short and in long blocks
+    room    make, alone | make beside a thread that computes in Python, in machine code, and by numpy in blocks
 
 `python bench/pages.py [--gib 1]`. Each figure is the median of five rounds, and the least and the most. A first one is
 not counted: a hypervisor must back the memory then.
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -78,9 +79,10 @@ def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
     return found
 
 
-def room(nbytes: int, block_bytes: int, is_busy: bool) -> float:
-    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python."""
-    with mock.patch.object(pages, "BLOCK_BYTES", block_bytes):
+def room(nbytes: int, is_busy: bool, block_bytes: int | None = None) -> float:
+    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python; by numpy if in blocks."""
+    by_numpy = mock.patch.multiple(pages, BLOCK_BYTES=block_bytes, mapped=mock.Mock(side_effect=OSError))
+    with by_numpy if block_bytes else nullcontext():
         began = time.perf_counter()
         made = Room(nbytes)
         made.make_pages()
@@ -106,13 +108,14 @@ def main() -> int:
         for _ in range(ROUNDS):
             for name, value in slot(memory, is_huge).items():
                 found[f"slot, {'huge' if is_huge else 'small'}: {name}"].append(value)
-    room(nbytes, pages.BLOCK_BYTES, False)
+    room(nbytes, False)
     for _ in range(ROUNDS):
-        found["room: alone"].append(room(nbytes, pages.BLOCK_BYTES, False))
+        found["room: alone"].append(room(nbytes, False))
+        found["room: beside Python"].append(room(nbytes, True))
         for mib in (2, 16, 64):
-            found[f"room: beside Python, blocks of {mib} MiB"].append(room(nbytes, mib << 20, True))
+            found[f"room: beside Python, by numpy, blocks of {mib} MiB"].append(room(nbytes, True, mib << 20))
     for name, values in found.items():
-        print(f"{name:40} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
+        print(f"{name:48} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from reft.client.device import pin, unpin
-from reft.client.pages import Pages, map_shared
+from reft.client.pages import map_shared
 from reft.core.slots import Slot
 from reft.wire.mapped import map_file
 from reft.wire.slot_format import Bytes, SlotMap
@@ -55,7 +55,7 @@ class MappedSlot:
         By reading: the kernel maps many pages at a time then, and pages of a shared mapping of shared
         memory may be written from then on.
         """
-        Pages(self._bytes, map_shared).wait()
+        map_shared(self._bytes)
 
     def register(self, device: torch.device) -> None:
         """Pins the pages for CUDA, so that a device's copies run beside the host; until `close`, or until nobody has the slot."""

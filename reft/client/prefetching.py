@@ -9,7 +9,6 @@ process map code of its own, the objects themselves are touched, and what lies b
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -42,10 +41,8 @@ def ahead(objects: Sequence[object], tensors: Sequence[torch.Tensor]) -> Callabl
         tensors: those of them whose memory is asked for; plain ones.
     """
     try:
-        loop = mapped(LOOP) if platform.machine() == "x86_64" else None
+        loop = mapped(LOOP)
     except OSError:  # the log has it from client/streaming.py
-        loop = None
-    if loop is None:
         return lambda: tuple(objects)  # counts a reference to each
     lines = np.concatenate([
         _lines(map(id, objects), OBJECT_BYTES),

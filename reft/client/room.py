@@ -8,7 +8,7 @@ import mmap
 import numpy as np
 import torch
 
-from reft.client.pages import Pages, make
+from reft.client.pages import Pages
 from reft.core.layout import Leaf, align
 
 HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
@@ -44,7 +44,7 @@ class Room:
     def make_pages(self) -> None:
         """Begins to make its pages, beside the caller."""
         if self._pages is None and len(self._bytes):
-            self._pages = Pages(self._bytes, make)
+            self._pages = Pages(self._bytes)
 
     def wait(self) -> None:
         """Returns when all its pages are made, if they are being made."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import platform
 from collections.abc import Callable
 
 import numpy as np
@@ -46,12 +45,10 @@ Copy = Callable[[Bytes, Bytes], None]
 
 def streaming() -> Copy:
     """A function that copies uint8 [n] into uint8 [n], past the caches where it can; it holds no lock of the interpreter."""
-    if platform.machine() != "x86_64":
-        return np.copyto
     try:
         loop = mapped(LOOP)
     except OSError as error:
-        log.info("snapshots are copied through the caches: this process may map no code of its own (%s).", error)
+        log.info("snapshots are copied through the caches: %s.", error)
         return np.copyto
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(address_of(loop))
 

@@ -52,6 +52,8 @@ def test_where_no_code_may_be_mapped_numpy_copies_and_the_log_says_so(monkeypatc
     assert "Permission denied" in caplog.text
 
 
-def test_other_processors_run_none_of_it(monkeypatch):
+def test_other_processors_run_none_of_it_and_the_log_says_so(monkeypatch, caplog):
+    caplog.set_level("INFO", "reft")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert streaming() is np.copyto
+    assert "aarch64" in caplog.text
