@@ -222,12 +222,13 @@ def backed(nbytes: int) -> None:
     """Returns when so much free memory has the host's behind it, as all memory has that no hypervisor shares out.
 
     A guest gives free huge pages back to its host (free page reporting), in cycles of 2 s for as long as more become free: so
-    first until what a process before this one has left is given back, then until two times the same pages come.
+    first until what a process before this one has left is given back, then until two times the same pages come. Half as many
+    again are made: the kernel does not always hand out first what was freed last, and a few that are not backed cost much.
     """
     time.sleep(REPORTING_S)
-    took = [fresh(nbytes) for _ in range(3)]
+    took = [fresh(nbytes * 3 // 2) for _ in range(3)]
     while max(took[-2:]) > 2 * min(took) and len(took) < BACKED_TRIES:
-        took.append(fresh(nbytes))
+        took.append(fresh(nbytes * 3 // 2))
 
 
 # Facts about processes and the machine
