@@ -102,7 +102,7 @@ class Plan:
         sources, at_mark, later = _sources(share)
         room = max(((column.rows - len(column.outputs)) * column.nbytes for column in share.columns), default=0)
         assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
-        scratch = [np.empty(room, np.uint8) for _ in range(threads)]
+        scratch: list[Bytes] = [np.empty(room, np.uint8) for _ in range(threads)]
         zeros = np.zeros(max((column.nbytes for column in share.columns), default=0), np.uint8)
         return cls(share, at_mark, later, sources, scratch, zeros)
 

@@ -10,6 +10,7 @@ import torch
 
 from reft.client.pages import Pages
 from reft.core.layout import Leaf, align
+from reft.wire.slot_format import Bytes
 
 HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
 
@@ -26,7 +27,7 @@ class Room:
 
     def __init__(self, nbytes: int) -> None:
         self._at = 0
-        self._bytes = np.empty(0, np.uint8)
+        self._bytes: Bytes = np.empty(0, np.uint8)
         self._pages: Pages | None = None
         if nbytes >= HUGE_BYTES:
             pages = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
