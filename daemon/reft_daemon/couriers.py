@@ -1,9 +1,9 @@
 """What carries the round between daemons: one courier for each neighbour of a job in the tree, and for each holder.
 
 A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: what the subtree
-says to the parent, the outcome to a child, to a holder the capsules of all ranks of this node that it lacks. So a
-slow or dead neighbour costs one message, however long it lasts; it is tried again every RETRY_S until what it should
-know is no longer news.
+says to the parent, to a child the outcome that it has not acknowledged yet, to a holder the capsules of all ranks of this
+node that it lacks. So a slow or dead neighbour costs one message, however long it lasts; it is tried again every RETRY_S
+until what it should know is no longer news.
 """
 
 from __future__ import annotations
@@ -170,6 +170,9 @@ class Couriers:
         self._peers = peers
         self._failpoints = failpoints
         self._epoch = job.epoch
+        self._told: dict[
+            int, Outcome
+        ] = {}  # by the child that has acknowledged it; one that was restarted asks by Gather
         self._dirty: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index
@@ -177,7 +180,7 @@ class Couriers:
         if parent is not None:
             self._start(parent, "hear the round", self._gather)
         for child in children_of(index, len(manifest.nodes)):
-            self._start(child, "hear the round", self._announce)
+            self._start(child, "hear the round", functools.partial(self._announce, child))
         for holder in job.record.holders:
             self._start(holder, "keep our capsules", functools.partial(self._deposit, holder))
 
@@ -212,11 +215,15 @@ class Couriers:
             else:
                 reachable = True
 
-    async def _announce(self, node: pb.Node) -> None:
+    async def _announce(self, child: int, node: pb.Node) -> None:
+        """Tells a child the outcome, if it has not acknowledged it: each child's news wakes the couriers of all the others."""
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
-        await self._call(node, "Announce", messages.outcome_to(job.id, job.epoch, job.round.outcome))
+        outcome = job.round.outcome
+        if outcome != self._told.get(child, Outcome()):
+            await self._call(node, "Announce", messages.outcome_to(job.id, job.epoch, outcome))
+            self._told[child] = outcome
 
     async def _gather(self, node: pb.Node) -> None:
         job = self._job
