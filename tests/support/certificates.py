@@ -14,6 +14,8 @@ NAMES = ["DNS:localhost", "IP:127.0.0.1"] + [
     f"IP:{network}{FIRST_NODE + number}" for network in (NETWORK, LOOPBACK) for number in range(1, NODES_MAX)
 ]
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+AUTHORITY = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 asks for that, and for what is below
+NODE = f"subjectAltName={','.join(NAMES)}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
 
 
 def why_not() -> str:
@@ -42,11 +44,22 @@ class Certificates:
 
     def _make(self, ca: str) -> None:
         self._openssl(
-            "req", "-x509", *KEY, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-days", "2", "-subj", f"/CN={ca}"
+            "req",
+            "-x509",
+            *KEY,
+            *AUTHORITY,
+            "-keyout",
+            f"{ca}.key",
+            "-out",
+            f"{ca}.pem",
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={ca}",
         )
-        (self.folder / "names").write_text(f"subjectAltName={','.join(NAMES)}\n")
+        (self.folder / "node").write_text(NODE)
         self._openssl("req", *KEY, "-keyout", f"{ca}-node.key", "-out", f"{ca}-node.csr", "-subj", "/CN=node")
-        signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "names")
+        signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "node")
         self._openssl("x509", "-req", "-in", f"{ca}-node.csr", *signing, "-days", "2", "-out", f"{ca}-node.pem")
 
     def _openssl(self, *arguments: str) -> None:
