@@ -170,9 +170,8 @@ class Couriers:
         self._peers = peers
         self._failpoints = failpoints
         self._epoch = job.epoch
-        self._told: dict[
-            int, Outcome
-        ] = {}  # by the child that has acknowledged it; one that was restarted asks by Gather
+        # By the child that has acknowledged it; one that was restarted asks by Gather.
+        self._told: dict[int, Outcome] = {}
         self._dirty: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import mmap
 import threading
 from collections.abc import Callable
@@ -25,6 +26,8 @@ import numpy.typing as npt
 from reft.client.machine_code import address_of, mapped
 from reft.wire.mapped import advise
 from reft.wire.slot_format import Bytes
+
+log = logging.getLogger("reft")
 
 THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
 BLOCK_BYTES = 64 << 20  # for which a thread comes back to Python
@@ -60,7 +63,8 @@ def toucher() -> Touch:
     """
     try:
         loop = mapped(LOOP)
-    except OSError:  # the log has it from client/streaming.py
+    except OSError as error:
+        log.info("fresh memory is made by numpy: %s.", error)
         begins = itertools.count(0, BLOCK_BYTES)
 
         def touch(memory: Bytes, taken: Taken) -> None:

@@ -9,6 +9,7 @@ process map code of its own, the objects themselves are touched, and what lies b
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 
 from reft.client.machine_code import address_of, mapped
 from reft.wire.slot_format import Bytes
+
+log = logging.getLogger("reft")
 
 LINE = 64
 # void fetch(const void *const *addresses, size_t count); System V: rdi, rsi; at least one. A prefetch raises nothing: whatever
@@ -42,7 +45,8 @@ def ahead(objects: Sequence[object], tensors: Sequence[torch.Tensor]) -> Callabl
     """
     try:
         loop = mapped(LOOP)
-    except OSError:  # the log has it from client/streaming.py
+    except OSError as error:
+        log.info("nothing is fetched ahead of a mark: %s.", error)
         return lambda: tuple(objects)  # counts a reference to each
     lines = np.concatenate([
         _lines(map(id, objects), OBJECT_BYTES),

@@ -40,6 +40,13 @@ def test_a_byte_of_each_small_page_is_written_and_nothing_else(way, nbytes):
     assert np.array_equal(memory, expected)
 
 
+def test_the_log_says_why_numpy_writes(monkeypatch, caplog):
+    caplog.set_level("INFO", "reft")
+    monkeypatch.setattr(module, "mapped", refuse)
+    toucher()
+    assert "Permission denied" in caplog.text
+
+
 def test_nothing_is_written_once_all_is_taken(way):
     memory = np.ones(3 * PLACE, np.uint8)
     for taken in (memory.nbytes, memory.nbytes + 5 * PLACE):

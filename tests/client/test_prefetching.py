@@ -71,10 +71,12 @@ def refuse(code):
 
 
 @pytest.mark.parametrize("how", ["no code may be mapped", "another processor"])
-def test_elsewhere_the_objects_are_touched(monkeypatch, how):
+def test_elsewhere_the_objects_are_touched_and_the_log_says_so(monkeypatch, caplog, how):
+    caplog.set_level("INFO", "reft")
     if how == "another processor":
         monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     else:
         monkeypatch.setattr(module, "mapped", refuse)
     objects = [{}, torch.zeros(1)]
     assert all(a is b for a, b in zip(ahead(objects, objects[1:])(), objects, strict=True))
+    assert "nothing is fetched ahead" in caplog.text

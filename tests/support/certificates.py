@@ -43,20 +43,8 @@ class Certificates:
             shutil.copy(new, mine)
 
     def _make(self, ca: str) -> None:
-        self._openssl(
-            "req",
-            "-x509",
-            *KEY,
-            *AUTHORITY,
-            "-keyout",
-            f"{ca}.key",
-            "-out",
-            f"{ca}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={ca}",
-        )
+        files = ("-keyout", f"{ca}.key", "-out", f"{ca}.pem")
+        self._openssl("req", "-x509", *KEY, *AUTHORITY, *files, "-days", "2", "-subj", f"/CN={ca}")
         (self.folder / "node").write_text(NODE)
         self._openssl("req", *KEY, "-keyout", f"{ca}-node.key", "-out", f"{ca}-node.csr", "-subj", "/CN=node")
         signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-extfile", "node")
