@@ -1,9 +1,12 @@
 """What carries the round between daemons: one courier for each neighbour of a job in the tree, and for each holder.
 
-A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: what the subtree
-says to the parent, to a child the outcome that it has not acknowledged yet, to a holder the capsules of all ranks of this
-node that it lacks. So a slow or dead neighbour costs one message, however long it lasts; it is tried again every RETRY_S
-until what it should know is no longer news.
+A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: to the parent what
+the subtree says, to a child the outcome, to a holder the capsules of all ranks of this node that it lacks; what a neighbour
+has acknowledged is not sent to it again. So a slow or dead neighbour costs one message, however long it lasts; it is tried
+again every RETRY_S until what it should know is no longer news.
+
+Who was restarted has forgotten what it acknowledged. A child asks by Gather. A parent is told again every RETRY_S, as long
+as something is undecided.
 """
 
 from __future__ import annotations
@@ -170,8 +173,8 @@ class Couriers:
         self._peers = peers
         self._failpoints = failpoints
         self._epoch = job.epoch
-        # By the child that has acknowledged it; one that was restarted asks by Gather.
-        self._told: dict[int, Outcome] = {}
+        self._told: dict[int, Outcome] = {}  # by the child that has acknowledged it
+        self._said = pb.GatherRequest()  # what the parent has acknowledged, RETRY_S ago at most
         self._dirty: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index
@@ -228,13 +231,21 @@ class Couriers:
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
-        if job.round.has_news:
-            request = pb.GatherRequest(
-                job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index,
-                said=messages.said_to(job.round.said(), job.round.digests()),
-                unlike=job.round.outcome.unlike, wish=job.round.wish,
-            )  # fmt: skip
-            job.hear_outcome(messages.outcome_from(await self._call(node, "Gather", request)))  # type: ignore[arg-type]
+        request = pb.GatherRequest(
+            job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index,
+            said=messages.said_to(job.round.said(), job.round.digests()),
+            unlike=sorted(job.round.outcome.unlike), wish=job.round.wish,
+        )  # fmt: skip
+        if job.round.has_news and request != self._said:
+            reply = await self._call(node, "Gather", request)
+            self._said = request
+            asyncio.get_running_loop().call_later(RETRY_S, self._say_again, request)
+            job.hear_outcome(messages.outcome_from(reply))  # type: ignore[arg-type]
+
+    def _say_again(self, request: pb.GatherRequest) -> None:
+        if self._said is request:
+            self._said = pb.GatherRequest()
+            self.wake()
 
     async def _deposit(self, holder: int, node: pb.Node) -> None:
         """Sends what the holder lacks, message by message, until nothing is owed to it."""

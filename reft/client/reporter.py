@@ -32,6 +32,7 @@ log = logging.getLogger("reft")
 CALLS_MAX = 4
 NO_CELLS: Mapping[int, int] = MappingProxyType({})
 RELEASE_DEADLINE_S = 10.0  # not beside training; a process that the daemon thinks attached can't attach again
+AGAIN_S = 0.2  # after which somebody who waits asks again, if nothing was said meanwhile
 MARGIN_S = 0.5  # by which a reply may come later than the daemon may hold it back
 T = TypeVar("T")
 
@@ -206,10 +207,10 @@ class Reporter:
         """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step."""
         end = time.monotonic() + deadline_s
         with self._changed:
-            while not self._outcome.decides(step) and not self.is_fenced and time.monotonic() < end:
-                if not self._under_way:
+            while not self._outcome.decides(step) and not self.is_fenced and (left := end - time.monotonic()) > 0:
+                # Paced: as long as this rank itself has not answered the step, each reply comes at once.
+                if not self._changed.wait(min(AGAIN_S, left)) and not self._under_way:
                     self._send()
-                self._changed.wait(min(0.2, max(end - time.monotonic(), 0)))
             return self._outcome.whole >= step
 
     def wait_for(self, found: Callable[[], T]) -> T:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -209,3 +211,33 @@ def test_who_waits_hears_of_the_outcome(reporter, played):
     played.say(whole=1)
     assert reporter.wait(1, 20)
     assert not reporter.wait(2, 0.0)
+
+
+def test_who_waits_asks_at_a_pace_while_its_own_answer_is_to_come(reporter, played):
+    """The daemon answers at once what speaks of decided steps only: to ask again at each answer would keep both busy."""
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1)
+    assert reporter.wait(1, 20)
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        waiting = pool.submit(reporter.wait, 2, 20)
+        for _ in range(3):
+            assert played.next().until == 1
+            played.say(whole=1)
+        assert time.monotonic() - began >= 3 * reporting.AGAIN_S
+        reporter.answer(2, SEALED)
+        assert played.next().sealed == {2}
+        played.say(whole=2)
+        assert waiting.result()
+
+
+def test_who_waits_tells_a_daemon_that_was_restarted(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reporter.wait, 1, 20)
+        played.end()
+        assert played.next() == says({1: SEALED})
+        played.say(whole=1)
+        assert waiting.result()

@@ -115,6 +115,20 @@ def test_a_daemon_that_was_killed_learns_the_round_again(three, killed):
     until(repeated, what="whole(1) for every rank that repeats itself")
 
 
+def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(three):
+    for rank in (1, 2):
+        three.report(rank, {1: SEALED})
+        daemon = three.daemons[rank]
+        until(
+            lambda daemon=daemon: daemon.call("Status", pb.StatusRequest()).round_bytes_sent,
+            what="the coordinator's answer",
+        )
+    three.daemons[0].kill()
+    three.daemons[0].start()
+    three.report(0, {1: SEALED})
+    all_whole(three, 1)
+
+
 def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer):
     """Nobody reports it again: the trainer has said it once, to the daemon that died."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
