@@ -147,6 +147,10 @@ def plain(tmp_path_factory) -> Callable[[Example], list[dict[str, Any]]]:
     return of
 
 
+# Slots for all steps of a short run, so that none is skipped though a busy daemon has not answered yet.
+EVERY_STEP = {"REFT_SLOTS": "16"}
+
+
 def restored(done: subprocess.CompletedProcess[str]) -> list[int]:
     """The steps from which the run went on."""
     return [int(step) for step in re.findall(r"restored step (\d+) ", done.stderr)]
@@ -177,7 +181,7 @@ def test_one_process_killed_and_started_again(example, daemon):
 def test_what_lightning_does_behind_a_batch_and_an_epoch_comes_back(step, daemon, tmp_path):
     """The average in a module's hook, early stopping's count, a scheduler that follows a metric, callbacks' modules."""
     example = Example("tests/support/lightning_hooks.py", tmp_path)
-    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine"}
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
     plain = example.run("plain", REFT_MODE="off")
     assert plain.returncode == 0, plain.stderr
     killed = example.run("killed", REFT_FAILPOINTS=f"snapshot.chunk:kill:from={step + 1}", **reft)
@@ -199,7 +203,7 @@ def test_trainer_goes_on_from_its_own_checkpoint_and_then_from_memory(daemon, tm
     assert plain.returncode == 0, plain.stderr
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "first of all").rename(tmp_path / "checkpoints")
-    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine"}
+    reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
     killed = example.run("killed", REFT_FAILPOINTS="snapshot.chunk:kill:from=4", **reft)
     assert killed.returncode == -9, killed.stderr
     after = example.run("after", **reft)
