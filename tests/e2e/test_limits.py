@@ -148,9 +148,21 @@ session.close()
 
 
 def as_user(user: int) -> list[str]:
-    """Runs what follows as `user`, who may read what root's Python needs, but write nothing of root's."""
+    """Runs what follows as `user`, who may read what root's Python needs, but write nothing of root's, and lock no memory.
+
+    Root may lock memory whatever its limit is.
+    """
     caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", *(caps if user else []), sys.executable]
+    return [
+        "prlimit",
+        "--memlock=0:0",
+        "setpriv",
+        f"--reuid={user}",
+        f"--regid={user}",
+        "--clear-groups",
+        *(caps if user else []),
+        sys.executable,
+    ]
 
 
 def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -171,6 +183,37 @@ def test_two_users_on_one_host_with_a_read_only_home(daemon):
             purge_and_stop(Path(runtime) / "run/daemon.sock")
     refused = execute(65534, REFT_DAEMON=daemon.address)
     assert "DaemonUnavailable" in refused.stderr, refused.stdout
+
+
+# A /tmp of its own, without anybody's daemon; this repository may lie in the one that it hides.
+OWN_TMP = """
+mount --bind "$ROOT" /mnt && mount -t tmpfs -o mode=1777 tmp /tmp && mkdir -p "$ROOT" && mount --bind /mnt "$ROOT" || exit 77
+exec "$@"
+"""
+BOTH = """
+import os, sys
+from pathlib import Path
+from tests.e2e.test_limits import execute
+from tests.support.daemons import purge_and_stop
+for user in (0, 65534):
+    done = execute(user)
+    print(done.stdout, done.stderr, file=sys.stderr if done.returncode else sys.stdout)
+print("folders", sorted(path.name for path in Path("/tmp").glob("reft-*")))
+for folder in Path("/tmp").glob("reft-*"):
+    purge_and_stop(folder / "daemon.sock")
+"""
+
+
+@needs_root
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is missing")
+def test_two_users_who_set_nothing_have_a_daemon_each():
+    environment = {**os.environ, "ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
+    command = ["unshare", "--mount", "sh", "-c", OWN_TMP, "sh", sys.executable, "-c", BOTH]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"a /tmp of its own can't be mounted here: {done.stderr}")
+    assert "uid 0 whole 3" in done.stdout and "uid 65534 whole 3" in done.stdout, done.stderr
+    assert "folders ['reft-0', 'reft-65534']" in done.stdout, done.stdout
 
 
 def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path):
