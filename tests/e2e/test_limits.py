@@ -166,7 +166,8 @@ def as_user(user: int) -> list[str]:
 
 
 def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*as_user(user), "-c", ATTACH]
     return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=60, cwd="/")
 
