@@ -202,6 +202,21 @@ def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, c
     assert [rank.take(step) for step in (5, 6, 7)] == [(Answer.SEALED, "")] * 3
 
 
+def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(caplog):
+    """Attach has asked it, and it could then: a loader whose worker has died since."""
+    loader = SimpleNamespace(state_dict=lambda: {"at": 1}, load_state_dict=lambda state: None)
+    rank = Rank(state={"loader": loader})
+    rank.step()
+    assert rank.take(1) == (Answer.SEALED, "")
+    loader.state_dict = lambda: {}["worker"]
+    with caplog.at_level(logging.WARNING, "reft"):
+        assert rank.take(2) == (Answer.VOID, "KeyError: 'worker'")
+    assert "Training goes on" in caplog.text
+    loader.state_dict = lambda: {"at": 3}
+    assert rank.take(3) == (Answer.SEALED, "")
+    rank.copier.close()
+
+
 def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog):
     rank.line.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
