@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +51,7 @@ from reft.client.surveying import Asker, surveyed
 from reft.client.transport import Transport, transport_of
 from reft.client.workers import Team, copy_cpus, has_idle_cores
 from reft.config import Config, Launch
+from reft.console import name_warnings, say
 from reft.core import symbolic
 from reft.core.frequency import Cadence, Frequency, History
 from reft.core.histories import known_to, next_epoch
@@ -75,6 +75,7 @@ def attach(
     every: Any, slots: int | None, job: str | None, daemon: str | None, config: Config | None,
 ) -> Session:  # fmt: skip
     """See `reft.attach`."""
+    name_warnings()
     arguments = {"job": job, "daemon": daemon, "slots": slots}
     given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
     settings = replace(config, **given) if config else Config.load(**given)
@@ -111,11 +112,6 @@ def _with_reviews(session: Session, attachment: Attachment) -> Session:
     else:
         attachment.exchange.close()
     return session
-
-
-def say(text: str) -> None:
-    """One line for the person who started the job."""
-    print(f"[reft] {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -12,11 +12,11 @@ Only with every="auto" anything is measured or agreed; else each n-th step is du
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from dataclasses import dataclass, field
 
 from reft.client.snapshots import Snapshots
+from reft.console import say
 from reft.core.course import Course
 from reft.core.frequency import Cadence, Controls, Frequency, Overhead
 
@@ -106,7 +106,7 @@ class Metronome:
         """Says at the end what snapshots cost, once for the job."""
         found = self.overhead()
         if found is not None and self.snapshots.rank == 0:
-            print(f"[reft] {found}", file=sys.stderr, flush=True)
+            say(str(found))
 
     def overhead(self) -> Overhead | None:
         """What snapshots cost in all, from control steps; None until enough were taken."""

@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reft.client.attach import Attachment, say
+from reft.client.attach import Attachment
 from reft.client.copier import Copier
 from reft.client.snapshots import Counts, Snapshots
+from reft.console import say
 from reft.core.recovery import Copy, Held
 from reft.errors import ReftError
 from reft.wire.v1 import daemon_pb2 as pb

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs
 
+from reft.console import say
 from reft.core.reaction import Reaction
 from reft.core.signals import Agent
 from reft.elastic import etcd, tcp
@@ -42,7 +43,6 @@ from reft.elastic.looking import Looker
 from reft.elastic.node import free_under_slurm, has_ended, settle, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
-from reft.elastic.say import say
 from reft.elastic.state import Facts, State
 from reft.elastic.warm import Warm, begin
 from reft.wire.revival import Reviver

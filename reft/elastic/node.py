@@ -10,8 +10,8 @@ import grpc
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from reft.config import Config
+from reft.console import say
 from reft.elastic.options import text
-from reft.elastic.say import say
 from reft.elastic.state import Facts
 from reft.errors import ConfigError, ReftError
 from reft.wire import handout, rpc, starter

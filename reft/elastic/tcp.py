@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from reft.config import Config, child_environment
+from reft.console import say
 from reft.elastic.options import number
-from reft.elastic.say import say
 from reft.elastic.store_host import BEATS
 from reft.errors import ConfigError
 from reft.wire.starter import own_folder

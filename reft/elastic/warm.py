@@ -23,10 +23,10 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from reft.console import say
 from reft.elastic import forking
 from reft.elastic.forking import Failed
 from reft.elastic.options import script_of
-from reft.elastic.say import say
 
 # What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
 MODULES = (

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import reft
-from reft.client.attach import say
 from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
+from reft.console import say
 from reft.integrations.checks import Tested, inner_optimizer
 
 TESTED = Tested("accelerate", "1.15.0")

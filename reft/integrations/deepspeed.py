@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import reft
-from reft.client.attach import say
 from reft.client.hooks.deepspeed import is_engine
 from reft.client.session import Session
+from reft.console import say
 
 
 def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> Session:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 import reft
-from reft.client.attach import say
 from reft.client.extract.megatron_modules import TESTED, unwrapped
 from reft.client.hooks.megatron import Timers
 from reft.client.session import Session
+from reft.console import say
 from reft.errors import UnsupportedState
 from reft.integrations.checks import Tested
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import reft
-from reft.client.attach import say
 from reft.client.session import Session
+from reft.console import say
 from reft.integrations.checks import Tested
 
 TESTED = Tested("torchtitan", "0.3.0")

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import reft
-from reft.client.attach import say
 from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
+from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-LEAVES = {"reft.errors", "reft.config", "reft.failpoints", "reft.schedules"}
+LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.schedules"}
 # The one-line integrations run in the trainer: they belong to the client's program.
 PROGRAMS = {
     "reft.client": "client",

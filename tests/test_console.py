@@ -1,0 +1,25 @@
+"""What stands on stderr where nobody configured logging, and where somebody did."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TWICE = "import logging, reft.console as console; console.name_warnings(); console.name_warnings(); "
+WARNS = "logging.getLogger('reft').warning('rank %d skips snapshots', 0); logging.getLogger('reft').info('no')"
+
+
+@pytest.mark.parametrize(
+    ("configured", "line"),
+    [
+        ("", "[reft] rank 0 skips snapshots"),
+        ("logging.basicConfig(format='%(name)s: %(message)s'); ", "reft: rank 0 skips snapshots"),
+        ("logging.getLogger('reft').addHandler(logging.StreamHandler()); ", "rank 0 skips snapshots"),
+    ],
+    ids=["none", "the root's", "reft's"],
+)
+def test_a_warning_is_said_once_and_by_its_name(configured, line):
+    done = subprocess.run([sys.executable, "-c", TWICE + configured + WARNS], capture_output=True, text=True)
+    assert done.stderr.splitlines() == [line]
