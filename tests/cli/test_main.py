@@ -34,7 +34,8 @@ def make_job(daemon: DaemonProcess, name: str, script: str = "") -> None:
 def test_no_daemon(tmp_path):
     found = invoke("status", "--daemon", f"unix:{tmp_path}/none.sock")
     assert (found.exit_code, found.stdout) == (10, "")
-    assert "no daemon answers" in found.stderr and "start reft-daemon" in found.stderr
+    address = f"unix:{tmp_path}/none.sock"
+    assert f"no daemon answers at {address}: No such file or directory. Fix: start reft-daemon" in found.stderr
 
 
 def test_no_daemon_as_json(tmp_path):
