@@ -47,9 +47,10 @@ def lost(job: str, findings: Findings, plan: Plan, erased: Iterable[tuple[str, s
     names = {node.id: node.name for manifest in findings.manifests.values() for node in manifest.nodes}
     parts = []
     for shortfall in plan.partial[:1]:
-        manifest = findings.manifests[shortfall.version.epoch]
+        epoch = shortfall.version.epoch
+        manifest = findings.manifests.get(epoch, pb.Manifest())
         places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-        parts += describe(shortfall, findings.placements[shortfall.version.epoch], places)
+        parts += describe(shortfall, findings.placements.get(epoch), places)
     parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in sorted(erased, key=str)]
     parts += [f"Node {name} does not answer." for name in findings.silent]
     return f"job {job} was held whole, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"

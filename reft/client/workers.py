@@ -80,7 +80,10 @@ class Worker:
 
     def _run(self) -> None:
         if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})  # of this thread alone, as below
+            try:
+                os.sched_setaffinity(0, {self._cpu})  # of this thread alone, as below
+            except OSError as error:  # it was taken from this process since
+                log.warning("copies run on any CPU: CPU %d is not to be had (%s).", self._cpu, error)
         if self._is_idle:
             try:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -118,10 +118,9 @@ class Outcome:
 
     def then(self, outcome: Outcome) -> Outcome:
         """With another one, older or newer: what either decides is decided."""
-        whole = max(self.whole, outcome.whole)
         still = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
         return Outcome(
-            whole, max(self.until, outcome.until), frozenset(step for step in still if step > whole),
+            max(self.whole, outcome.whole), max(self.until, outcome.until), frozenset(still),
             self.unlike | outcome.unlike, max(self.pace, outcome.pace),
         )  # fmt: skip
 
@@ -252,13 +251,13 @@ class Round:
         return len(self.ranks) + len(children_of(self.index, self.nodes))
 
     def _hear(self, source: tuple[str, int], said: Said, digests: Digests) -> bool:
-        is_news = self.hear_outcome(Outcome(said.since, said.since))
+        self.hear_outcome(Outcome(said.since, said.since))
         before = self._said.get(source, NOTHING)
         after = before.then(said).without(self.outcome)
         self._said[source] = after
         for step in sorted(after.sealed - before.sealed):
             self._compare(step, digests.get(step, {}))
-        changed = after != before or is_news
+        changed = after != before  # also if that outcome was news: `since` is newer then
         if changed and self.index == 0:
             self._decide()
         return changed

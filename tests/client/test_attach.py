@@ -22,6 +22,9 @@ from reft.client import announcement
 from reft.client import attach as attach_module
 from reft.client.request import Request
 from reft.config import Config, Launch
+from reft.core.recovery import Plan, Shortfall
+from reft.core.version import Epoch, Version
+from reft.wire.findings import Findings
 from reft.wire.slot_format import PAGE, best_header
 from tests.client.test_state_kinds import Keeper, step_once, train
 from tests.support.daemons import purge_and_stop, until
@@ -335,6 +338,14 @@ def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
     trainers = Trainers(Spec(daemon.address))
     assert trainers.wait() == [1]
     assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
+
+
+def test_what_is_lost_is_said_too_where_nobody_knows_how_it_was_placed():
+    version = Version(Epoch(1, b"e" * 16), 8)
+    found = announcement.lost("job", Findings({}), Plan(None, partial=(Shortfall(version, is_placed=False),)), [])
+    assert (
+        found.startswith("job job was held whole") and "no daemon that answers knows how its bytes were placed" in found
+    )
 
 
 def test_another_number_of_ranks_goes_on_from_what_is_held(daemon):

@@ -214,6 +214,26 @@ def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, mo
     copier.close()
 
 
+@pytest.mark.parametrize("refused", ["sched_setscheduler", "sched_setaffinity"])
+def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_ends_as_ever(refused, monkeypatch, caplog):
+    """Else nobody would take what waits for them, and the fence would hold training up for ever."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr(os, refused, refuse)
+    copier = CpuCopier([0, 0])
+    taken = Taken(tensors_on("cpu"), set())
+    taken.job.course = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    copier.enter(0, Tier.COMPUTE)
+    copier.begin(taken.job)
+    copier.enter(1, Tier.GAP)
+    assert taken.ended.wait(20) and taken.error is None
+    copier.fence()
+    assert "(not for you)" in caplog.text
+    copier.close()
+
+
 def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
     copier = CpuCopier([], has_idle=False)
     taken, policies = Taken(tensors_on("cpu"), set()), set()

@@ -1,10 +1,11 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from reft.client.fencing import chosen_run_id, dropped_backend, launch_mark
+from reft.client.fencing import agents_command, chosen_run_id, dropped_backend, launch_mark
 from reft.config import Launch
 
 WORKER = Launch(0, 2, "run", "")
@@ -63,6 +64,14 @@ def test_the_agents_command_line_is_read():
     middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     said = subprocess.run([sys.executable, "-c", middle, "--standalone"], capture_output=True, text=True).stdout
     assert "--standalone" in said
+
+
+def test_an_agent_of_another_user_says_nothing(monkeypatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert agents_command() == []
 
 
 def test_a_launch_is_the_rendezvous_launch_if_there_is_one_else_its_agent():

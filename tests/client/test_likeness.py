@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reft.client import exchange as exchange_module
 from reft.client.exchange import BROADCAST_BYTES, spoken_alone
 from reft.client.extract.dtensor import Box
 from reft.client.likeness import differing, unequal, value_digests
 from reft.client.state import Bindings
 from reft.core.cells import divide
 from reft.core.stages import CONSTANT
+from reft.errors import AttachError
 
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
 
@@ -134,3 +136,14 @@ def test_nobody_moves_more_bytes_than_with_padding(widths):
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
     moved = sum(widths[rank] for rank in alone) + len(widths) * rest
     assert moved <= len(widths) * max(widths, default=0) and alone == sorted(set(alone))
+
+
+def test_a_rank_that_does_not_come_is_an_error_of_refts_and_so_ends_no_step_at_a_review(monkeypatch):
+    def gone(*_: object) -> None:
+        raise RuntimeError("Timed out waiting 5000ms")
+
+    exchange = exchange_module.Exchange(5.0)
+    exchange.group, exchange.world = object(), 2
+    monkeypatch.setattr(exchange, "_all_gather", gone)
+    with pytest.raises(AttachError, match="not all 2 ranks came within 5 s: Timed out"):
+        exchange.together(dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,14 @@ import torch
 
 from reft.client.load import Loaded, load, load_kept
 from reft.client.pieces import Sequencer, Sizes
+from reft.client.restoration import Restoration
 from reft.core.cells import RIDERS_MAX
 from reft.core.layout import Layout
 from reft.core.placement import Placement
-from reft.errors import LayoutChanged, RestoreError
+from reft.core.recovery import Copy, Held, Plan
+from reft.core.slots import SlotState
+from reft.core.version import Epoch, Version
+from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import SlotMap
 from tests.support.loads import CHUNK, SMALL, Job, blank, every_loss, few, mixed, random
 from tests.support.shards import Postbox, alike, on_all, slot_data
@@ -155,6 +160,22 @@ def test_a_slot_that_is_too_short_is_damaged():
     other = Job(3, "none", 0, {"large": random((64,), torch.float32, 1)})
     job.slots[2] = other.slots[2]
     assert [result.damaged for result in job.load()] == [(), (), (2,)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slot_or_capsule_that_is_damaged_when_it_is_opened_is_named_and_ends_no_attach(rank):
+    """All ranks then look for it elsewhere, or go back together."""
+
+    def torn(*_: object, **__: object) -> None:
+        raise FormatError("torn.")
+
+    job, base = Job(2, "arc", 1), Version(Epoch(1, b"e" * 16), 3)
+    plan = Plan(base, {0: Held("a", 0, "rank-0.slot-0", SlotState.SEALED, base)}, {1: Copy("a", 1, base, kept_bytes=0)})
+    slots, capsules = SimpleNamespace(take=torn), SimpleNamespace(capsule=torn)
+    found = Restoration(
+        plan, job.placement, rank, "ab"[rank], {"a": [0], "b": [1]}, (), slots, capsules, None, None, None, None, None
+    )
+    assert found.open() == {"damaged": [rank], "compared": []}
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc"])

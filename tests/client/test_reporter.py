@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -241,3 +242,10 @@ def test_who_waits_tells_a_daemon_that_was_restarted(reporter, played):
         assert played.next() == says({1: SEALED})
         played.say(whole=1)
         assert waiting.result()
+
+
+def test_a_session_is_closed_without_its_daemon_too(reporter, caplog):
+    with caplog.at_level(logging.INFO, "reft"):
+        reporter.release()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "did not hear that the session was closed" in record.message

@@ -14,6 +14,8 @@ from torch import nn
 from reft import errors
 from reft.client.copier import CpuCopier
 from reft.client.session import _drain
+from reft.core.pacing import Tier
+from reft.wire import tracing
 from tests.client.test_attach import make
 from tests.client.test_state_kinds import state_bytes, step_once, train
 
@@ -237,6 +239,27 @@ def test_idle_times_are_counted(attach):
         step_once(model, optimizer)
     assert session.seal(timeout=10)
     assert 0 < session.stats()["bubble_fraction"] <= 1
+
+
+def test_an_idle_time_that_ends_in_an_exception_is_over_too(attach):
+    """A loader that is exhausted while its batch is waited for: what is computed after that is no gap to copy in."""
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(3):
+        with contextlib.suppress(LookupError), session.idle():
+            raise LookupError
+        assert session._snapshots.copier._gate.tier is Tier.COMPUTE
+        step_once(model, optimizer)
+
+
+def test_where_the_name_of_its_timeline_is_taken_a_rank_trains_without(attach, caplog):
+    """Containers with the host's network share these names, and each may have a process of this number."""
+    other = tracing.Teller(dict)
+    with caplog.at_level(logging.WARNING, "reft"):
+        session = attach(*make())
+    other.close()
+    assert "reft-cli timeline will not find rank 0" in caplog.text
+    session.close()
 
 
 def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):

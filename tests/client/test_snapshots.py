@@ -21,6 +21,7 @@ from reft.core.placement import place
 from reft.core.round import Answer
 from reft.core.slots import Slot, SlotState
 from reft.core.version import Epoch, Version
+from reft.errors import NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import capsule
 from reft.wire.messages import places_from
@@ -187,6 +188,29 @@ def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
     made.set()
     rank.snapshots._leasing.join(20)
     assert rank.take(4) == (Answer.SEALED, "") and rank.snapshots.slots is larger
+
+
+def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, caplog):
+    refused = threading.Semaphore(0)
+
+    def lease(*sizes):
+        refused.release()
+        raise NoRoom("the arena is full.")
+
+    rank.snapshots.leaser = SimpleNamespace(lease=lease)
+    rank.step()
+    rank.model[0].register_buffer("late", torch.randn(1 << 20))
+    with caplog.at_level(logging.WARNING, "reft"):
+        assert rank.take(1)[0] is Answer.VOID
+        rank.snapshots._leasing.join(20)
+    assert "rank 0 gets no slots for its new layout: the arena is full." in caplog.text
+    assert rank.take(2)[0] is Answer.VOID
+    rank.snapshots._leasing.join(20)
+    assert refused.acquire(timeout=20) and refused.acquire(timeout=20)
+    rank.snapshots.leaser = SimpleNamespace(lease=lambda *sizes: Room(3, 8 << 20).slots)
+    assert rank.take(3)[0] is Answer.VOID
+    rank.snapshots._leasing.join(20)
+    assert rank.take(4) == (Answer.SEALED, "")
 
 
 @pytest.mark.parametrize("method", ["begin", "put_capsule", "landed", "sealed"])

@@ -440,7 +440,9 @@ def both_sealed(first: dict[int, int], second: dict[int, int]) -> Round:
 
 
 def test_equal_replicas_make_a_whole_step():
-    assert both_sealed({3: 7}, {3: 7}).outcome == Outcome(1, 1)
+    node = both_sealed({3: 7}, {3: 7})
+    assert node.outcome == Outcome(1, 1)
+    assert not node._digests, "what is decided is not kept: training takes millions of steps"
 
 
 def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
@@ -475,6 +477,12 @@ def test_a_difference_found_below_is_told_above():
     assert below.said() == says({1: VOID}) and below.digests() == {}
     assert above.hear_node(1, below.said(), below.digests(), below.outcome.unlike)
     assert above.outcome == Outcome(-1, 1, unlike=frozenset({9}))
+
+
+def test_a_difference_is_passed_on_though_it_is_all_the_news():
+    middle = Round(1, 18, frozenset({1}))
+    assert middle.hear_node(17, Said(), unlike={9}) and middle.outcome.unlike == {9}
+    assert not middle.hear_node(17, Said(), unlike={9})
 
 
 def test_a_repeated_answer_is_not_compared_with_itself():

@@ -13,10 +13,11 @@ import pytest
 from reft.core.round import Answer
 from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
-from reft.wire.process import stat_of
+from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob
+from reft_daemon.leases import Lease, end_orphans
 from tests.daemon.jobs import Code, Job, epoch_of, refused
 from tests.support.daemons import until
 
@@ -97,3 +98,24 @@ def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refus
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
     job.decide().lease(0)
+
+
+def test_a_living_trainers_rank_is_leased_to_nobody_else(daemon, trainer):
+    """Two processes would write the same slots."""
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    with refused(Code.ALREADY_EXISTS, f"is attached by process {trainer.pid}"):
+        job.lease(0, os.getpid())
+    trainer.kill()
+    until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
+    assert job.lease(0, os.getpid()) == names
+
+
+def test_an_orphan_that_does_not_die_is_said_and_nobody_trains_beside_it():
+    class Undying:
+        async def kill(self) -> bool:
+            return False
+
+    orphan = Lease(Process(7, 70), 1, Undying())
+    with pytest.raises(AttachError, match="process 7, an orphan of rank 3, does not die"):
+        asyncio.run(end_orphans("job", {3: orphan}, True, []))

@@ -118,6 +118,13 @@ def test_a_leaf_outside_the_data_is_refused():
     assert messages.table_from(pb.LeafTable(leaves=[entry], data_bytes=129).SerializeToString()).offsets == (64,)
 
 
+def test_what_only_a_newer_reft_knows_is_refused():
+    with pytest.raises(FormatError, match="'w' lies in place 9"):
+        messages.places_from(pb.LeafTable(leaves=[pb.LeafEntry(name="w", place=9)]).SerializeToString())
+    with pytest.raises(ConfigError, match="99 is no phase"):
+        messages.agent_from(99)
+
+
 @given(st.binary(max_size=80))
 def test_any_bytes_are_a_table_or_a_format_error(data):
     try:
