@@ -251,13 +251,13 @@ class Round:
         return len(self.ranks) + len(children_of(self.index, self.nodes))
 
     def _hear(self, source: tuple[str, int], said: Said, digests: Digests) -> bool:
-        self.hear_outcome(Outcome(said.since, said.since))
+        is_news = self.hear_outcome(Outcome(said.since, said.since))
         before = self._said.get(source, NOTHING)
         after = before.then(said).without(self.outcome)
         self._said[source] = after
         for step in sorted(after.sealed - before.sealed):
             self._compare(step, digests.get(step, {}))
-        changed = after != before  # also if that outcome was news: `since` is newer then
+        changed = after != before or is_news  # which is in `before` already
         if changed and self.index == 0:
             self._decide()
         return changed
