@@ -204,10 +204,15 @@ class Reporter:
         return self._outcome.unlike
 
     def wait(self, step: int, deadline_s: float) -> bool:
-        """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step."""
+        """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step.
+
+        Ends early when the daemon turns out to be missing slots: what only it lacks may be what the step waits for.
+        """
         end = time.monotonic() + deadline_s
         with self._changed:
-            while not self._outcome.decides(step) and not self.is_fenced and (left := end - time.monotonic()) > 0:
+            while not (self._outcome.decides(step) or self.is_fenced or self.slots_missing):
+                if (left := end - time.monotonic()) <= 0:
+                    break
                 # Paced: as long as this rank itself has not answered the step, each reply comes at once.
                 if not self._changed.wait(min(AGAIN_S, left)) and not self._under_way:
                     self._send()

@@ -327,7 +327,7 @@ class Session:
         whole = self._snapshots.newest_known_whole() >= self.step
         if not whole and self._taken == self.step and not self._snapshots.leaves_out(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
-            whole = self._snapshots.reporter.wait(self.step, deadline)
+            whole = self._snapshots.wait(self.step, deadline)
         return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())
 
     def stats(self) -> dict[str, float]:
@@ -409,7 +409,7 @@ class Session:
         if self._window_open:
             self._snapshots.copier.hurry()
             # Before the fence: the newest snapshot may still be waiting for a slot.
-            self._snapshots.reporter.wait(self._taken, CLOSE_WAIT_S)
+            self._snapshots.wait(self._taken, CLOSE_WAIT_S)
         self._close_window()
         if self._metronome is not None:
             self._metronome.report()

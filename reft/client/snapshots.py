@@ -171,6 +171,21 @@ class Snapshots:
         )
         return ""
 
+    def wait(self, step: int, deadline_s: float) -> bool:
+        """Waits until `step` is decided; True if it is whole. Not for use inside a step.
+
+        A daemon that was restarted meanwhile has its memory back then: no mark may follow that would see to it.
+        """
+        end = time.monotonic() + deadline_s
+        whole = self.reporter.wait(step, deadline_s)
+        while self.reporter.slots_missing and (left := end - time.monotonic()) > 0:
+            given = threading.Event()
+            self._give_back()
+            self.copier.submit(given.set)
+            given.wait(left)
+            whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
+        return whole
+
     def _give_back(self) -> None:
         """A daemon that was restarted knows nothing of memfds: it gets them back from us, beside training."""
         self.reporter.slots_missing = False

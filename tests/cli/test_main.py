@@ -136,7 +136,7 @@ def test_watching_ends_with_ctrl_c(daemon):
     daemon.kill()
     until(lambda: "no daemon answers" in watcher.stdout.readline(), what="the message that the daemon is gone")
     watcher.send_signal(signal.SIGINT)
-    _, errors = watcher.communicate(timeout=10)
+    _, errors = watcher.communicate(timeout=60)
     assert (watcher.returncode, errors) == (130, "")
 
 
@@ -163,7 +163,7 @@ class Terminal:
             while piece := os.read(self._person, 4096):
                 self.shown += piece
         os.close(self._person)
-        return self.process.wait(20), self.shown
+        return self.process.wait(60), self.shown
 
 
 ENTER, LEAVE, BOLD = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[1m"
@@ -216,7 +216,7 @@ def test_purge_asks_and_ctrl_c_is_no_answer(daemon, answer, code):
         press_ctrl_c(asking)
     else:
         os.write(person, f"{answer}\n".encode())
-    asking.communicate(timeout=20)
+    asking.communicate(timeout=60)
     os.close(person)
     os.close(terminal)
     assert asking.returncode == code

@@ -58,7 +58,7 @@ print("sealed", session.seal().whole)
 
 def execute(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("REFT_", "SLURM_", "TORCHELASTIC"))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**kept, **environment})
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**kept, **environment})
 
 
 # What is refused, and how
@@ -200,7 +200,7 @@ def test_workers_of_a_data_loader_do_not_disturb(attach):
     for _ in session.steps(8):
         model(next(batches)).sum().backward()
         optimizer.step()
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     counts = session.stats()  # on a busy machine the round's news may come too late for a slot
     assert counts["snapshots"] + counts["skipped"] == 8
 
@@ -252,7 +252,7 @@ def test_a_daemon_that_attach_had_started_and_that_died_is_started_again(tmp_pat
         "    optimizer.step()\n", f"    optimizer.step()\n    step == 3 and os.kill({pid}, signal.SIGKILL)\n"
     )
     address = f"import signal, threading; from reft.wire import starter; address = 'unix:{home}/daemon.sock'\n"
-    more = f"print('whole', session.seal(timeout=30).step, session.step, {pid} > 0)\n"
+    more = f"print('whole', session.seal(timeout=60).step, session.step, {pid} > 0)\n"
     # It may seal before the thread that had it started says so; the end of the process would cut that thread short.
     more += "[thread.join() for thread in threading.enumerate() if thread.name == 'reft-revive']\n"
     try:

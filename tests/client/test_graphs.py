@@ -74,7 +74,7 @@ def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, de
     session = attach(model, optimizer)
     step_once(model, optimizer)
     session.step_end()
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     with caplog.at_level(logging.WARNING, "reft"):
         capture(device, optimizer, session)
         capture(device, optimizer, session)
@@ -94,14 +94,14 @@ def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_i
     session = attach(model, optimizer)
     step_once(model, optimizer)
     session.step_end()
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     with held_up(session):
         step_once(model, optimizer)
         session.step_end()
         capture(device, optimizer, session)
         replay(model)
     session.step_end()
-    assert session.seal(timeout=10).step == 3
+    assert session.seal(timeout=60).step == 3
     assert session.stats()["snapshots"] == 2 and session.stats()["skipped"] == 1
 
 

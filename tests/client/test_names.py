@@ -70,7 +70,7 @@ def test_a_state_saved_plain_comes_back_into_wrapped_modules(attach):
             model(torch.ones(3, 4)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert session.seal(timeout=10)
+        assert session.seal(timeout=60)
 
     first = plain()
     optimizer = torch.optim.AdamW(first.parameters())
@@ -124,7 +124,7 @@ def test_extra_state_comes_back(attach):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         model[0].scale = 0.5**step
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     other = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
     attach(checkpoint_wrapper(other), torch.optim.SGD(other.parameters(), lr=0.1))
     assert other[0].scale == 0.25

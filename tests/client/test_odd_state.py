@@ -302,7 +302,7 @@ def test_a_buffer_that_was_made_in_inference_mode_is_held(attach):
         step_once(model, optimizer)
         with torch.inference_mode():
             model.mask = torch.arange(4.0)
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     other, another = make()
     with torch.inference_mode():
         other.mask = torch.zeros(4)

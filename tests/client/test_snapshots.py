@@ -47,6 +47,9 @@ class Line:
     def wait_for(self, found):
         return found()
 
+    def wait(self, step, deadline_s):
+        return True
+
     def wake(self) -> None:
         """Nobody sleeps."""
 
@@ -249,3 +252,12 @@ def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog)
     with caplog.at_level(logging.WARNING, "reft"):
         rank.take(1)
     assert "could not be given the memory of its slots: division by zero" in caplog.text
+
+
+def test_who_waits_for_a_step_gives_memory_back_though_no_mark_follows(rank):
+    given = []
+    rank.line.slots_missing = True
+    rank.snapshots.slots[0].descriptor = 7
+    rank.snapshots.leaser = SimpleNamespace(give_back=given.append)
+    assert rank.snapshots.wait(1, 20)
+    assert [slot.index for slots in given for slot in slots] == [0] and not rank.line.slots_missing

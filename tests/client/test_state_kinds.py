@@ -36,7 +36,7 @@ def state_bytes(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[st
 def train(session, model, *optimizers, steps=3):
     for _ in session.steps(session.step + steps):
         step_once(model, *optimizers)
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
 
 
 def round_trip(attach, make, steps=3, **arguments):
@@ -132,7 +132,7 @@ def test_frozen_parameters_and_late_thawing(attach):
         if session.stats()["sealed_step"] > 4:
             break
     session.step_end()
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     expected, at = state_bytes(model, optimizer), session.step
     other, another = make()
     other[0].requires_grad_(True)
@@ -206,7 +206,7 @@ def test_grad_scaler_scale_and_growth(attach):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert session.seal(timeout=10)
+        assert session.seal(timeout=60)
 
     model, scaler = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -227,7 +227,7 @@ def test_a_scaler_that_is_switched_off_is_no_obstacle(attach):
         for _ in session.steps(2):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-        assert session.seal(timeout=10)
+        assert session.seal(timeout=60)
     other = nn.Linear(2, 2)
     fresh = torch.amp.GradScaler("cpu", enabled=False)
     assert attach(other, torch.optim.SGD(other.parameters(), lr=0.1), state={"scaler": fresh}).step == 2
@@ -269,7 +269,7 @@ def test_objects_schedulers_modules_and_generators(attach):
         step_once(model, optimizer)
         state["lr"].step()
         state["average"].update_parameters(model)
-    assert session.seal(timeout=10)
+    assert session.seal(timeout=60)
     other, another, fresh = make()
     attach(other, another, state=fresh)
     assert fresh["lr"].state_dict() == state["lr"].state_dict()

@@ -44,6 +44,6 @@ def test_no_second_one_serves_there_afterwards(daemon, tmp_path):
 def test_the_end_leaves_no_socket(daemon):
     clear(daemon)
     daemon.process.terminate()
-    assert daemon.process.wait(20) == 0
+    assert daemon.process.wait(60) == 0
     assert not list(daemon.home.glob("d.sock")) and not list(daemon.home.glob("d.sock.[fl][dn]"))
     assert "Traceback" not in daemon.log.read_text()

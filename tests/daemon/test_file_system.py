@@ -46,7 +46,7 @@ def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
         job.decide(job.version(1))  # the next attach
         assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
     daemon.process.terminate()
-    assert daemon.process.wait(20) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
+    assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
 
 
 def test_capsules_of_others_outlive_their_files(start, trainer):

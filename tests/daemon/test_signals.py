@@ -161,9 +161,13 @@ def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
     two.await_well()
     with rpc.channel(two.daemons[0].address) as channel:
         stub = pb_grpc.DaemonStub(channel)
-        now = stub.Signals(pb.SignalsRequest(job="job"), timeout=10)
-        same = stub.Signals(pb.SignalsRequest(job="job", version=now.version), timeout=10)
-        assert same.version == now.version
+
+        def calm() -> pb.SignalsReply | None:
+            now = stub.Signals(pb.SignalsRequest(job="job"), timeout=10)
+            same = stub.Signals(pb.SignalsRequest(job="job", version=now.version), timeout=10)
+            return now if same.version == now.version else None
+
+        now = until(calm, what="a moment without news")  # busy daemons are late, and are suspected for it
         waiting = stub.Signals.future(pb.SignalsRequest(job="job", version=now.version, wait_ms=9000), timeout=15)
         two.trainers[1].kill()
         assert waiting.result().version != now.version
@@ -227,7 +231,7 @@ def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kil
     two.trainers[1].process.send_signal(signal.SIGSTOP)
     if kills:
         two.await_seen(0, 1, Signal.UNHEALTHY)
-        assert two.trainers[1].process.wait(20) == -signal.SIGKILL
+        assert two.trainers[1].process.wait(60) == -signal.SIGKILL
         until(lambda: two.age_s(0, 1) > 3 * KILL_AFTER_S, 60, "time to kill the rank that waited, too")
         assert two.trainers[0].process.poll() is None
         return

@@ -109,7 +109,7 @@ def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, traine
     job = Job([(daemon, [0])]).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
     reply = daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, launch="launch"))
-    assert trainer.process.wait(5) == -9
+    assert trainer.process.wait(60) == -9
     assert [slot.state for slot in reply.slots if slot.version.step == 1] == [SEALED]
 
 

@@ -72,7 +72,7 @@ def test_a_survey_passes_the_fence_on(job, trainer):
     assert "which lives" in refusal.trouble and trainer.process.poll() is None
     request.launch = "launch"
     (surveyed,) = job.daemons[0].call("Survey", request).nodes
-    assert trainer.process.wait(5) == -9
+    assert trainer.process.wait(60) == -9
     assert [slot.state for slot in surveyed.reply.slots if slot.version.step == 1] == [pb.SEALED]
 
 

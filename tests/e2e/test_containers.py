@@ -50,7 +50,7 @@ def trainer_in(container: subprocess.Popen[str]) -> int:
     return int(trainer)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rank_is_killed_in_a_container_and_then_the_container_is_replaced(daemon):
     plain = run(daemon, *TORCHRUN, REFT_JOB="plain")
     assert plain.returncode == 0, plain.stderr

@@ -133,8 +133,8 @@ def test_the_comparison_fails_when_one_tensor_is_altered(results):
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_however_it_ends_nothing_is_left(demo, number, code):
-    until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 60, "the trainers' start")
+    until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 120, "the trainers' start")
     demo.process.send_signal(number)
-    demo.process.communicate(timeout=30)
+    demo.process.communicate(timeout=100)
     assert demo.process.returncode == code
     until(lambda: not demo.leftovers(), what="that nothing is left")

@@ -36,7 +36,7 @@ def started(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     with process:
         try:
-            output, errors = process.communicate(timeout=100)
+            output, errors = process.communicate(timeout=120)
         except BaseException:
             process.kill()
             raise
@@ -58,7 +58,7 @@ def killed(daemon: DaemonProcess, job: str, rank: int, *command: str) -> subproc
         return pids[0] if pids else None
 
     try:
-        os.kill(until(victim, 60, f"that rank {rank} of {job} stands still"), signal.SIGKILL)
+        os.kill(until(victim, 120, f"that rank {rank} of {job} stands still"), signal.SIGKILL)
     except BaseException:
         process.kill()
         raise
@@ -88,7 +88,7 @@ def test_one_process_goes_on_where_it_was_killed(daemon):
     assert losses(after) == losses(plain)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_torchrun_restarts_a_killed_rank(daemon):
     plain = run(daemon, *TORCHRUN, REFT_JOB="plain")
     assert plain.returncode == 0, plain.stderr

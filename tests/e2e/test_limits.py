@@ -127,7 +127,7 @@ def test_without_ipv6():
         f"exec {sys.executable} -m pytest -q tests/e2e/test_daemon_faults.py -k two_nodes"
     )
     done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=110
+        ["unshare", "--net", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"network namespaces can't be made here: {done.stderr}")
@@ -142,7 +142,7 @@ session = reft.attach(model, optimizer)
 for _ in session.steps(3):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-print("uid", os.getuid(), "whole", session.seal(timeout=20).step)
+print("uid", os.getuid(), "whole", session.seal(timeout=60).step)
 session.close()
 """
 
@@ -169,7 +169,7 @@ def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*as_user(user), "-c", ATTACH]
-    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=60, cwd="/")
+    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=120, cwd="/")
 
 
 @needs_root
@@ -210,7 +210,7 @@ for folder in Path("/tmp").glob("reft-*"):
 def test_two_users_who_set_nothing_have_a_daemon_each():
     environment = {**os.environ, "ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
     command = ["unshare", "--mount", "sh", "-c", OWN_TMP, "sh", sys.executable, "-c", BOTH]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a /tmp of its own can't be mounted here: {done.stderr}")
     assert "uid 0 whole 3" in done.stdout and "uid 65534 whole 3" in done.stdout, done.stderr

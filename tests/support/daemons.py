@@ -21,7 +21,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 ROOT = Path(__file__).parents[2]
 
 
-def until(condition: Callable[[], Any], deadline_s: float = 20.0, what: str = "the condition") -> Any:
+def until(condition: Callable[[], Any], deadline_s: float = 60.0, what: str = "the condition") -> Any:
     """The first true value of `condition`, asked again and again; fails after the deadline."""
     end = time.monotonic() + deadline_s
     pause = threading.Event()
@@ -122,7 +122,7 @@ class DaemonProcess:
         """Signals it; waits for its end unless it is only stopped or continued."""
         self.process.send_signal(number)
         if number not in (signal.SIGSTOP, signal.SIGCONT):
-            self.process.wait(20)
+            self.process.wait(60)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -104,7 +104,7 @@ def train(spec: dict[str, Any]) -> None:
     began, losses, longest = session.step, [], 0.0
     for step in session.steps(spec["steps"]):
         if step in options.get("seal_at", ()):
-            session.seal(timeout=20)  # before the optimizer's step: after it, a snapshot without a slot is given up
+            session.seal(timeout=60)  # before the optimizer's step: after it, a snapshot without a slot is given up
         started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()
@@ -124,7 +124,7 @@ def train(spec: dict[str, Any]) -> None:
         _pause(spec, step)
         if step == options.get("die_at", -1) and session.restored_from is None:
             os.kill(os.getpid(), 9)
-    sealed = session.seal(timeout=options.get("seal_s", 20))
+    sealed = session.seal(timeout=options.get("seal_s", 60))
     result = {
         "began": began, "from": session.restored_from, "losses": losses, "digests": digests(model, optimizer),
         "longest_step_s": longest, "sealed": [sealed.whole, sealed.step], "stats": session.stats(),

@@ -89,12 +89,12 @@ class Trainers:
             process.start()
             self.processes.append(process)
 
-    def wait(self, deadline_s: float = 60.0) -> list[int]:
+    def wait(self, deadline_s: float = 100.0) -> list[int]:
         """The exit codes, once one rank has died the others are killed, as an agent would."""
         for process in self._until_one_ends(deadline_s):
             process.kill()
         for process in self.processes:
-            process.join(10)
+            process.join(60)
         return [process.exitcode for process in self.processes]
 
     def _until_one_ends(self, deadline_s: float) -> list[ForkServerProcess]:
@@ -106,7 +106,8 @@ class Trainers:
             if not done:
                 for process in left:
                     process.kill()
-                raise AssertionError(f"trainers {[p.pid for p in left]} did not end within {deadline_s} s")
+                pids = [process.pid for process in left]
+                raise AssertionError(f"trainers {pids} did not end within {deadline_s} s: {self.errors()[-3000:]}")
             ended = [process for process in left if process.sentinel in done]
             left = [process for process in left if process not in ended]
             if any(process.exitcode != 0 for process in ended):
@@ -115,10 +116,15 @@ class Trainers:
 
     def wait_for(self, step: int) -> None:
         """Waits until every rank has reached `step`, at which options["pause_at"] makes it pause."""
-        for rank, process in enumerate(self.processes):
-            gate = self.folder / f"{rank}.gate{step}"
-            until(lambda gate=gate, process=process: gate.exists() or not process.is_alive(), 30, f"{gate.name}")
-            assert process.is_alive(), (self.folder / f"{rank}.err").read_text()
+        gates = [self.folder / f"{rank}.gate{step}" for rank in range(len(self.processes))]
+        # One that dies early has not said anything yet, and leaves the others waiting for it.
+        codes = lambda: [process.exitcode for process in self.processes]  # noqa: E731
+        try:
+            until(lambda: any(code is not None for code in codes()) or all(gate.exists() for gate in gates), 100)
+        except AssertionError:
+            waited = [gate.name for gate in gates if not gate.exists()]
+            raise AssertionError(f"{waited} did not come: {self.errors()[-3000:]}") from None
+        assert codes() == [None] * len(gates), (codes(), self.errors()[-3000:])
 
     def step(self, rank: int = 0) -> int:
         """Where a rank is, if options["tells"] makes it tell."""
@@ -138,7 +144,7 @@ class Trainers:
         for process in self.processes:
             if process.is_alive():
                 os.kill(process.pid, 9)
-            process.join(10)
+            process.join(60)
 
     def results(self) -> list[dict[str, Any]]:
         """What every rank wrote at its end."""
