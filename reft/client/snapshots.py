@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -160,7 +160,7 @@ class Snapshots:
         if trouble := self._unlike():
             return trouble  # until a review moves them out: a restore would find it sealed, and its windows may agree
         if self.reporter.slots_missing:
-            self._give_back()
+            self._give_back(self.copier.submit)
         if step <= self._floor:
             return f"steps up to {self._floor} were counted by calls of the optimizer."
         held = self._current()
@@ -178,16 +178,13 @@ class Snapshots:
         """
         end = time.monotonic() + deadline_s
         whole = self.reporter.wait(step, deadline_s)
-        while self.reporter.slots_missing and (left := end - time.monotonic()) > 0:
-            given = threading.Event()
-            self._give_back()
-            self.copier.submit(given.set)
-            given.wait(left)
+        while self.reporter.slots_missing and time.monotonic() < end:
+            self._give_back(lambda give_back: give_back())  # the engine may be waiting for what follows from it
             whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
         return whole
 
-    def _give_back(self) -> None:
-        """A daemon that was restarted knows nothing of memfds: it gets them back from us, beside training."""
+    def _give_back(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """A daemon that was restarted knows nothing of memfds: it gets them back from us, in what `run` runs in."""
         self.reporter.slots_missing = False
         kept = [slot for slot in self.slots if slot.descriptor >= 0]
 
@@ -198,7 +195,7 @@ class Snapshots:
                 self._settle(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
 
         if kept:
-            self.copier.submit(give_back)
+            run(give_back)
 
     def _open(self, step: int, held: Held, given_up: threading.Event) -> MappedSlot:
         """The slot for `step`, WRITING; waits for the round's news until it is given up.

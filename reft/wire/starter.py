@@ -59,8 +59,9 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
         DaemonUnavailable: the named one does not answer, or none could be started.
         ConfigError: the named address is none, or belongs to a daemon of another host.
     """
+    answer_s = min(START_DEADLINE_S, config.attach_deadline_s)
     if config.daemon:
-        reply = hello(rpc.check_address(config.daemon), START_DEADLINE_S, job=job)
+        reply = hello(rpc.check_address(config.daemon), answer_s, job=job)
         if config.daemon.startswith("unix:"):
             return config.daemon, reply
         unix = [address for address in reply.addresses if address.startswith("unix:")]
@@ -73,7 +74,7 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
     folder = own_folder(Path(config.runtime_dir))
     address = rpc.check_address(f"unix:{folder / 'daemon.sock'}")
     try:
-        return address, hello(address, START_DEADLINE_S, job=job)
+        return address, hello(address, answer_s, job=job)
     except DaemonUnavailable:
         return address, _start(folder, address, flags)
 

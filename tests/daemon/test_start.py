@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from reft.config import Config
-from reft.errors import ConfigError
+from reft.errors import ConfigError, DaemonUnavailable
 from reft.wire import messages, starter
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
@@ -150,6 +151,17 @@ def test_it_serves_where_trainers_look_for_it(tmp_path):
     finally:
         process.terminate()
         process.communicate()
+
+
+def test_a_daemon_that_stands_still_is_waited_for_as_long_as_attach_may_wait(tmp_path):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "d.sock"))
+        silent.listen()
+        began = time.monotonic()
+        place = {"REFT_DAEMON": f"unix:{tmp_path}/d.sock", "REFT_ATTACH_DEADLINE_S": "0.3"}
+        with pytest.raises(DaemonUnavailable, match="in time"):
+            starter.find(Config.load(place))
+        assert time.monotonic() - began < starter.START_DEADLINE_S / 2
 
 
 def test_insecure_must_be_said_and_is_repeated_at_each_start(start):
