@@ -77,8 +77,8 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
     if code is grpc.StatusCode.UNAVAILABLE:
         is_another_users = "Permission denied" in details and address.startswith("unix:")
         remedy = "daemon, trainers and reft-cli are one user" if is_another_users else "start reft-daemon there"
-        # gRPC names the address twice more before it says why.
-        reason = details.rpartition(": ")[2] if details.startswith("failed to connect to all addresses") else details
+        # "failed to connect to all addresses; last error: CODE: ADDRESS: why"
+        reason = details.partition("; last error: ")[2].split(": ", 2)[-1] or details
         return DaemonUnavailable(f"no daemon answers at {address}: {reason}.", remedy)
     return _ERROR_OF.get(code, AttachError)(details or f"the daemon at {address} failed: {code}.")
 

@@ -35,7 +35,8 @@ def test_no_daemon(tmp_path):
     found = invoke("status", "--daemon", f"unix:{tmp_path}/none.sock")
     assert (found.exit_code, found.stdout) == (10, "")
     address = f"unix:{tmp_path}/none.sock"
-    assert f"no daemon answers at {address}: No such file or directory. Fix: start reft-daemon" in found.stderr
+    assert f"no daemon answers at {address}: connect failed" in found.stderr
+    assert "No such file or directory. Fix: start reft-daemon" in found.stderr
 
 
 def test_no_daemon_as_json(tmp_path):

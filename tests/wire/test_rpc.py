@@ -152,3 +152,19 @@ def test_where_nobody_listens_a_call_fails_at_once(tmp_path):
         with rpc.channel(f"unix:{tmp_path}/socket") as channel, pytest.raises(grpc.RpcError) as failed:
             pb_grpc.DaemonStub(channel).Status(pb.StatusRequest(), timeout=60)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7070: Ssl handshake failed: "
+            "SSL_ERROR_SSL: error:100000f7: WRONG_VERSION_NUMBER: Invalid context",
+            "Ssl handshake failed: SSL_ERROR_SSL: error:100000f7: WRONG_VERSION_NUMBER: Invalid context",
+        ),
+        ("the daemon is going away", "the daemon is going away"),
+    ],
+)
+def test_why_nobody_answers_is_said_whole(details, reason):
+    error = rpc.error_from(grpc.StatusCode.UNAVAILABLE, details, "node7:7070")
+    assert f"no daemon answers at node7:7070: {reason}." in str(error)
