@@ -25,9 +25,9 @@ from torch import nn
 
 import reft
 from bench.common import Goal, daemon, table
-from reft.client.likeness import value_digests
-from reft.client.roster import layout_facts
-from reft.client.subjects import Subjects
+from reft.client.attach.rank_table import layout_facts
+from reft.client.snapshot.replica_check import value_digests
+from reft.client.state.tracked_objects import Subjects
 from reft.core import symbolic
 from reft.core.cells import divide
 from reft.core.layout import pack

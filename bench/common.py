@@ -209,7 +209,7 @@ def fresh(nbytes: int) -> float:
     A second call just after it gets the same pages: then a hypervisor that takes free memory from its guests has nothing to do,
     and what is left is the guest's own work, mostly zeros.
     """
-    from reft.client.room import Room
+    from reft.client.memory.huge_pages import Room
 
     began = time.perf_counter()
     room = Room(nbytes)

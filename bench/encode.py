@@ -33,8 +33,8 @@ import torch
 
 from bench.common import Goal, Others, median, summary, table
 from bench.options import count, output
-from reft.client import coding as torch_coding
-from reft.client.share import Cut
+from reft.client.memory import xor as torch_coding
+from reft.client.snapshot.save_plan import Cut
 from reft.core import coding
 
 CODES = ((3, 1), (2, 2), (4, 2), (6, 2), (5, 3))

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import Goal, table
-from reft.client.exchange import spoken_alone, text_of
-from reft.client.likeness import are_alike
-from reft.client.request import Request
-from reft.client.roster import Roster, agreed_facts, layout_facts
+from reft.client.attach.arguments import Request
+from reft.client.attach.rank_table import Roster, agreed_facts, layout_facts
+from reft.client.link.rank_group import spoken_alone, text_of
+from reft.client.snapshot.replica_check import are_alike
 from reft.config import Config
 from reft.core import symbolic
 from reft.core.cells import RIDERS_MAX

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.options import count
-from reft.client.host_state import HostState
-from reft.client.subjects import Subjects
+from reft.client.state.host_state import HostState
+from reft.client.state.tracked_objects import Subjects
 from reft.core.layout import pack
 
 

@@ -50,11 +50,12 @@ SUBSTITUTED = plain.substitute()
 
 from bench.common import Block, Shape, median, quantile, table  # noqa: E402
 from bench.options import output  # noqa: E402
-from reft.client import coding  # noqa: E402
-from reft.client.copier import CopyJob, CpuCopier  # noqa: E402
-from reft.client.rhythm import Rhythm  # noqa: E402
-from reft.client.share import Share, share_of  # noqa: E402
-from reft.client.state import Bindings  # noqa: E402
+from reft.client.memory import xor  # noqa: E402
+from reft.client.schedule.iteration_profile import Rhythm  # noqa: E402
+from reft.client.snapshot.cpu_engine import CpuCopier  # noqa: E402
+from reft.client.snapshot.engine import CopyJob  # noqa: E402
+from reft.client.snapshot.save_plan import Share, share_of  # noqa: E402
+from reft.client.state.tensors import Bindings  # noqa: E402
 from reft.core import actions, bubbles  # noqa: E402
 from reft.core.actions import Action, Kind, Times  # noqa: E402
 from reft.core.cells import divide  # noqa: E402
@@ -228,7 +229,7 @@ class Snapshotting:
         placement = place(division, list(range(args.replicas)), "auto", args.tolerate, chunk)
         copier: Any = CpuCopier([])
         if args.device == "cuda":
-            from reft.client.cuda_copier import CudaCopier
+            from reft.client.snapshot.cuda_engine import CudaCopier
 
             copier = CudaCopier()
         share = share_of(placement, 0, layout.leaves, state.tensors, copier.cut)
@@ -351,7 +352,7 @@ def encode_seconds(share: Share, device: str, clock: Clock) -> float:
         if key not in known:
             program, counts = column.program, (len(column.inputs), len(column.outputs), column.program.scratch)
             rows = [list(torch.zeros(count, column.nbytes, dtype=torch.uint8, device=device)) for count in counts]
-            known[key] = clock.timed(partial(coding.run, program, *rows), 5)
+            known[key] = clock.timed(partial(xor.run, program, *rows), 5)
         total += known[key]
     return total
 

@@ -51,7 +51,7 @@ from bench import common
 from bench.common import Mapped, median, quantile
 from bench.options import count, listed, output
 from reft.cli.demo.cluster import free_port
-from reft.client import hooks
+from reft.client.schedule import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
 STEPS = 8  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count

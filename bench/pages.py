@@ -25,9 +25,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import SHM, median
-from reft.client import pages
-from reft.client.mapping import MappedSlot
-from reft.client.room import Room
+from reft.client.link.slots import MappedSlot
+from reft.client.memory import prefault
+from reft.client.memory.huge_pages import Room
 from reft.wire.mapped import map_file
 from reft.wire.slot_format import Bytes, Geometry, SlotMap
 from reft_daemon.huge import make_huge
@@ -81,7 +81,7 @@ def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
 
 def room(nbytes: int, is_busy: bool, block_bytes: int | None = None) -> float:
     """Makes fresh memory in two threads; `is_busy`: while this one computes in Python; by numpy if in blocks."""
-    by_numpy = mock.patch.multiple(pages, BLOCK_BYTES=block_bytes, mapped=mock.Mock(side_effect=OSError))
+    by_numpy = mock.patch.multiple(prefault, BLOCK_BYTES=block_bytes, mapped=mock.Mock(side_effect=OSError))
     with by_numpy if block_bytes else nullcontext():
         began = time.perf_counter()
         made = Room(nbytes)

@@ -46,7 +46,7 @@ def main() -> None:
     import torch.distributed as dist
 
     import reft
-    import reft.client.attach
+    import reft.client.attach.api
 
     mark("imported")
     torch.set_num_threads(1)

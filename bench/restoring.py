@@ -30,7 +30,7 @@ INTO = {
 
 def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
     """Attaches to what is held, and times the way from the slot into live tensors; then the memcpy, and fresh pages alone."""
-    from reft.client.restoration import Restoration
+    from reft.client.restore.restore import Restoration
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     training = Training(common.QUICK if options.quick else common.FULL)

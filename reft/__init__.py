@@ -64,7 +64,7 @@ def attach(
         reft.errors.RestoreError: state is held, but can't be brought back.
         reft.errors.ConfigError: an argument can't be used.
     """
-    from reft.client.attach import attach as attach_client
+    from reft.client.attach.api import attach as attach_client
 
     return attach_client(
         model, optimizer, schedule, state=state, tolerate=tolerate, protect=protect, every=every, slots=slots, job=job,

@@ -3,6 +3,6 @@
 `register_extractor(kind, extractor)` teaches it the state of objects that it does not know.
 """
 
-from reft.client.extract.registry import Extractor, register_extractor
+from reft.client.state.extract.registry import Extractor, register_extractor
 
 __all__ = ["Extractor", "register_extractor"]

@@ -26,17 +26,17 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from reft.client import hooks
-from reft.client.marks import Marked, Marks, Resumed, Unmarked
-from reft.client.metronome import Metronome
-from reft.client.rhythm import OTHER, Rhythm
-from reft.client.snapshots import Snapshots
-from reft.client.strangers import Strangers
-from reft.client.subjects import extractor
+from reft.client.schedule import hooks
+from reft.client.schedule.foreign_optimizers import Strangers
+from reft.client.schedule.iteration_profile import OTHER, Rhythm
+from reft.client.schedule.snapshot_cadence import Metronome
+from reft.client.schedule.step_counting import Marked, Marks, Resumed, Unmarked
+from reft.client.snapshot.snapshotter import Snapshots
+from reft.client.state.tracked_objects import extractor
 from reft.core.course import Course
 from reft.core.frequency import Overhead
 from reft.core.pacing import Tier
@@ -45,12 +45,19 @@ from reft.wire import tracing
 
 log = logging.getLogger("reft")
 
-if TYPE_CHECKING:
-    from reft.client.renewal import Reviews  # which attaches anew, and so needs this module
-
 CLOSE_WAIT_S = 2.0
 CALLS_WITHOUT_MARK = 1000  # after a restore of a marked step: then the log says that nothing is taken
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
+
+
+class Reviews(Protocol):
+    """Looks from time to time whether the state still fits its placement (`reft.client.attach.reattach`)."""
+
+    def at(self, step: int, snapshots: Snapshots) -> Snapshots | None:
+        """The snapshots from this mark on: the same, new ones, or None if there can be no more."""
+
+    def close(self) -> None:
+        """Ends the reviews."""
 
 
 class _Stepping(Enum):

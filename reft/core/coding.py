@@ -14,7 +14,7 @@ Invariants:
     - Parity 0 is the plain XOR of the data shards.
     - A program never writes its inputs, and reads no other register before it has written it.
 
-A program names registers, not memory. So one table drives every executor: numpy here, torch in `reft.client.coding`.
+A program names registers, not memory. So one table drives every executor: numpy here, torch in `reft.client.memory.xor`.
 Byte i of an output depends on byte i of the inputs alone: packets may be coded slice by slice.
 """
 

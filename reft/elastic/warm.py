@@ -30,8 +30,8 @@ from reft.elastic.options import script_of
 
 # What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
 MODULES = (
-    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach",
-    "reft.client.restore",
+    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach.api",
+    "reft.client.restore.materialize",
 )  # fmt: skip
 START_S = 120.0  # for the imports; a cold worker needs as long
 FORK_S = 20.0

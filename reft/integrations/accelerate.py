@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import reft
-from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
+from reft.client.state.host_state import capture_random, restore_random
 from reft.console import say
 from reft.integrations.checks import Tested, inner_optimizer
 

@@ -5,7 +5,7 @@
     for step in session.steps(total):
         ...                                            # all micro batches of a step, or engine.train_batch(data)
 
-What of the engine is held, and how, stands in `reft.client.extract.deepspeed`.
+What of the engine is held, and how, stands in `reft.client.state.extract.deepspeed`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import reft
-from reft.client.hooks.deepspeed import is_engine
+from reft.client.schedule.hooks.deepspeed import is_engine
 from reft.client.session import Session
 from reft.console import say
 

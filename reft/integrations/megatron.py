@@ -7,8 +7,8 @@
         optimizer.step()
         opt_param_scheduler.step(samples)
 
-What is held of models and optimizers stands in `reft.client.extract.megatron_modules` and `.megatron`. Beside it: Megatron's
-own random states, which dropout in tensor-parallel regions draws from. Copies go into the pipeline's waits.
+What is held of models and optimizers stands in `reft.client.state.extract.megatron_modules` and `.megatron`. Beside it:
+Megatron's own random states, which dropout in tensor-parallel regions draws from. Copies go into the pipeline's waits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import reft
-from reft.client.extract.megatron_modules import TESTED, unwrapped
-from reft.client.hooks.megatron import Timers
+from reft.client.schedule.hooks.megatron import Timers
 from reft.client.session import Session
+from reft.client.state.extract.megatron_modules import TESTED, unwrapped
 from reft.console import say
 from reft.errors import UnsupportedState
 from reft.integrations.checks import Tested

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import reft
-from reft.client.host_state import capture_random, restore_random
 from reft.client.session import Session
+from reft.client.state.host_state import capture_random, restore_random
 from reft.console import say
 from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process

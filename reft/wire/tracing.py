@@ -29,7 +29,7 @@ def address(pid: int) -> str:
 
 
 def fetch(pid: int, deadline_s: float = REPLY_DEADLINE_S) -> dict[str, Any]:
-    """The trace of a trainer on this host, see `reft.client.timeline`.
+    """The trace of a trainer on this host, see `reft.client.snapshot.timeline`.
 
     Raises:
         ReftError: it does not answer within the deadline, or it is another user's.

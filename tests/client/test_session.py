@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from reft import errors
-from reft.client.copier import CpuCopier
 from reft.client.session import _drain
+from reft.client.snapshot.cpu_engine import CpuCopier
 from reft.core.pacing import Tier
 from reft.wire import tracing
-from tests.client.test_attach import make
-from tests.client.test_state_kinds import state_bytes, step_once, train
+from tests.client.attach.test_run import make
+from tests.scenarios.test_state_kinds import state_bytes, step_once, train
 
 
 def test_steps_are_marked_iterations(attach):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reft.client.mapping import MappedSlot
+from reft.client.link.slots import MappedSlot
 from reft.wire.mapped import huge_bytes, map_file
 from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon import huge

@@ -7,8 +7,8 @@ import os
 import grpc
 import pytest
 
-from reft.client import reading
-from reft.client.reading import FAR_BYTES_PER_S, Remote, far_s
+from reft.client.restore import remote_slots
+from reft.client.restore.remote_slots import FAR_BYTES_PER_S, Remote, far_s
 from reft.core.recovery import Held
 from reft.core.slots import SlotState
 from reft.errors import FormatError, RestoreError
@@ -87,7 +87,7 @@ def test_a_large_slot_has_the_time_that_its_bytes_take(job, monkeypatch):
             read = self.Read
             self.Read = lambda request, timeout: given.append((request.size, timeout)) or read(request, timeout=timeout)
 
-    monkeypatch.setattr(reading.pb_grpc, "DaemonStub", Stub)
+    monkeypatch.setattr(remote_slots.pb_grpc, "DaemonStub", Stub)
     slot = remote(job).slot(held(job))
     assert [size for size, _ in given] == [2 * PAGE, slot.header.geometry.file_bytes]
     assert [timeout for _, timeout in given] == [10.0 + size / FAR_BYTES_PER_S for size, _ in given]

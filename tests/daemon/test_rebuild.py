@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from reft.cli.main import main
 from reft.cli.survey import survey
-from reft.client.share import Cut, share_of
-from reft.client.state import leaf_of
+from reft.client.snapshot.save_plan import Cut, share_of
+from reft.client.state.tensors import leaf_of
 from reft.core.round import Answer
 from reft.core.slots import SlotState
 from reft.core.version import Version

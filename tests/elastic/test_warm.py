@@ -221,7 +221,7 @@ def test_a_deadline_is_a_failure_and_not_a_hang(server):
 
 SCRIPT = """
 import os, signal, sys
-warm = "torch._dynamo" in sys.modules and "reft.client.attach" in sys.modules
+warm = "torch._dynamo" in sys.modules and "reft.client.attach.api" in sys.modules
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 restart = os.environ["TORCHELASTIC_RESTART_COUNT"]

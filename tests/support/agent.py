@@ -14,8 +14,8 @@ import traceback
 from multiprocessing import forkserver
 
 PRELOADED = [
-    "torch._dynamo", "torch.distributed.run", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach",
-    "reft.client.restore", "reft.demo.data", "reft.demo.model",
+    "torch._dynamo", "torch.distributed.run", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach.api",
+    "reft.client.restore.materialize", "reft.demo.data", "reft.demo.model",
 ]  # fmt: skip
 ALSO = {
     "tests.support.recorded": [

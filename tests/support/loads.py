@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client.decoding import Decoder
-from reft.client.load import Loaded, load
-from reft.client.pieces import Sizes
+from reft.client.restore.decode import Decoder
+from reft.client.restore.load import Loaded, load
+from reft.client.restore.load_plan import Sizes
 from reft.core.placement import Placement
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import Postbox, Tensors, alike, make_slot, on_all, placed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reft.client.exchange import text_of
-from reft.client.roster import Roster, layout_facts
+from reft.client.attach.rank_table import Roster, layout_facts
+from reft.client.link.rank_group import text_of
 from reft.core import symbolic
 from reft.core.layout import Leaf, pack
 from reft.wire.symbols import table_to

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import reft
-from reft.client.state import flat_bytes
+from reft.client.state.tensors import flat_bytes
 from reft.demo.train import Record
 from tests.support.daemons import ROOT
 from tests.support.trainers import Trainers

@@ -37,7 +37,7 @@ while not os.path.exists(os.path.join(folder, "done")):
 
 def torchrun(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
     """What an agent's process does, from its fork to its end."""
-    from reft.client.fencing import die_with_parent
+    from reft.client.attach.launcher import die_with_parent
 
     os.setsid()
     die_with_parent()  # the server, which ends with the test's process however that ends

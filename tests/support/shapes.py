@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from reft.client.state import leaf_of
+from reft.client.state.tensors import leaf_of
 from reft.core.cells import RIDERS_MAX, divide
 from reft.core.layout import Layout, Leaf, pack
 from reft.core.placement import Placement, place

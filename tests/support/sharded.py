@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import reft
-from reft.client.state import flat_bytes
+from reft.client.state.tensors import flat_bytes
 
 Built = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client.state import flat_bytes, leaf_of
+from reft.client.state.tensors import flat_bytes, leaf_of
 from reft.core.cells import divide
 from reft.core.coding import encode_program, run
 from reft.core.layout import Layout, pack

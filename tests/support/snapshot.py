@@ -7,11 +7,12 @@ import threading
 import numpy as np
 import torch
 
-from reft.client.comparing import samples
-from reft.client.copier import CopyJob, CpuCopier
-from reft.client.cuda_copier import CudaCopier
-from reft.client.share import Cut, share_of
-from reft.client.state import Bindings, flat_bytes, is_dense
+from reft.client.snapshot.cpu_engine import CpuCopier
+from reft.client.snapshot.cuda_engine import CudaCopier
+from reft.client.snapshot.engine import CopyJob
+from reft.client.snapshot.replica_check import samples
+from reft.client.snapshot.save_plan import Cut, share_of
+from reft.client.state.tensors import Bindings, flat_bytes, is_dense
 from reft.core.cells import divide
 from reft.core.placement import Placement, place
 from reft.core.slots import SlotState

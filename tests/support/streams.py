@@ -8,7 +8,7 @@ import threading
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reft.client.device import Device
+from reft.client.memory.cuda import Device
 
 
 class Inline(Device):

@@ -27,7 +27,7 @@ FORKS.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "torch.distributed.run",
-        "reft.client.attach",
+        "reft.client.attach.api",
         "reft.elastic.handler",
         "tests.support.train_mlp",
     ]

@@ -1,0 +1,1 @@
+"""All ranks agree what this job is, and what it starts from."""

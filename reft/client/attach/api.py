@@ -1,0 +1,58 @@
+"""`reft.attach`: from the user's arguments to a session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reft.client.attach.arguments import Request
+from reft.client.attach.launcher import agents_command, dropped_backend
+from reft.client.attach.reattach import Reviews
+from reft.client.attach.run import Attachment
+from reft.client.link.rank_group import Exchange
+from reft.client.session import Session
+from reft.config import Config, Launch
+from reft.console import name_warnings, say
+
+
+def attach(
+    model: Any, optimizer: Any, schedule: Any, *, state: Mapping[str, Any] | None, tolerate: int | None, protect: str,
+    every: Any, slots: int | None, job: str | None, daemon: str | None, config: Config | None,
+) -> Session:  # fmt: skip
+    """See `reft.attach`."""
+    name_warnings()
+    arguments = {"job": job, "daemon": daemon, "slots": slots}
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    settings = replace(config, **given) if config else Config.load(**given)
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if settings.mode == "off":
+        say("switched off (REFT_MODE=off): no snapshots are taken.")
+        return Session(None, optimizers, step=0, restored_from=None, counts_calls=False, metronome=None,
+                       seal_deadline_s=0)  # fmt: skip
+    exchange = Exchange(settings.attach_deadline_s)
+    try:
+        launch = Launch.load()
+        if not launch.rank and (notice := dropped_backend(launch, agents_command())):
+            say(notice)
+        asked = settings.tolerate if tolerate is None else tolerate
+        request = Request(
+            model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
+            settings.protect if protect == "auto" else protect, 1 if every in (None, "auto") else every, every == "auto",
+        )  # fmt: skip
+        attachment = Attachment(settings, launch, exchange, request)
+        session = attachment.run()
+    except BaseException:
+        exchange.close()
+        raise
+    return _with_reviews(session, attachment)
+
+
+def _with_reviews(session: Session, attachment: Attachment) -> Session:
+    """Keeps the exchange for reviews, if there is anything that nodes could keep for one another."""
+    domains = {node.domain or node.id for node in attachment.nodes}
+    if len(domains) > 1 and attachment.request.protect != "none":
+        session.reviews = Reviews(attachment, session.step)
+    else:
+        attachment.exchange.close()
+    return session

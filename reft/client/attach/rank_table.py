@@ -1,0 +1,130 @@
+"""Who takes part in an attach: every rank's facts, and what follows from them alike on every rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from reft.client.attach.arguments import Request
+from reft.client.attach.launcher import agents_command, chosen_run_id, launch_mark
+from reft.client.link.rank_group import bytes_of
+from reft.client.memory.threads import Team
+from reft.config import Config, Launch
+from reft.core.identity import Job, identify
+from reft.core.layout import Layout
+from reft.core.symbolic import Symbolic
+from reft.errors import ConfigError
+from reft.wire import messages, symbols
+from reft.wire.v1 import daemon_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The facts of all ranks, in the order of ranks: JSON values that each rank gave of itself."""
+
+    facts: Sequence[Mapping[str, Any]]
+
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            ConfigError: the ranks name different ones, or would not hold it alike.
+        """
+        first = self.facts[0]
+        for rank, facts in enumerate(self.facts):
+            if facts["job"] != first["job"]:
+                raise ConfigError(f"rank 0 names the job {first['job']!r}, rank {rank} {facts['job']!r}.")
+            for name, value in first["agreed"].items():
+                if facts["agreed"][name] != value:
+                    raise ConfigError(
+                        f"rank 0 has {name} {value!r}, rank {rank} {facts['agreed'][name]!r}.",
+                        "give all ranks the same arguments and REFT_ variables, and all nodes the same reft",
+                    )
+        return job_of(first)
+
+    def nodes(self) -> list[pb.Node]:
+        """The nodes that the ranks run on, in the order of their lowest ranks."""
+        nodes: dict[str, pb.Node] = {}
+        for rank, facts in enumerate(self.facts):
+            node = pb.Node(
+                name=facts["node"], id=facts["node_id"], addresses=facts["addresses"], domain=facts["domain"]
+            )
+            nodes.setdefault(facts["node_id"], node).ranks.append(rank)
+        return list(nodes.values())
+
+    def describes(self, rank: int) -> bool:
+        """Whether this rank is the one that publishes its symbolic table: the first of those that share it."""
+        mine = self.facts[rank]["table"]
+        return all(facts["table"] != mine for facts in self.facts[:rank])
+
+    def layouts(self, described: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
+        """The symbolic tables, the distinct layouts, and for each rank the index of its own."""
+        number: dict[str, int] = {}
+        tables: list[bytes] = []
+        layouts: list[pb.RankLayout] = []
+        index: list[int] = []
+        found: dict[str, int] = {}
+        for facts, said in zip(self.facts, described, strict=True):
+            if facts["table"] not in number:
+                number[facts["table"]] = len(tables)
+                tables.append(bytes_of(said["table"]))
+            if facts["layout"] not in found:
+                found[facts["layout"]] = len(layouts)
+                digest = bytes.fromhex(facts["layout"])
+                layouts.append(pb.RankLayout(table=number[facts["table"]], cuts=facts["cuts"], digest=digest))
+            index.append(found[facts["layout"]])
+        return tables, layouts, index
+
+
+def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
+    """What a rank says of the job that it belongs to."""
+    script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
+    return {
+        "job": settings.job, "run_id": chosen_run_id(launch, agents_command()), "slurm": launch.slurm_job,
+        "script": script, "user": os.getuid(), "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
+    }  # fmt: skip
+
+
+def agreed_facts(request: Request, settings: Config) -> dict[str, Any]:
+    """What must be the same on all ranks: each makes the manifest for its own daemon, and with it the placement."""
+    agreed = {
+        "protocol": messages.PROTOCOL, "protect": request.protect, "tolerate": request.tolerate,
+        "every": "auto" if request.adapts else request.every, "chunk_bytes": settings.chunk_bytes,
+        "load_transport": settings.load_transport,
+    }  # fmt: skip
+    return {"agreed": agreed}
+
+
+def team_facts(team: Team) -> dict[str, Any]:
+    """What a rank says of its threads; the CPUs as the bits of a number."""
+    return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
+
+
+def team_of(facts: Mapping[str, Any]) -> Team:
+    """The reverse."""
+    cpus = int(facts["cpus"], 16)
+    return Team(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
+
+
+def job_of(facts: Mapping[str, Any]) -> Job:
+    """The job to which a rank belongs by its own facts; rank 0's count.
+
+    Raises:
+        ConfigError: its name is not allowed.
+    """
+    return identify(
+        chosen=facts["job"], run_id=facts["run_id"], slurm_job=facts["slurm"], script=facts["script"], user=facts["user"],
+        launch=facts["launch"], unnamed=facts["unnamed"],
+    )  # fmt: skip
+
+
+def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:
+    """What a rank says of its layout: digests of it and of its symbolic table, and its cuts, as numbers in a row."""
+    table = xxhash.xxh3_128_hexdigest(symbols.table_to(form.table))
+    return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}

@@ -1,0 +1,452 @@
+"""Attach: from the user's objects to a session, in steps that all ranks take together.
+
+    name        what the leaves of pipeline stages are called
+    introduce   find or start this node's daemon; every rank learns every rank's facts
+    describe    one rank for each symbolic table publishes it; leaves that should be replicas and differ are named
+    inventory   one rank a node: orphans are ended, headers of all held slots and capsules; one rank asks nodes that are gone
+    plan        the same pure functions on every rank: base version and who reads what, or a fresh start; the new placement
+    decide      one rank a node: the decision record, before anyone loads
+    open, load  every rank: register as trainer, slots ─► live tensors    (a damaged slot: back to inventory, without it)
+    lease       one rank a node: the base's capsules lie with their holders again; every rank: slots for the snapshots to
+                come, every page touched
+    begin       host state, random generators last; if the base had lost a node, the first snapshot is taken now
+
+Each step ends in an exchange: an error of one rank is raised on all, within a deadline, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import torch
+
+from reft.client.attach import rank_table, report, stage_names
+from reft.client.attach.absent_nodes import Asker, surveyed
+from reft.client.attach.arguments import Request
+from reft.client.attach.launcher import die_with_parent
+from reft.client.attach.rank_table import Roster
+from reft.client.link.rank_group import Exchange, bytes_of, text_of
+from reft.client.link.reports import Reporter
+from reft.client.link.slots import ALLOCATION_BYTES_PER_S, Leaser
+from reft.client.memory.cuda import Device
+from reft.client.memory.huge_pages import Room
+from reft.client.memory.threads import Team, copy_cpus, has_idle_cores
+from reft.client.restore.device_decode import decoder_for
+from reft.client.restore.materialize import room_for
+from reft.client.restore.remote_slots import Remote
+from reft.client.restore.reshard import Reshaping, is_reshaped, leaves_by_rank
+from reft.client.restore.restore import Restoration
+from reft.client.restore.transport import Transport, transport_of
+from reft.client.schedule.snapshot_cadence import Metronome
+from reft.client.session import Session
+from reft.client.snapshot import replica_check
+from reft.client.snapshot.cpu_engine import CpuCopier
+from reft.client.snapshot.engine import Copier
+from reft.client.snapshot.replica_check import are_unlike
+from reft.client.snapshot.snapshotter import Counts, Snapshots
+from reft.client.state import host_state
+from reft.client.state.host_state import HostState
+from reft.config import Config, Launch
+from reft.console import say
+from reft.core import symbolic
+from reft.core.frequency import Cadence, Frequency, History
+from reft.core.histories import known_to, next_epoch
+from reft.core.layout import pack
+from reft.core.recovery import Decision
+from reft.core.version import Version
+from reft.errors import AttachError, ReftError, RestoreError
+from reft.failpoints import Failpoints
+from reft.wire import handout, messages, rpc, starter, symbols
+from reft.wire.findings import Findings
+from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
+from reft.wire.revival import Reviver
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+log = logging.getLogger("reft")
+
+
+@dataclass
+class Attachment:
+    """One attach of one rank."""
+
+    settings: Config
+    launch: Launch
+    exchange: Exchange
+    request: Request
+    erased: set[tuple[str, str, Any]] = field(default_factory=set)
+    room: Room = field(default_factory=lambda: Room(0))  # for state that is held, once it is likely that there is some
+    _before: Findings | None = None  # what the first try found, once that one is over
+    _registered: bool = False
+
+    def run(self) -> Session:
+        """All steps, in order; what this rank took is given back if they fail."""
+        try:
+            return self._run()
+        except Exception:
+            if self._registered:
+                with contextlib.suppress(ReftError):
+                    self.leaser.release()
+            raise
+        finally:
+            self.room.close()
+
+    def _run(self) -> Session:
+        self.failpoints = Failpoints(self.settings.failpoints)
+        self.subjects = stage_names.named(self.exchange, self.request.subjects)
+        self.roster = Roster(self.exchange.together(self._introduce))
+        self.job, self.nodes = self.roster.job(), self.roster.nodes()
+        self._describe(self.exchange.together(self._description))
+        for attempt in range(self.settings.slots + 1):
+            self._find(self.exchange.together(self._inventory))
+            self._plan(attempt)
+            self.exchange.together(self._decide)
+            damaged = self._restore()
+            if not damaged:
+                break
+            # Together: an inventory must not find a rank that has not withdrawn yet.
+            self.exchange.together(partial(self._erase, damaged))
+            self._before = self._before or self.findings
+            self.subjects.bind().undo(self.bindings)  # an older version may lack what that try has made
+            self.room.close()
+            self.room = Room(0)  # else the memory of what was taken out stays
+        else:
+            raise RestoreError(
+                f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
+            )
+        room = self.placement.part(self.exchange.rank).data_bytes * self.settings.slots * self.exchange.world
+        self.exchange.together(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
+        return self._begin()
+
+    # introduce, describe
+
+    def _introduce(self) -> dict[str, Any]:
+        if self.launch.world > 1 and self.exchange.world == 1:
+            raise AttachError(
+                f"WORLD_SIZE is {self.launch.world}, but torch.distributed is not initialized.",
+                "call init_process_group before reft.attach",
+            )
+        self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
+        self.host.check_size()
+        self.bindings = self.subjects.bind()
+        leaves = [*self.bindings.leaves(), *self.subjects.predict()]
+        self.predicted = pack(leaves)
+        identity = rank_table.identity_facts(self.settings, self.launch)
+        self.address, self.hello = starter.find(self.settings, job=rank_table.job_of(identity).id)
+        self.own = handout.introduce(self.hello.handout, self.settings.attach_deadline_s)
+        if self.hello.held:
+            self._make_room()
+        self.symbolic, self.table = symbolic.of(leaves), messages.table_to(self.predicted)
+        if self.launch.under_agent:
+            die_with_parent()
+        return {
+            "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
+            "domain": self.hello.domain, "pid": self.own.process.pid, **rank_table.team_facts(Team.own()), **identity,
+            **(self._secrets() if self.exchange.rank == 0 else {}),
+            **rank_table.layout_facts(self.predicted, self.symbolic), **rank_table.agreed_facts(self.request, self.settings),
+        }  # fmt: skip
+
+    def _make_room(self) -> None:
+        """Begins to make memory for what will probably be restored; that goes on beside all else."""
+        self.room = room_for(self.predicted.leaves, self.subjects, self.bindings)
+
+    def _secrets(self) -> dict[str, str]:
+        return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
+
+    def _description(self) -> dict[str, Any]:
+        is_mine = self.roster.describes(self.exchange.rank)
+        return {"table": text_of(symbols.table_to(self.symbolic.table))} if is_mine else {}
+
+    def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
+        """What the new manifest says of layouts."""
+        first = self.roster.facts[0]
+        tables, layouts, index = self.roster.layouts(described)
+        tolerate = -1 if self.request.tolerate is None else self.request.tolerate
+        self.manifest = pb.Manifest(
+            job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.exchange.world,
+            nodes=self.nodes, script=first["script"], every=self.request.every, launch=first["launch"],
+            protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
+            layouts=layouts, layout_of=index,
+        )  # fmt: skip
+        self.alike = division_of(self.manifest, riders_max(domains_of(self.manifest)), ())
+        names = layouts_of(self.manifest)[0].names
+        self.manifest.unequal.extend(replica_check.unequal(self.exchange, self.alike, names, self.bindings))
+
+    @property
+    def _is_leader(self) -> bool:
+        """Whether this rank speaks to its node's daemon for all ranks of the node."""
+        return self._node.ranks[0] == self.exchange.rank
+
+    @property
+    def _node(self) -> pb.Node:
+        return self._node_of(self.exchange.rank)
+
+    def _node_of(self, rank: int) -> pb.Node:
+        return next(node for node in self.nodes if rank in node.ranks)
+
+    def _call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
+        """A call of this node's daemon.
+
+        Raises:
+            ReftError: it failed; see `rpc.error_of`.
+        """
+        with rpc.channel(self.address) as channel:
+            try:
+                stub = pb_grpc.DaemonStub(channel)
+                return getattr(stub, method)(request, timeout=deadline_s or self.settings.attach_deadline_s)
+            except grpc.RpcError as error:
+                raise rpc.error_of(error, self.address) from error
+
+    # inventory, plan, decide
+
+    def _inventory(self) -> dict[str, Any]:
+        if not self._is_leader:
+            return {}
+        pids = [self.roster.facts[rank]["pid"] for rank in self._node.ranks]
+        launch = self.roster.facts[0]["launch"]
+        request = pb.InventoryRequest(job=self.job.id, launch=launch, pids=pids, fence=True)
+        return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
+
+    def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
+        """What all daemons hold, those of the old manifest that do not take part any more included."""
+        replies = {
+            self.roster.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
+            for rank, inventory in enumerate(inventories)
+            if inventory
+        }
+        self.findings = Findings(replies, before=self._before)
+        absent = self.findings.absent(self.nodes)
+        if not absent:
+            return
+        # Any daemon that knows the job has its token; the first of them asks for all.
+        asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
+        ask = Asker(self.exchange, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
+        self.findings = surveyed(self.findings, absent, ask, self.erased)
+
+    def _knows(self, rank: int) -> bool:
+        return self.findings.replies[self.roster.facts[rank]["node_id"]].HasField("decision")
+
+    def _plan(self, attempt: int) -> None:
+        """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
+        before = self.findings.manifest
+        self.findings.refuse_rivals(self.job.id)
+        self.plan = self.findings.plan(self.erased)
+        base = self.plan.base
+        if base is None and not self._may_begin_anew():
+            raise RestoreError(
+                report.lost(self.job.id, self.findings, self.plan, self.erased),
+                f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
+            )
+        if base is None:
+            self.room.close()
+        elif not attempt and not self.room.nbytes:
+            self._make_room()
+        # A fresh random id for each try: two decisions of one attach must not look the same.
+        ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
+        epoch = next_epoch(self.findings.decisions, self.findings.held, ident)
+        self.decision = Decision(epoch, base, known_to(self.findings.decisions))
+        if before is not None:
+            self.manifest.token = before.token
+        self.manifest.trained_s, self.manifest.failures = self.findings.history
+        unequal = self._unequal(self.manifest.unequal, self.findings.manifests[base.epoch] if base else None)
+        del self.manifest.unequal[:]
+        self.manifest.unequal.extend(unequal)
+        self.placement = placement_of(self.manifest, self.alike)
+        self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
+
+    def _may_begin_anew(self) -> bool:
+        return not self.erased and not self.findings.had_whole  # else a person must decide
+
+    def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
+        """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""
+        # Random values before a restore say nothing; what was found unequal when training began, does.
+        return list(found if base is None else base.unequal)
+
+    def _decide(self) -> dict[str, Any]:
+        if self._is_leader:
+            request = pb.DecideRequest(
+                manifest=self.manifest, decision=messages.decision_to(self.decision),
+                node_index=[node.id for node in self.nodes].index(self._node.id),
+                dropped=[slot.slot for slot in self.plan.dropped if slot.node == self._node.id],
+            )  # fmt: skip
+            if self.plan.base is not None:
+                request.base_manifest.CopyFrom(self.findings.manifests[self.plan.base.epoch])
+            self._call("Decide", request)
+        return {}
+
+    # open, load, lease
+
+    def _restore(self) -> list[int]:
+        """Registers, and brings the base back; the ranks whose slots were damaged, the same on every rank."""
+        self._tree: dict[str, Any] | None = None
+        self._reshaping: Reshaping | None = None
+        self.exchange.together(self._register)
+        if self.plan.base is None:
+            return []
+        facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
+        hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
+        if self._is_reshaped:
+            self._reshaping = self._reshaping_of(self.plan.base)
+            damaged = self._reshaping.run(self._transport, hit)
+            if not damaged:
+                self._tree = self._reshaping.finish()
+            return damaged
+        with contextlib.closing(self._restoration(self.plan.base)) as restoration:
+            said = self.exchange.together(restoration.open, extra_s=restoration.far_s)
+            is_unlike = are_unlike(each["compared"] for each in said)
+            damaged = list(range(self.exchange.world)) if is_unlike else self._damaged(said)
+            if damaged:
+                return damaged
+            load = lambda: {"damaged": restoration.load(self._transport(), hit)}  # noqa: E731
+            damaged = self._damaged(self.exchange.together(load))
+            if not damaged:
+                self._tree = restoration.finish()
+            return damaged
+
+    def _transport(self) -> Transport | None:
+        """How bytes travel while they are loaded; all ranks call it together."""
+        group, deadline_s = self.exchange.group, self.settings.attach_deadline_s
+        return group and transport_of(self.settings.load_transport, group, self._device, deadline_s)
+
+    def _register(self) -> dict[str, Any]:
+        self.leaser = Leaser(
+            self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
+            self.own, self.launch.under_agent, self._device if self._on_cuda else None,
+        )  # fmt: skip
+        self.leaser.register()
+        self._registered = True
+        return {}
+
+    def _restoration(self, base: Version) -> Restoration:
+        layouts, index = layouts_of(self.findings.manifests[base.epoch])
+        return Restoration(
+            self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
+            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
+            self._remote(), self.subjects, self.bindings, self.host, self.room,
+            decoder_for(self._device, self.settings.parity_scratch_bytes),
+        )  # fmt: skip
+
+    def _reshaping_of(self, base: Version) -> Reshaping:
+        before = self.findings.manifests[base.epoch]
+        return Reshaping(
+            self.plan, self.findings.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
+            before.unequal, self.exchange.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
+            self.leaser, self._remote(), self.subjects, self.bindings, self.host, self.room, self.exchange,
+        )  # fmt: skip
+
+    def _remote(self) -> Remote:
+        nodes = {**self.findings.nodes, **{node.id: node for node in self.nodes}}
+        return Remote(self.job.id, self.address, self._node.id, nodes, self.settings.attach_deadline_s)
+
+    def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
+        return sorted({rank for result in results for rank in result["damaged"]})
+
+    def _erase(self, damaged: Sequence[int]) -> dict[str, Any]:
+        """Notes the slots that were damaged, on every rank alike, and withdraws for another try."""
+        for rank in damaged:
+            source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
+            self.erased.add((source.node, source.slot, source.version))
+        if self.exchange.rank == 0:
+            say(report.set_aside(self.plan.base, damaged))
+        self.leaser.release()
+        self._registered = False
+        return {}
+
+    def _lease(self) -> dict[str, Any]:
+        if self._is_leader and self.plan.base is not None:
+            epoch = messages.epoch_to(self.decision.epoch)
+            self._call("Secure", pb.SecureRequest(job=self.job.id, epoch=epoch))
+        self.slots = self.leaser.lease(self.placement.part(self.exchange.rank).data_bytes, len(self.table))
+        return {}
+
+    # begin
+
+    def _begin(self) -> Session:
+        base, tree = self.decision.base, self._tree
+        snapshots = self._snapshots(Counts(), base.step if base else 0)
+        moved = self._reshaping is not None or any(
+            source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
+        )
+        restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
+        session = Session(
+            snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
+            counts_calls=tree is not None and not tree["marked"], metronome=self._metronome(snapshots),
+            seal_deadline_s=self.settings.seal_deadline_s, schedule=self.request.schedule,
+        )  # fmt: skip
+        if self.exchange.rank == 0:
+            self._announce(restored_from)
+        if tree is not None:
+            if tree["marked"]:
+                session.resume_marking()
+            host_state.restore_random(tree["random"])
+            if self._must_protect_again:
+                session.protect_again(tree["marked"])
+        return session
+
+    def _snapshots(self, counts: Counts, step: int) -> Snapshots:
+        epoch, base = self.decision.epoch, self.decision.base
+        reporter = Reporter(
+            self.address,
+            self.hello.line,
+            self.job.id,
+            epoch,
+            self.exchange.rank,
+            self.settings.rpc_deadline_s,
+            self.failpoints,
+            Reviver(self.settings, self.hello.unattended).refused,
+        )
+        snapshots = Snapshots(
+            self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
+            self.slots, self.leaser, self.placement, step + 2 * self.request.every, counts,
+        )  # fmt: skip
+        snapshots.expect(self.predicted.leaves)
+        return snapshots
+
+    def _metronome(self, snapshots: Snapshots) -> Metronome:
+        cadence = Cadence(self.request.every, self.request.adapts)
+        mtbf_s = self.settings.mtbf_s or History(self.manifest.trained_s, self.manifest.failures).mtbf_s
+        return Metronome(snapshots, cadence, Frequency(self.settings.overhead_budget, mtbf_s))
+
+    @property
+    def _must_protect_again(self) -> bool:
+        """Whether the base lies elsewhere than its placement says, or is to lie elsewhere from now on."""
+        before = self.findings.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
+        return bool(self.plan.capsules) or placing(before) != placing(self.manifest)
+
+    def _announce(self, restored_from: str | None) -> None:
+        """What was restored and what is not covered, once."""
+        lines = report.restored(self.job.id, self.decision.base, restored_from, self.manifest, self.findings, self.plan)
+        if self._reshaping is not None:
+            lines += report.reshaped(len(self._reshaping.before), self.exchange.world, self._reshaping.lines)
+        if self.decision.base is None and not self.job.named:
+            lines += report.earlier_runs(self.findings, self.manifest.script)
+        lines += report.exposure(self.placement)
+        lines += report.not_covered(self.request, self.subjects, self.exchange.world)
+        for line in lines:
+            say(line)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where this rank's state lies: its CUDA device, if any parameter is on one."""
+        devices = (named.local.device for named in self.subjects.parameters())
+        return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _copier(self) -> Copier:
+        if self._on_cuda:
+            from reft.client.snapshot.cuda_engine import CudaCopier
+
+            device, settings = Device(self._device), self.settings
+            return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
+        teams = [rank_table.team_of(self.roster.facts[rank]) for rank in self._node.ranks]
+        return CpuCopier(copy_cpus(), has_idle=has_idle_cores(Team.own(), teams))

@@ -1,0 +1,1 @@
+"""Speaks with this node's daemon and with the other ranks."""

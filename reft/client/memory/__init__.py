@@ -1,0 +1,1 @@
+"""Pages, pinned memory, copying threads, and XOR on tensors."""

@@ -1,0 +1,1 @@
+"""Copies slots into live tensors, and decodes what is lost."""

@@ -1,0 +1,1 @@
+"""When to copy: the phases of an iteration, and which steps are due."""

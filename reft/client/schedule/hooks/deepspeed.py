@@ -1,0 +1,79 @@
+"""Follows DeepSpeed's PipelineEngine: what lies between its forward and backward passes is waiting for a neighbour, so idle.
+
+    train_batch ─► _exec_schedule ─► each instruction: engine._INSTRUCTION_MAP[kind] ─► LoadMicroBatch, …
+
+The seam: the engine looks that table up on itself each time, so one of its own in front of the class's wraps every instruction
+of this engine, and nothing of DeepSpeed is changed. Sending to and receiving from neighbours is what a stage waits in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reft.client.schedule.iteration_profile import OTHER, Rhythm
+from reft.core.actions import Kind
+from reft.core.pacing import Tier
+
+IDLE = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
+WORK = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
+COLLECTIVE = ("ReduceGrads", "ReduceTiedGrads")
+
+
+def is_engine(value: Any) -> bool:
+    """Whether `follow` takes it: an engine whose instructions are looked up in a table."""
+    return callable(getattr(value, "_exec_schedule", None)) and isinstance(
+        getattr(value, "_INSTRUCTION_MAP", None), dict
+    )
+
+
+def follow(engine: Any, rhythm: Rhythm) -> Callable[[], None]:
+    """Wraps the schedule and its instructions, on the instance; what it returns undoes that."""
+    done = 0
+    counts: dict[str, int] = {}
+
+    def idle() -> None:
+        rhythm.enter(Tier.GAP, f"gap {done}")
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def instruction(its: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            kind = WORK.get(name)
+            if kind is None:
+                rhythm.enter(Tier.COLLECTIVE if name in COLLECTIVE else Tier.COMPUTE, name)
+            else:
+                rhythm.enter(Tier.COMPUTE, f"{kind.value}{counts.get(name, 0)}", kind)
+                counts[name] = counts.get(name, 0) + 1
+                done += 1
+            try:
+                return call(its, *args, **kwargs)
+            finally:
+                idle()
+
+        return instruction
+
+    execute = engine._exec_schedule
+
+    def executed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done = 0
+        counts.clear()
+        idle()
+        try:
+            return execute(*args, **kwargs)
+        finally:
+            rhythm.enter(Tier.COMPUTE, OTHER)
+
+    table = {
+        kind: call if kind.__name__ in IDLE else wrapped(kind.__name__, call)
+        for kind, call in engine._INSTRUCTION_MAP.items()
+    }
+    engine._exec_schedule, engine._INSTRUCTION_MAP = executed, table
+
+    def stop() -> None:
+        if vars(engine).get("_exec_schedule") is executed:
+            del engine._exec_schedule
+        if vars(engine).get("_INSTRUCTION_MAP") is table:
+            del engine._INSTRUCTION_MAP
+
+    return stop

@@ -1,0 +1,141 @@
+"""Follows a schedule of torch.distributed.pipelining: what lies between two pieces of a stage's work is idle time.
+
+    schedule.step ─► gap 0 │ F0 │ gap 1 │ F1 │ gap 2 │ B0 │ … │ gap 2M ─► returns
+
+The seam: every schedule calls its stages' `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`, each
+time looked up on the instance, so attributes of the instance wrap them and nothing of torch is changed. The number of a
+gap is how many of these were done when it began, as in reft.core.bubbles. What a schedule does between them and what
+computes, the loss and the reduction of gradients, is wrapped too, where it exists.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from reft.client.schedule.iteration_profile import OTHER, Rhythm
+from reft.client.state.extract.modules import is_a
+from reft.core.actions import Kind
+from reft.core.pacing import Tier
+from reft.schedules import GPipe, Interleaved, OneFOneB, ZeroBubbleV
+
+Pipeline = OneFOneB | GPipe | Interleaved | ZeroBubbleV
+
+WORK = {
+    "forward_one_chunk": Kind.FORWARD, "backward_one_chunk": Kind.BACKWARD, "backward_weight_one_chunk": Kind.WEIGHT,
+}  # fmt: skip
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether `follow` takes it; torch.distributed.pipelining is not imported to ask."""
+    return is_a(value, "_PipelineSchedule")
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of this process."""
+    return list(getattr(schedule, "_stages", None) or [schedule._stage])
+
+
+def description(schedule: Any) -> Pipeline | None:
+    """What reft.schedules knows of a schedule; None of one that it has no name for."""
+    stages = stages_of(schedule)
+    microbatches, first = schedule._n_microbatches, stages[0]
+    if is_a(schedule, "Schedule1F1B"):
+        return OneFOneB(first.stage_index, first.num_stages, microbatches)
+    if is_a(schedule, "ScheduleGPipe"):
+        return GPipe(first.stage_index, first.num_stages, microbatches)
+    if is_a(schedule, "ScheduleInterleaved1F1B"):
+        return Interleaved(schedule.rank, schedule.pp_group_size, microbatches, len(stages))
+    if is_a(schedule, "ScheduleZBVZeroBubble"):
+        return ZeroBubbleV(schedule.rank, schedule.pp_group_size, microbatches)
+    return None
+
+
+def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
+    """Wraps the schedule and its stages, on the instances; what it returns undoes that."""
+    stages = stages_of(schedule)
+    counted = _Counted(rhythm)
+    undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, "_compute_loss", counted.beside("loss"))]
+    for stage in stages:
+        part = f".{stage.stage_index}" if len(stages) > 1 else ""
+        undo += [_wrap(stage, method, counted.work(kind, part)) for method, kind in WORK.items()]
+        shards = any(is_a(module, "FSDPModule") for module in stage.submod.modules())
+        tier = Tier.COLLECTIVE if shards else Tier.COMPUTE
+        undo.append(_wrap(stage, "perform_reduce_grad", counted.beside("reduce", tier)))
+
+    def stop() -> None:
+        for each in undo:
+            each()
+
+    return stop
+
+
+class _Counted:
+    """The wrappers of one schedule; they count the work that is done in a step."""
+
+    def __init__(self, rhythm: Rhythm) -> None:
+        self._rhythm = rhythm
+        self._done = 0
+
+    def step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A whole step of the schedule."""
+        self._done = 0
+        self._idle()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._rhythm.enter(Tier.COMPUTE, OTHER)
+
+    def work(self, usual: Kind, part: str) -> Callable[..., Any]:
+        """One microbatch's forward or backward pass."""
+
+        def wrapper(call: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            kind = usual if kwargs.get("full_backward", True) else Kind.INPUT
+            self._rhythm.enter(Tier.COMPUTE, f"{kind.value}{microbatch}{part}", kind)
+            try:
+                return call(microbatch, *args, **kwargs)
+            finally:
+                self._done += 1
+                self._idle()
+
+        return wrapper
+
+    def beside(self, name: str, tier: Tier = Tier.COMPUTE) -> Callable[..., Any]:
+        """Something else that the schedule does between pieces of work."""
+
+        def wrapper(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._rhythm.enter(tier, name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._idle()
+
+        return wrapper
+
+    def _idle(self) -> None:
+        self._rhythm.enter(Tier.GAP, f"gap {self._done}")
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method on one instance; what it returns puts back what was there."""
+    if not hasattr(owner, name):
+        return lambda: None
+    own = vars(owner).get(name)  # somebody else's wrapper
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(call, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not wrapped:
+            return  # wrapped again since: that wrapper calls ours, which goes on telling a rhythm that nobody asks
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return undo

@@ -1,0 +1,113 @@
+"""Which steps the session snapshots, and what that costs: measured from mark to mark, told to the round, heard from it.
+
+    due by its number (core/frequency.py)? ─► in turn while the round lags (core/spacing.py)? ─► taken
+                                                        └► no: void at the fence, unless a `seal` takes it before
+
+    mark ── take: capsule, staging ── forward, backward ── fence: waits? ── optimizer ── mark
+     └──────── mark_s ───────┘                            └─ stall_s ─┘
+
+Only with every="auto" anything is measured or agreed; else each n-th step is due, as asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from reft.client.snapshot.snapshotter import Snapshots
+from reft.console import say
+from reft.core.course import Course
+from reft.core.frequency import Cadence, Controls, Frequency, Overhead
+
+log = logging.getLogger("reft")
+
+
+@dataclass
+class Metronome:
+    """One rank's part in how often snapshots are taken.
+
+    Args:
+        frequency: what is wished of the round; its budget counts only if the cadence adapts.
+    """
+
+    snapshots: Snapshots
+    cadence: Cadence
+    frequency: Frequency
+    _controls: Controls = field(default_factory=Controls)
+    _marked_s: float = 0.0
+    _held_s: float = 0.0
+    _has_snapshot: bool = False
+    _first: int | None = None  # the first step that these snapshots were asked for
+    _left_out: tuple[int, str] | None = None  # a due step that was not in turn, and why
+
+    def mark(self, snapshots: Snapshots) -> None:
+        """At each mark, after the fence and before the next snapshot.
+
+        Args:
+            snapshots: those of another epoch after a review: then all ranks begin to measure and to agree anew.
+        """
+        if snapshots is not self.snapshots:
+            self.snapshots, self._marked_s, self._first = snapshots, 0.0, None
+            self.cadence = Cadence(self.cadence.first, self.cadence.adapts)
+        if not self.cadence.adapts:
+            return
+        now = time.perf_counter()
+        held_s = self.snapshots.counts.mark_s + self.snapshots.copier.tally.stall_s
+        seconds, held = now - self._marked_s, held_s - self._held_s
+        if self._marked_s:
+            self.frequency.observe(seconds - held, held if self._has_snapshot else None)
+            self._controls.observe(seconds, self._has_snapshot)
+        self._marked_s, self._held_s, self._has_snapshot = now, held_s, False
+        self.snapshots.reporter.wish = self.frequency.wish()
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is to be taken now."""
+        pace = self.snapshots.reporter.pace
+        before = self.cadence.every(pace.start)
+        if self.cadence.hear(pace) and pace.every != before:
+            log.warning(
+                "rank %d: from step %d on each %d. step is snapshotted; a snapshot holds up training for %.3f ms here, a "
+                "step takes %.1f ms, and the budget is %.2f %%.", self.snapshots.rank, pace.start, pace.every,
+                1000 * self.frequency.stall_s, 1000 * self.frequency.step_s.mean, 100 * self.frequency.budget,
+            )  # fmt: skip
+        if not self.cadence.due(step):
+            return False
+        each = self._spacing(step)
+        if step // self.every(step) % each == 0:
+            return True
+        lags = f"the round lags behind training: until it follows, only each {each}. step that is due is taken."
+        self._left_out = step, lags
+        return False
+
+    def _spacing(self, step: int) -> int:
+        every = self.every(step)
+        self._first = step if self._first is None else self._first
+        since = max(self.snapshots.newest_known_whole(), self._first - every)
+        return self.snapshots.reporter.spacing(step, since, every, len(self.snapshots.slots))
+
+    def fence(self) -> None:
+        """At the end of each window: a step that was left out is not taken any more, and the others must know."""
+        if self._left_out is not None:
+            self.snapshots.void(*self._left_out)
+            self._left_out = None
+
+    def take(self, step: int, is_marked: bool, course: Course | None) -> bool:
+        """See `Snapshots.take`."""
+        self._left_out = None
+        self._has_snapshot = self.snapshots.take(step, is_marked, course)
+        return self._has_snapshot
+
+    def every(self, step: int) -> int:
+        """Each how many-th step is taken around `step`."""
+        return self.cadence.every(step)
+
+    def report(self) -> None:
+        """Says at the end what snapshots cost, once for the job."""
+        found = self.overhead()
+        if found is not None and self.snapshots.rank == 0:
+            say(str(found))
+
+    def overhead(self) -> Overhead | None:
+        """What snapshots cost in all, from control steps; None until enough were taken."""
+        return self._controls.overhead()

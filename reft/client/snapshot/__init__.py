@@ -1,0 +1,1 @@
+"""Copies live tensors into a slot, beside training."""

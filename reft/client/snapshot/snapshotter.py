@@ -1,0 +1,398 @@
+"""One rank's snapshots: which slot, when to skip, what to tell the daemon. The trainer's thread calls; nothing here waits.
+
+    take(step):  leaves still where they were? ─► host state, staged leaves ─► engine: slot by the reuse rule ─► WRITING, copy …
+                      │ no: new layout                                            │ none until the fence: void(step)
+                      └► fits: use it; else lease larger slots beside training, void(step) until they are there
+    fence():     before anything writes the state again
+
+Any failure in here is a snapshot that was not taken: counted, reported, logged as `core.complaints` says, never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reft.client.link.reports import Reporter
+from reft.client.link.slots import Leaser, MappedSlot
+from reft.client.snapshot.engine import Copier, CopyJob
+from reft.client.snapshot.replica_check import samples
+from reft.client.snapshot.save_plan import Cut, Share, share_of
+from reft.client.state import serialization
+from reft.client.state.host_state import HostState
+from reft.client.state.tensors import Bindings
+from reft.client.state.tracked_objects import Subjects
+from reft.core.complaints import Complaints
+from reft.core.course import Course
+from reft.core.layout import Leaf
+from reft.core.placement import Placement, exposed
+from reft.core.round import Answer
+from reft.core.slots import choose
+from reft.core.version import Epoch, Version
+from reft.core.wording import counted
+from reft.errors import ReftError
+from reft.failpoints import Failpoints
+from reft.wire.slot_format import SlotMap
+
+log = logging.getLogger("reft")
+
+
+@dataclass
+class Counts:
+    """What `session.stats()` adds up."""
+
+    snapshots: int = 0
+    skipped: int = 0
+    sealed_step: int = -1
+    mark_s: float = 0.0  # training was held up at marks
+
+
+@dataclass(frozen=True)
+class Held:
+    """The leaves that exist and where their bytes go, as every snapshot needs it."""
+
+    bindings: Bindings
+    share: Share
+
+    @classmethod
+    def of(cls, bindings: Bindings, placement: Placement, rank: int, cut: Cut, before: Share | None) -> Held:
+        leaves = bindings.leaves()
+        same = before.with_tensors(leaves, bindings.tensors) if before else None
+        return cls(bindings, same or share_of(placement, rank, leaves, bindings.tensors, cut))
+
+    def fits(self, slots: Sequence[MappedSlot]) -> bool:
+        """Whether every slot has room for the data and the table."""
+        geometries = [slot.map.header.geometry for slot in slots]
+        return bool(geometries) and all(
+            g.data_capacity >= self.share.data_bytes and g.table_capacity >= len(self.share.table) for g in geometries
+        )
+
+
+@dataclass
+class Snapshots:
+    """See the module.
+
+    Args:
+        leaser: gets slots with room for a share; blocks, so it is called in a thread of its own.
+        base: the version that this attach started from: known to be whole.
+        placement: where the bytes of this epoch lie; it stays when leaves come and go.
+        compares_all_until: up to this step ranks compare all of their cells, then a window of them.
+    """
+
+    subjects: Subjects
+    host: HostState
+    copier: Copier
+    reporter: Reporter
+    failpoints: Failpoints
+    rank: int
+    epoch: Epoch
+    base: Version | None
+    slots: list[MappedSlot]
+    leaser: Leaser
+    placement: Placement
+    compares_all_until: int
+    counts: Counts = field(default_factory=Counts)
+    _held: Held | None = None
+    _expected: Share | None = None
+    _complaints: Complaints = field(default_factory=Complaints)
+    _floor: int = -1
+    _leasing: threading.Thread | None = None
+    _leased: list[MappedSlot] | None = None
+    _outgrown: list[MappedSlot] = field(default_factory=list)
+    _under_way: set[int] = field(default_factory=set)  # indexes of slots that the engine has not finished with
+
+    def take(self, step: int, is_marked: bool, course: Course | None = None) -> bool:
+        """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
+
+        Args:
+            is_marked: whether the step was counted by a mark; else by a call of the optimizer.
+            course: where in the window its bytes go; None: at once.
+        """
+        began = time.perf_counter()
+        try:
+            reason = self._begin(step, is_marked, course)
+        except Exception as error:
+            # A protector must not be the killer: whatever went wrong, training goes on.
+            reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
+        self.counts.mark_s += time.perf_counter() - began
+        if reason:
+            self.void(step, reason)
+        return not reason
+
+    def expect(self, leaves: Sequence[Leaf]) -> None:
+        """Cuts the work for the leaves that attach foresees, so that the first mark finds it done."""
+        self._expected = share_of(self.placement, self.rank, leaves, {}, self.copier.cut)
+
+    def fence(self) -> None:
+        """Makes sure that nothing reads the state any more."""
+        self.copier.fence()
+
+    def discard(self, until: int) -> None:
+        """Drops what was counted wrongly in this epoch, and takes nothing up to step `until`.
+
+        The base's own step was counted before it: taken again to protect it anew, it stays.
+        """
+        log.warning(
+            "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that. Call "
+            "session.begin_marking() right after attach: a run that ends before its first mark must be purged otherwise.",
+            self.rank,
+            until,
+        )
+        self._floor = until
+        start = self.base.step if self.base else 0
+        for slot in self.slots:
+            version = slot.map.header.version
+            if version is not None and version.epoch == self.epoch and version.step > start:
+                slot.map.empty()
+
+    def _begin(self, step: int, is_marked: bool, course: Course | None) -> str:
+        """Starts the copy; why not, if it can't."""
+        if self.reporter.is_fenced:
+            return str(self.reporter.error)
+        if trouble := self._unlike():
+            return trouble  # until a review moves them out: a restore would find it sealed, and its windows may agree
+        if self.reporter.slots_missing:
+            self._give_back(self.copier.submit)
+        if step <= self._floor:
+            return f"steps up to {self._floor} were counted by calls of the optimizer."
+        held = self._current()
+        if not self._room_for(held):
+            return "slots of the new size are being made."
+        self.copier.begin(
+            self._job(step, held, {**self.host.take(step, held.bindings.names), "marked": is_marked}, course)
+        )
+        return ""
+
+    def wait(self, step: int, deadline_s: float) -> bool:
+        """Waits until `step` is decided; True if it is whole. Not for use inside a step.
+
+        A daemon that was restarted meanwhile has its memory back then: no mark may follow that would see to it.
+        """
+        end = time.monotonic() + deadline_s
+        whole = self.reporter.wait(step, deadline_s)
+        while self.reporter.slots_missing and time.monotonic() < end:
+            self._give_back(lambda give_back: give_back())  # the engine may be waiting for what follows from it
+            whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
+        return whole
+
+    def _give_back(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """A daemon that was restarted knows nothing of memfds: it gets them back from us, in what `run` runs in."""
+        self.reporter.slots_missing = False
+        kept = [slot for slot in self.slots if slot.descriptor >= 0]
+
+        def give_back() -> None:
+            try:
+                self.leaser.give_back(kept)
+            except Exception as error:
+                self._settle(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
+
+        if kept:
+            run(give_back)
+
+    def _open(self, step: int, held: Held, given_up: threading.Event) -> MappedSlot:
+        """The slot for `step`, WRITING; waits for the round's news until it is given up.
+
+        Raises:
+            ReftError: no slot may be reused.
+        """
+        self.failpoints.hit("snapshot.begin", **self._facts(step))
+        slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
+        if isinstance(slot, bool):
+            raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
+        share = held.share
+        slot.map.begin(Version(self.epoch, step), share.digest, share.table, share.data_bytes)
+        self._under_way.add(slot.index)
+        return slot
+
+    def _free_slot(self) -> MappedSlot | None:
+        views = [slot.view() for slot in self.slots if slot.index not in self._under_way]
+        voids = [view.version for view in views if view.version is not None and self.reporter.voids(view.version)]
+        chosen = choose(views, self.whole, voids)
+        return None if chosen is None else self.slots[chosen.index]
+
+    def _job(self, step: int, held: Held, tree: Mapping[str, Any], course: Course | None) -> CopyJob:
+        facts = self._facts(step)
+        versions = held.bindings.versions()
+        given_up = threading.Event()
+        opened: list[MappedSlot] = []
+        cells: dict[int, int] = {}
+
+        def open_slot(may_wait: bool) -> SlotMap:
+            if not may_wait:
+                given_up.set()
+            opened.append(self._open(step, held, given_up))
+            return opened[0].map
+
+        def give_up() -> None:
+            given_up.set()
+            self.reporter.wake()
+
+        def intact() -> None:
+            self.failpoints.hit("snapshot.landing", **facts)
+            now = held.bindings.versions()
+            if now == versions:
+                return
+            for name, before, after in zip(held.bindings.tensors, versions, now, strict=True):
+                if before != after and name not in held.bindings.staged:
+                    raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
+
+        def landed(riders: Mapping[str, bytes]) -> None:
+            # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
+            whole = self.host.complete(tree)
+            whole |= {"riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
+            opened[0].map.put_capsule(serialization.encode(whole))
+            opened[0].map.landed()
+            self.failpoints.hit("snapshot.landed", **facts)
+
+        def compared(found: Mapping[int, int]) -> None:
+            cells.update(found)
+
+        def sealed(digests: np.ndarray) -> None:
+            opened[0].map.sealed(digests)
+            self._under_way.discard(opened[0].index)
+            self.failpoints.hit("snapshot.sealed", **facts)
+            self.counts.snapshots += 1
+            self.counts.sealed_step = step
+            trouble = self._unlike()
+            self._settle(trouble)
+            self.reporter.answer(step, Answer.SEALED, trouble, cells)
+
+        def failed(error: Exception) -> None:
+            self._under_way.difference_update(slot.index for slot in opened)
+            self.void(step, str(error))
+
+        return CopyJob(
+            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
+            at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
+            at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
+            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared, course=course,
+            samples=lambda: samples(held.share.cells, step, self.copier.compares_all and step <= self.compares_all_until),
+        )  # fmt: skip
+
+    def _unlike(self) -> str:
+        """Why nothing becomes whole although every rank seals; empty if replicas are alike."""
+        cells = sorted(self.reporter.unlike)
+        if not cells:
+            return ""
+        leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
+        found = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
+        return (
+            f"ranks hold different bytes where they should be replicas: {found}. "
+            "Train them alike (DDP does), or attach with protect='none', and each rank keeps its own."
+        )
+
+    def _facts(self, step: int) -> dict[str, int]:
+        return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}
+
+    def void(self, step: int, reason: str) -> None:
+        """Says that this rank has no snapshot of `step`, and why."""
+        self.counts.skipped += 1
+        self._settle(reason)
+        self.copier.submit(lambda: self.reporter.answer(step, Answer.VOID, reason))
+
+    def _settle(self, reason: str) -> None:
+        """Logs when snapshots begin to fail, fail for another reason, or work again."""
+        if self._complaints.heard(reason, time.monotonic()):
+            what = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
+            log.warning("rank %d %s", self.rank, what)
+
+    # Layout
+
+    def _current(self) -> Held:
+        if self._held is None or not self._held.bindings.hold():
+            before = self._held.share if self._held else self._expected
+            self._held = Held.of(self.subjects.bind(), self.placement, self.rank, self.copier.cut, before)
+            extra = self._held.share.extra
+            if self.placement.lanes and extra != (before.extra if before else ()):
+                log.warning(
+                    "rank %d: %d leaves were not foreseen by attach and are lost with their node, e.g. %s.",
+                    self.rank, len(extra), ", ".join(extra[:3]),
+                )  # fmt: skip
+        return self._held
+
+    def _room_for(self, held: Held) -> bool:
+        """Whether the slots are large enough; if not, larger ones are leased beside training."""
+        if self._leasing is not None and not self._leasing.is_alive():
+            self._leasing = None
+            if self._leased is not None:
+                # The outgrown slots stay mapped: the engine may hold views of them until the process ends.
+                self._outgrown += self.slots
+                self.slots, self._leased = self._leased, None
+        if self._leasing is not None:
+            return False  # even if the old slots fit: the daemon frees them once larger ones are made
+        if held.fits(self.slots):
+            return True
+        self._leasing = threading.Thread(target=self._lease, args=(held,), name="reft-lease", daemon=True)
+        self._leasing.start()
+        return False
+
+    def _lease(self, held: Held) -> None:
+        try:
+            self._leased = self.leaser.lease(held.share.data_bytes, len(held.share.table))
+        except Exception as error:
+            if self._leasing is threading.current_thread():  # else the session was closed meanwhile
+                log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
+
+    def bytes_per_snapshot(self) -> int:
+        """Bytes that one snapshot writes into its slot: live ones, parity, and the capsule's riders."""
+        if self._held is None:
+            return 0
+        share = self._held.share
+        return share.written_bytes + sum(share.leaves[i].nbytes for i in share.riders)
+
+    @property
+    def whole(self) -> Version | None:
+        """The newest version known to be whole, of this epoch and not discarded, or as its base."""
+        known = self.reporter.whole
+        return self.base if known is None or self.leaves_out(known.step) else known
+
+    def newest_known_whole(self) -> int:
+        """The newest step known to be whole, in this epoch or as its base; -1 if none."""
+        return self.whole.step if self.whole else -1
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether no snapshot of this step is ever taken: the number was used for a call of the optimizer, and discarded."""
+        return step <= self._floor
+
+    @cached_property
+    def is_protected(self) -> bool:
+        """Whether a whole version survives as many lost failure domains as were asked for."""
+        return not exposed(self.placement)
+
+    @property
+    def unforeseen(self) -> tuple[str, ...]:
+        """Leaves of the last snapshot that the placement does not know: this rank keeps them, and nobody else."""
+        return self._held.share.extra if self._held and self.placement.lanes else ()
+
+    def retire(self, deadline_s: float) -> bool:
+        """Ends these snapshots for others that go on with the engine; False if it does not end its work in time."""
+        ended = threading.Event()
+        self.copier.submit(ended.set)
+        if not ended.wait(deadline_s):
+            return False
+        self.release()
+        self.reporter.close()
+        self._unmap()
+        return True
+
+    def release(self) -> None:
+        """Tells the daemon that the session was closed; slots that are still being made are not wanted any more."""
+        self._leasing = None
+        self.reporter.release()
+
+    def close(self) -> None:
+        """Ends the engine's thread and the line to the daemon; the slots stay with the daemon."""
+        self.copier.close()
+        self.reporter.close()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        for slot in (*self.slots, *self._outgrown, *(self._leased or ())):
+            slot.close()

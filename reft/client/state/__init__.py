@@ -1,0 +1,1 @@
+"""Names what is held: tensors, parameters and small host objects."""

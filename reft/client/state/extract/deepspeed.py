@@ -1,0 +1,189 @@
+"""DeepSpeed's engine: ZeRO-1, 2 and 3, BF16_Optimizer, low precision without ZeRO, plain fp32, and PipelineEngine over them.
+
+    engine._take_model_step ─► optimizer.step: moments and fp32 masters of this rank ─► low-precision weights, gathered
+          hooked here                          inner hooks are too early: the weights are still old
+
+    DeepSpeed's optimizer        the model's weights     masters and moments
+    ZeRO-1, ZeRO-2, BF16         replicas                flat, a group's padded run of all its parameters a rank
+    ZeRO-3                       a run of each a rank    flat, one for each sub group and rank (extract/zero3.py)
+    FP16_UnfusedOptimizer        replicas                replicas, one for each parameter
+    none (fp32)                  replicas                the weights themselves
+
+A flat master is held as the runs of parameters that it consists of: "optimizer.0.master.layers.1.weight" with the place of the
+run in the flattened parameter, and its moments likewise. So leaves mean the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import distributed
+
+from reft.client.state.extract import zero3
+from reft.client.state.extract.dtensor import Box
+from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.extract.registry import Removable
+from reft.client.state.extract.wrapping import Wrapped
+from reft.client.state.parameters import Named, Names, Run
+from reft.client.state.serialization import from_plain, to_plain
+from reft.client.state.tensors import Bindings, clean
+from reft.errors import UnsupportedState
+
+TESTED = "0.19.8"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"
+# Optimizers with flat masters that are shared out: where the masters are, and the parameters of each.
+PARTITIONED = {
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "bit16_groups"),
+    "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": ("fp32_groups_flat_partition", "bf16_groups"),
+}
+READ = {
+    zero3.STAGE3: zero3.READ,
+    UNFUSED: ("fp32_groups", "fp16_groups", "loss_scale_config", "optimizer"),
+    **{kind: (*names, "real_dp_process_group", "optimizer") for kind, names in PARTITIONED.items()},
+}
+
+
+class DeepSpeedExtractor(OptimizerExtractor):
+    """For deepspeed.runtime.engine.DeepSpeedEngine, passed as the optimizer, beside its `.module` as the model."""
+
+    def owner(self, value: Any) -> torch.optim.Optimizer:
+        """torch's optimizer at the core, with the masters in its groups."""
+        if isinstance(value, torch.optim.Optimizer):
+            return value
+        kind = _kind(value.optimizer)
+        if kind == zero3.STAGE3:
+            return zero3.complete(value.optimizer)
+        core: torch.optim.Optimizer = value.optimizer.optimizer if kind else value.optimizer
+        return core
+
+    def check(self, prefix: str, value: Any) -> None:
+        """Refuses by name what was not tried."""
+        missing = [name for name in ("_take_model_step", "optimizer", *COUNTERS) if not hasattr(value, name)]
+        optimizer = value.optimizer
+        kind = _kind(optimizer)
+        if kind:
+            missing += [name for name in READ[kind] if not hasattr(optimizer, name)]
+            missing += [] if hasattr(value, "param_names") else ["param_names"]
+        elif not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedState(
+                f"{prefix} runs DeepSpeed's {type(optimizer).__name__}; held are ZeRO-1, 2 and 3, BF16_Optimizer, "
+                "FP16_UnfusedOptimizer, and fp32 without ZeRO."
+            )
+        if missing:
+            raise UnsupportedState(
+                f"{prefix}: this deepspeed has no {missing[0]!r}; reft was tested with {TESTED}.",
+                f"pip install deepspeed=={TESTED}",
+            )
+        scalers = (
+            getattr(value, "torch_autocast_z0_gradscaler", None),
+            getattr(optimizer, "torch_autocast_gradscaler", None),
+        )
+        refused = {
+            "experts": getattr(value, "has_moe_layers", False),
+            "offloaded optimizer state": getattr(optimizer, "cpu_offload", False),
+            "tensor parallelism": _is_tensor_parallel(value),
+            "torch_autocast's gradient scaler": any(each is not None for each in scalers),
+            **(zero3.refused(optimizer) if kind == zero3.STAGE3 else {}),
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise UnsupportedState(f"{prefix} runs DeepSpeed with {what}, which this version does not hold.")
+
+    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
+        """The masters, or in plain fp32 the model's own parameters."""
+        optimizer, kind = value.optimizer, _kind(value.optimizer)
+        stage = f".stage{value.stage_id}" if hasattr(value, "stage_id") else ""
+        masters = f"{prefix}{stage}.master"
+        if not kind:
+            yield from super().parameters(prefix, optimizer, known)
+        elif kind == UNFUSED:
+            for own, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for master, weight in zip(own, weights, strict=True):
+                    yield Named(f"{masters}.{clean(value.param_names[weight])}", master, master.detach(), None)
+        else:
+            flats = zero3.masters(optimizer) if kind == zero3.STAGE3 else _partitions(optimizer, *PARTITIONED[kind])
+            for g, (master, group, runs) in enumerate(flats):
+                rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+                box = Box((master.numel() * world,), (master.numel() * rank,))
+                named = (Run(f"{masters}.{clean(value.param_names[p])}", *place) for p, *place in runs)
+                yield Named(f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(named))
+
+    def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
+        """The masters and their moments."""
+        if _kind(value.optimizer):
+            core = value.optimizer.optimizer
+            found.expect(vars(value.optimizer), "optimizer", core)
+            found.expect(vars(core), "state", core.state)
+        super().bind(found, prefix, self.owner(value), names)
+
+    def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
+        """Groups, the engine's counters and the loss scale."""
+        return {
+            "core": super().capture(prefix, self.owner(value), names),
+            "counters": {name: getattr(value, name) for name in COUNTERS},
+            "scaler": _scale_of(value.optimizer),
+        }
+
+    def restore(self, prefix: str, value: Any, names: Names, saved: Mapping[str, Any]) -> None:
+        """The reverse of `capture`."""
+        core = self.owner(value)
+        super().restore(prefix, core, names, saved["core"])
+        for name, count in saved["counters"].items():
+            setattr(value, name, count)
+        if saved["scaler"]:
+            vars(_scaler(value.optimizer)).update(from_plain(saved["scaler"]))
+        if _kind(value.optimizer) == zero3.STAGE3:
+            zero3.take_over(value.optimizer, core)
+
+    def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
+        """Where both engine.step and PipelineEngine.train_batch step; once for all micro batches of a step.
+
+        A step that is skipped for an overflow has changed the loss scale, and counts.
+        """
+        return [Wrapped(value, "_take_model_step", before, after)]
+
+
+def _kind(optimizer: Any) -> str:
+    """Which of DeepSpeed's optimizers it is, by the full name of its class; empty if none of them. Derived ones are others."""
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    return kind if kind in READ else ""
+
+
+def _partitions(zero: Any, masters: str, parameters: str) -> Iterator[tuple[torch.Tensor, Any, list[Any]]]:
+    """The flat master of each group, the ranks that share it, and what this rank's part of it consists of.
+
+    Returns:
+        for each run: parameter, box, first element in the master, number of elements.
+    """
+    shared = zip(getattr(zero, masters), zero.real_dp_process_group, getattr(zero, parameters), strict=True)
+    for master, group, weights in shared:
+        runs = []
+        for weight in weights:
+            if weight._hp_mapping is not None:
+                low, high = weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address
+                runs.append((weight, Box((weight.numel(),), (low.start,)), high.start, high.numel))
+        yield master, group, runs
+
+
+def _is_tensor_parallel(engine: Any) -> bool:
+    mpu = getattr(engine, "mpu", None)
+    if mpu is None:
+        return False
+    sizes = (
+        getattr(mpu, name, None) for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+    )
+    # PipelineEngine's grid calls pipeline times slices "model parallel".
+    return not hasattr(engine, "stage_id") and any(size() > 1 for size in sizes if size is not None)
+
+
+def _scaler(optimizer: Any) -> Any:
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _scale_of(optimizer: Any) -> dict[str, Any]:
+    scaler = _scaler(optimizer)
+    plain = (bool, int, float, type(None))
+    return {} if scaler is None else {key: to_plain(v) for key, v in vars(scaler).items() if isinstance(v, plain)}

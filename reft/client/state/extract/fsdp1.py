@@ -1,0 +1,79 @@
+"""FSDP1 (FullyShardedDataParallel): flat parameters, of which each rank holds one run of elements.
+
+    flat parameter   | w                | b    | pad |         use_orig_params=False: one leaf, "layer._flat_param", a run of
+    ranks                0     |     1     |    2              the whole. True: one leaf for each parameter and rank, a run of
+                                                               w.flatten(): rank 1 has w[k:] and b[:j]
+
+Invariants
+  1. What is held is `_local_shard`, which stays in place; the parameters that modules and optimizers have point elsewhere
+     while forward and backward run.
+  2. A parameter of which this rank has nothing never gets a gradient, so no state.
+  3. NO_SHARD has whole parameters, in the modules: nothing here concerns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from reft.client.state.extract.dtensor import Box
+from reft.client.state.parameters import Named
+
+Parts = Sequence[tuple[str, nn.Module]]  # a module's parts, each once, with its path: walking takes milliseconds
+
+
+class Flat(NamedTuple):
+    """One flat parameter.
+
+    Attributes:
+        place, key: `place[key]` is the sharded memory, None before the first forward.
+        shard: 1-D, this rank's run.
+        pieces: what is held of it; names lack the prefix.
+        slots: (id of a module's _parameters, name in it) of all parameters that it stands for.
+    """
+
+    place: Mapping[str, Any]
+    key: str
+    shard: torch.Tensor
+    pieces: list[Named]
+    slots: set[tuple[int, str]]
+
+
+def flat_parameters(parts: Parts) -> Iterator[Flat]:
+    """The sharded flat parameters of the FSDP1 wrappers among a module's parts, outer ones first."""
+    for path, part in parts:
+        if not any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
+            continue
+        handle = part._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        shard = vars(flat).get("_local_shard")
+        memory = flat.data if shard is None else shard
+        prefix = f"{path}." if path else ""
+        if flat._params is None:
+            pieces = [_whole(f"{prefix}_flat_param", handle, memory)]
+            slots = {(id(part._parameters), "_flat_param")}
+        else:
+            pieces = [*_pieces(prefix, flat, memory)]
+            infos = [*flat._param_infos, *flat._shared_param_infos]
+            slots = {(id(info.module._parameters), info.param_name) for info in infos}
+        yield Flat(vars(flat), "_local_shard", memory, pieces, slots)
+
+
+def _whole(name: str, handle: Any, shard: torch.Tensor) -> Named:
+    size = shard.numel()
+    return Named(name, handle.flat_param, shard, Box((size * handle.world_size,), (size * handle.rank,)))
+
+
+def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[Named]:
+    """What the shard has of each original parameter: one run of its elements, or none."""
+    infos = zip(flat._params, flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+    for parameter, name, shape, info in infos:
+        whole = shape.numel()
+        first = info.intra_param_start_idx if info.in_shard else whole
+        begin, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
+        yield Named(f"{prefix}{name}", parameter, shard[begin : begin + size], Box((whole,), (first,)))

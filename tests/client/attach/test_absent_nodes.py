@@ -1,0 +1,98 @@
+"""Who is asked what in a survey, and when again: beside a fake of the daemons."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.client.attach import absent_nodes
+from reft.wire.findings import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+
+NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}
+
+
+def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
+    """`answers`: node → what it says when it is asked first, and again. Returns the findings, and who was asked how."""
+    asked = []
+    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+
+    def ask(nodes, is_again):
+        asked.append(("".join(node.id for node in nodes), is_again))
+        reply = pb.SurveyReply()
+        for node in nodes:
+            said = answers[node.id].pop(0)
+            each = reply.nodes.add(node=node, brief="brief" in said)
+            if "answers" in said:
+                each.reply.node_id = node.id
+        return reply
+
+    found = absent_nodes.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ())
+    return sorted(found.replies), found.silent, asked
+
+
+def test_who_was_given_up_is_not_waited_for_where_nothing_newer_is_known(monkeypatch):
+    answers = {"b": ["brief"], "c": ["silent"], "d": ["answers"]}
+    assert survey(monkeypatch, answers, settled=True) == (["a", "d"], ("b", "c"), [("bcd", False)])
+
+
+@pytest.mark.parametrize(
+    "later, heard, silent", [("answers", ["a", "b", "d"], ("c",)), ("silent", ["a", "d"], ("c", "b"))]
+)
+def test_else_it_is_asked_again(monkeypatch, later, heard, silent):
+    answers = {"b": ["brief", later], "c": ["silent"], "d": ["answers brief"]}
+    assert survey(monkeypatch, answers, settled=False) == (heard, silent, [("bcd", False), ("b", True)])
+
+
+def test_whoever_had_the_whole_time_is_not_asked_again(monkeypatch):
+    assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", False)])
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_another_node_at_the_address_of_one_that_is_gone_is_not_counted_twice(monkeypatch, settled):
+    """a was rebooted: it is another node now, which takes part, and answers at the address of b, which it was before."""
+    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
+    asked = []
+
+    def ask(nodes, is_again):
+        asked.append(is_again)
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)])
+
+    found = absent_nodes.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
+    assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
+
+
+def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
+    """What a node says that remembers the attach of an epoch, on these nodes, and the nodes of its base."""
+    epochs = [pb.Epoch(counter=each, ident=bytes([each]) * 16) for each in (epoch, epoch - 1)]
+    reply = pb.InventoryReply(node_id=node, decision=pb.Decision(epoch=epochs[0]))
+    reply.manifest.nodes.extend(NODES[each] for each in nodes)
+    if base_nodes:
+        reply.decision.base.CopyFrom(pb.Version(epoch=epochs[1], step=1))
+        reply.base_manifest.nodes.extend(NODES[each] for each in base_nodes)
+    return reply
+
+
+def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
+    """The job went from a and b to b and c: a, which takes part again, never heard of c."""
+    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
+
+    def ask(nodes, is_again):
+        asked.append("".join(node.id for node in nodes))
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=says[node.id]) for node in nodes])
+
+    found = absent_nodes.surveyed(Findings({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
+    assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
+
+
+def test_nodes_of_a_history_that_is_over_are_not_asked(monkeypatch):
+    """Nodes that were left two attaches ago may be gone for good: each restart would wait for them."""
+    monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
+    asked = []
+
+    def ask(nodes, is_again):
+        asked.append("".join(node.id for node in nodes))
+        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
+
+    absent_nodes.surveyed(Findings({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
+    assert asked == ["b"]

@@ -1,0 +1,463 @@
+"""Attach: what it refuses, what it says, whom it fences, and how it goes back to an older version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+import reft
+from reft import errors
+from reft.client.attach import report
+from reft.client.attach import run as attach_module
+from reft.client.attach.arguments import Request
+from reft.config import Config, Launch
+from reft.core.recovery import Plan, Shortfall
+from reft.core.version import Epoch, Version
+from reft.wire.findings import Findings
+from reft.wire.slot_format import PAGE, best_header
+from tests.scenarios.test_state_kinds import Keeper, step_once, train
+from tests.support.daemons import purge_and_stop, until
+from tests.support.trainers import Spec, Trainers, run
+
+
+def make(width=8):
+    model = nn.Linear(width, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def script(tmp_path: Path, body: str) -> list[str]:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, signal, sys, torch, reft\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n" + body
+    )
+    return [sys.executable, str(path)]
+
+
+LOOP = """
+session = reft.attach(model, optimizer)
+print("began", session.step, session.restored_from, flush=True)
+for step in session.steps(5):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("sealed", session.seal().whole)
+"""
+
+
+def execute(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("REFT_", "SLURM_", "TORCHELASTIC"))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**kept, **environment})
+
+
+# What is refused, and how
+
+
+def test_a_model_that_changed_shape_is_refused_with_the_differences(attach):
+    model, optimizer = make()
+    train(attach(model, optimizer), model, optimizer)
+    with pytest.raises(
+        errors.LayoutChanged, match=r"model\.0\.weight: held float32 \[4, 8\], float32 \[4, 16\] in the model"
+    ):
+        attach(*make(16))
+    other, another = make()
+    assert attach(other, another).step == 3, "a refused attach must not lose what is held"
+
+
+def test_another_optimizer_is_refused(attach):
+    model, optimizer = make()
+    train(attach(model, optimizer), model, optimizer)
+    with pytest.raises(errors.LayoutChanged):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, Path("x")])
+def test_state_that_can_not_be_stored_is_refused_at_attach_with_its_path(attach, value):
+    with pytest.raises(errors.UnsupportedState, match=r"state\['loader'\]\['value'\]\['sampler'\]"):
+        attach(*make(), state={"loader": Keeper({"sampler": value})})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"state": {"x": 3}}, "without state_dict"), ({"every": 0}, "from 1 on"), ({"protect": "aor"}, "not in this version"),
+        ({"slots": 1}, "2 to 16"), ({"job": "../etc"}, "not allowed"), ({"daemon": "nowhere"}, "no address"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(attach, arguments, text):
+    with pytest.raises(errors.ConfigError, match=text):
+        attach(*make(), **arguments)
+
+
+def test_meta_and_sparse_tensors_are_refused_by_name(attach):
+    with pytest.raises(errors.UnsupportedState, match=r"model\.0\.weight has no memory"):
+        attach(nn.Linear(2, 2, device="meta"), make()[1])
+
+
+class Around(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer and Accelerate's: an optimizer whose own state stays empty."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.optim = inner
+
+
+def test_what_keeps_its_state_elsewhere_is_refused_instead_of_held_in_part(attach):
+    model, optimizer = make()
+    with pytest.raises(errors.UnsupportedState, match="keeps its state in another optimizer"):
+        attach(model, Around(optimizer))
+    optimizer.state["global"]["momentum"] = torch.zeros(3)
+    with pytest.raises(errors.UnsupportedState, match="under 'global', which is no parameter"):
+        attach(model, optimizer)
+
+
+def test_a_named_daemon_that_does_not_answer(tmp_path):
+    with pytest.raises(errors.DaemonUnavailable, match="no daemon answers"):
+        reft.attach(*make(), daemon=f"unix:{tmp_path}/none.sock")
+
+
+def test_world_size_without_a_process_group(attach, monkeypatch):
+    monkeypatch.setattr(attach_module.Launch, "load", classmethod(lambda cls: Launch(0, 4, "", "")))
+    with pytest.raises(errors.AttachError, match="init_process_group"):
+        attach(*make())
+
+
+def test_switched_off_means_nothing_happens(capfd):
+    model, optimizer = make()
+    session = reft.attach(model, optimizer, config=Config(mode="off"))
+    for _ in session.steps(3):
+        step_once(model, optimizer)
+    assert session.step == 3 and not session.seal() and session.stats()["snapshots"] == 0
+    assert "switched off" in capfd.readouterr().err
+
+
+# Who may attach
+
+
+def test_a_second_attach_of_this_process(attach, shared_daemon):
+    model, optimizer = make()
+    session = reft.attach(model, optimizer, daemon=shared_daemon.address, job="twice")
+    with pytest.raises(errors.AlreadyAttached, match="close the earlier session"):
+        reft.attach(model, optimizer, daemon=shared_daemon.address, job="twice")
+    train(session, model, optimizer)  # the first is not disturbed
+    session.close()
+
+
+def test_a_second_trainer_of_a_living_rank_is_refused(daemon):
+    first = Trainers(Spec(daemon.address, options={"pause_at": [5]}))
+    first.wait_for(5)
+    second = Trainers(Spec(daemon.address))
+    assert second.wait() == [1]
+    assert "AlreadyAttached" in second.errors() and "which lives" in second.errors()
+    first.let_go(5)
+    assert first.wait() == [0]
+
+
+def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
+    """What torchrun leaves when its agent is killed: a worker that trains on. Both runs say they are one launch."""
+    same = {"TORCHELASTIC_RUN_ID": "none"}  # the parent of both, the fork server, passes for their agent
+    options = {"seal_at": [4, 5], "pause_at": [5]}  # step 4 is whole, so there is a slot for 5
+    orphan = Trainers(Spec(daemon.address, steps=10_000, options=options, environment=same))
+    orphan.wait_for(5)
+    after = run(Spec(daemon.address, environment=same))
+    assert orphan.wait() == [-signal.SIGKILL]
+    assert after[0]["from"] == "memory" and after[0]["began"] == 5
+
+
+def test_a_fork_after_attach_may_not_use_the_session(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    train(session, model, optimizer)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            step_once(model, optimizer)  # hooks do nothing in the child
+            session.step_end()
+        except errors.ForkedSession:
+            os._exit(42)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
+    train(session, model, optimizer)
+    assert session.step == 6
+
+
+def test_workers_of_a_data_loader_do_not_disturb(attach):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    loader = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8, num_workers=2)
+    batches = iter(loader)
+    for _ in session.steps(8):
+        model(next(batches)).sum().backward()
+        optimizer.step()
+    assert session.seal(timeout=60)
+    counts = session.stats()  # on a busy machine the round's news may come too late for a slot
+    assert counts["snapshots"] + counts["skipped"] == 8
+
+
+# Named or not
+
+
+def test_a_named_job_goes_on_and_an_unnamed_one_starts_fresh_and_says_what_is_held(tmp_path, daemon):
+    command = script(tmp_path, LOOP)
+    first = execute(command, REFT_DAEMON=daemon.address)
+    assert "began 0 None" in first.stdout and "sealed True" in first.stdout, first.stderr
+    again = execute(command, REFT_DAEMON=daemon.address)
+    assert "began 0 None" in again.stdout
+    job = next(word for word in again.stderr.split() if word.startswith("REFT_JOB=")).removeprefix("REFT_JOB=")
+    assert "step 5 of an earlier run" in again.stderr
+    resumed = execute(command, REFT_DAEMON=daemon.address, REFT_JOB=job)
+    assert "began 5 memory" in resumed.stdout
+
+
+def test_a_restore_leaves_no_descriptor_of_a_slot(tmp_path, daemon):
+    links = "[os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')]"
+    command = script(tmp_path, LOOP + f"print('open', sum('slot-' in link for link in {links}))\n")
+    kept = {"REFT_DAEMON": daemon.address, "REFT_JOB": "named"}
+    first, second = (execute(command, **kept).stdout for _ in range(2))
+    assert "began 0 None" in first and "began 5 memory" in second
+    assert first.splitlines()[-1] == second.splitlines()[-1] == "open 0", "a mapping holds none, a restore leaves none"
+
+
+def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
+    home = tmp_path / "run"
+    environment = {"REFT_RUNTIME_DIR": str(home), "REFT_JOB": "auto", "HOME": "/nonexistent"}
+    dying = script(
+        tmp_path,
+        LOOP.replace("    optimizer.step()\n", "    optimizer.step()\n    step == 3 and os.kill(os.getpid(), 9)\n"),
+    )
+    try:
+        killed = execute(dying, **environment)
+        assert killed.returncode == -9, killed.stderr
+        resumed = execute(script(tmp_path, LOOP), **environment)
+        assert "began 3 memory" in resumed.stdout, resumed.stderr
+    finally:
+        purge_and_stop(home / "daemon.sock")
+
+
+def test_a_daemon_that_attach_had_started_and_that_died_is_started_again(tmp_path):
+    home = tmp_path / "run"
+    pid = "starter.hello(address).pid"
+    loop = LOOP.replace(
+        "    optimizer.step()\n", f"    optimizer.step()\n    step == 3 and os.kill({pid}, signal.SIGKILL)\n"
+    )
+    address = f"import signal, threading; from reft.wire import starter; address = 'unix:{home}/daemon.sock'\n"
+    more = f"print('whole', session.seal(timeout=60).step, session.step, {pid} > 0)\n"
+    # It may seal before the thread that had it started says so; the end of the process would cut that thread short.
+    more += "[thread.join() for thread in threading.enumerate() if thread.name == 'reft-revive']\n"
+    try:
+        done = execute(script(tmp_path, address + loop + more), REFT_RUNTIME_DIR=str(home), REFT_JOB="auto")
+        assert "whole 5 5 True" in done.stdout, done.stderr
+        assert "the daemon had died" in done.stderr
+    finally:
+        purge_and_stop(home / "daemon.sock")
+
+
+# Damage
+
+
+def flip(folder: Path, name: str) -> None:
+    """Turns one bit of a slot's data."""
+    with open(folder / name, "r+b") as file:
+        at = best_header(np.frombuffer(file.read(2 * PAGE), np.uint8)).geometry.data_offset + 1000
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_before(daemon):
+    plain = run(Spec(daemon.address, job="plain"), 2)
+    # Each of these steps is waited for: steps of a millisecond outrun the round, and then there is no version before.
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [5, 6, 7, 8]}), 2)
+    trainers.wait_for(8)
+    until(lambda: daemon.status("job").whole == 8, what="step 8")
+    trainers.kill()
+    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    newest = next(header for header in headers if header.rank == 1 and header.version.step == 8)
+    flip(daemon.folder / "job", newest.slot)
+    after = run(Spec(daemon.address), 2)
+    assert after[0]["began"] == after[1]["began"] < 8
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["digests"] == reference["digests"]
+
+
+def test_state_that_the_version_before_did_not_have_is_taken_out_again(daemon):
+    """A parameter that is trained from step 8 on: what is made for the damaged step 8 must not stand in the way of step 7."""
+    options = {"thaws_at": 7, "seal_at": [6, 7, 8]}
+    plain = run(Spec(daemon.address, job="plain", options=options))
+    trainers = Trainers(Spec(daemon.address, options={**options, "pause_at": [8]}))
+    trainers.wait_for(8)
+    trainers.kill()
+    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+        if header.version.step == 8:
+            flip(daemon.folder / "job", header.slot)
+    after = run(Spec(daemon.address, options=options))
+    assert after[0]["began"] == 7 and after[0]["digests"] == plain[0]["digests"]
+
+
+def test_if_all_that_came_after_a_restart_is_damaged_what_the_restart_began_with_is_found(daemon):
+    """That base is of an epoch which a decision of this attach, told before anyone looked at the slots, would not count."""
+    for options in ({"pause_at": [8], "seal_at": [7, 8]}, {"pause_at": [9], "seal_at": [9]}):
+        trainers = Trainers(Spec(daemon.address, options=options))
+        trainers.wait_for(options["pause_at"][0])
+        trainers.kill()
+    for header in daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots:
+        if header.version.epoch.counter == 2:
+            flip(daemon.folder / "job", header.slot)
+    assert run(Spec(daemon.address))[0]["began"] == 8
+
+
+def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
+    """A file that is shorter than its mapping kills whoever touches it: neither the daemon nor attach may."""
+    trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
+    trainers.wait_for(8)
+    trainers.kill()
+    headers = daemon.call("Inventory", attach_module.pb.InventoryRequest(job="job")).slots
+    newest = max(headers, key=lambda header: header.version.step)
+    os.truncate(daemon.folder / "job" / newest.slot, 5000)
+    after = run(Spec(daemon.address))
+    assert after[0]["from"] == "memory" and 5 < after[0]["began"] < newest.version.step
+    assert after[0]["sealed"] == [True, 12]
+
+
+def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
+    run(Spec(daemon.address))
+    for path in (daemon.folder / "job").glob("rank-0.slot-*"):
+        flip(daemon.folder / "job", path.name)
+    trainers = Trainers(Spec(daemon.address))
+    assert trainers.wait() == [1]
+    assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
+
+
+def test_what_is_lost_is_said_too_where_nobody_knows_how_it_was_placed():
+    version = Version(Epoch(1, b"e" * 16), 8)
+    found = report.lost("job", Findings({}), Plan(None, partial=(Shortfall(version, is_placed=False),)), [])
+    assert (
+        found.startswith("job job was held whole") and "no daemon that answers knows how its bytes were placed" in found
+    )
+
+
+def test_another_number_of_ranks_goes_on_from_what_is_held(daemon):
+    run(Spec(daemon.address), 2)
+    trainers = Trainers(Spec(daemon.address, steps=14))
+    assert trainers.wait() == [0], trainers.errors()
+    assert trainers.results()[0]["began"] == 12 and trainers.results()[0]["from"] == "peers"
+
+
+def test_state_that_grew_after_the_first_step_comes_back(daemon):
+    """It is foreseen with one gradient in its cell, and held with three: every rank kept its own."""
+    options = {"growing": True}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    run(Spec(daemon.address, steps=8, options=options), 2)
+    after = run(Spec(daemon.address, options=options), 2)
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["began"] == 8 and mine["digests"] == reference["digests"]
+
+
+def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):
+    codes = pair_of_models.wait()
+    assert codes.count(0) == 0
+    assert "rank 1 could not attach" in pair_of_models.errors()
+
+
+@pytest.fixture
+def pair_of_models(daemon):
+    """Two ranks, of which the second can't be held."""
+    return Trainers(Spec(daemon.address, options={"bad_rank": 1}), 2)
+
+
+# Replicas that are none
+
+
+def test_ranks_that_were_told_unlike_things_are_refused(daemon):
+    """Each would place its shards by its own manifest, and what is whole by all reports could not be decoded."""
+    trainers = Trainers(Spec(daemon.address, options={"odd_rank": 1, "tolerate": 1}), 2)
+    assert trainers.wait().count(0) == 0
+    assert "rank 0 has tolerate 1, rank 1 2. Fix: give all ranks the same" in trainers.errors()
+
+
+def test_ranks_that_train_apart_are_never_taken_for_replicas(daemon):
+    """Equal at attach, other data, no gradient exchanged: shards of both would make a state that nobody ever had."""
+    trainers = Trainers(Spec(daemon.address, options={"apart": True, "seal_s": 2}), 2)
+    assert trainers.wait() == [0, 0]
+    assert all(result["sealed"] == [False, -1] for result in trainers.results())
+    assert "ranks hold different bytes where they should be replicas" in trainers.errors()
+
+
+def test_ranks_that_train_apart_keep_their_own_with_protect_none(daemon):
+    options = {"apart": True, "protect": "none"}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    assert plain[0]["digests"] != plain[1]["digests"]
+    Trainers(Spec(daemon.address, options={**options, "seal_at": [5, 6], "die_at": 6}), 2).wait()
+    after = run(Spec(daemon.address, options=options), 2)
+    assert after[0]["began"] > 0
+    for mine, reference in zip(after, plain, strict=True):
+        assert mine["digests"] == reference["digests"]
+
+
+def test_replicas_that_differ_at_attach_are_kept_by_every_rank(daemon):
+    """Random weights without a common seed: each leaf that differs is each rank's own."""
+    options = {"apart": True, "seed_by_rank": True}
+    plain = run(Spec(daemon.address, job="plain", options=options), 2)
+    assert plain[0]["sealed"] == [True, 12] and plain[0]["digests"] != plain[1]["digests"]
+
+
+def test_what_is_not_covered_is_said(attach, capsys):
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    attach(model, optimizer)
+    assert "not covered: the LR scheduler and the data position;" in capsys.readouterr().err
+    attach(model, optimizer, state={"lr": scheduler})
+    said = capsys.readouterr().err
+    assert "not covered: the data position;" in said and "in no optimizer" not in said
+    position = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    attach(model, optimizer, state={"lr": scheduler, "data": position}, job="another", protect="none")
+    assert "not covered: " not in capsys.readouterr().err
+
+
+def test_trainable_parameters_that_no_optimizer_has_are_said(attach, capsys):
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("frozen", "trained", "forgotten")})
+    model["frozen"].requires_grad_(False)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    attach(model, torch.optim.SGD(model["trained"].parameters(), lr=0.1), state={"average": average})
+    said = capsys.readouterr().err
+    assert "2 trainable parameters in no optimizer that was passed, e.g. model.0.forgotten.weight" in said
+    masters = [nn.Parameter(each.detach().clone()) for each in model.parameters()]
+    attach(model, torch.optim.SGD(masters, lr=0.1), job="copies")
+    assert "in no optimizer" not in capsys.readouterr().err
+
+
+def test_state_that_a_communication_hook_keeps_is_said_to_be_uncovered():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        request = Request(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None, {}, None, "auto", 1)
+        said = lambda: " ".join(report.not_covered(request, request.subjects(), 1))  # noqa: E731
+        assert "communication hook" not in said()
+        model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+        assert "not covered: the PowerSGDState of DDP's communication hook" in said()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_is_said(attach, capsys):
+    class Counting(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "count": 0}
+
+    model, optimizer = make()
+    attach(model, [optimizer, Counting([nn.Parameter(torch.zeros(1))], lr=0.1)])
+    assert "not covered: what Counting.state_dict adds to torch's" in capsys.readouterr().err
+    attach(model, optimizer, job="another")
+    assert "state_dict adds" not in capsys.readouterr().err

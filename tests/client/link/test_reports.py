@@ -1,0 +1,251 @@
+"""A rank's reporter and a daemon that a test plays: what is lost is said again, and nothing of it is waited for."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from reft.client.link import reports as reporting
+from reft.client.link.reports import CALLS_MAX, Reporter
+from reft.core.round import Said
+from reft.core.version import Epoch, Version
+from reft.errors import DaemonUnavailable, StaleEpoch
+from reft.failpoints import Failpoints
+from reft.wire.line import Frames, frame
+from reft.wire.messages import PROTOCOL, said_from
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import until
+from tests.support.saying import SEALED, VOID, says
+
+EPOCH = Epoch(1, b"e" * 16)
+
+
+class Played:
+    """The daemon's end."""
+
+    def __init__(self, path) -> None:
+        self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listening.settimeout(20)
+        self.listening.bind(str(path))
+        self.listening.listen(4)
+        self.there: socket.socket | None = None
+        self.frames = Frames()
+        self.waiting: list[bytes] = []
+
+    def next(self) -> Said:
+        """What the next report says."""
+        if self.there is None:
+            self.there, _ = self.listening.accept()
+            self.there.settimeout(20)
+            self.frames = Frames()
+        while not self.waiting:
+            data = self.there.recv(1 << 16)
+            assert data, "the line ended"
+            self.waiting += self.frames.feed(data)
+        return said_from(pb.ReportRequest.FromString(self.waiting.pop(0)).said)
+
+    def say(self, calls: int = 1, whole: int = -1, **facts) -> None:
+        facts = {"until": whole, "protocol": PROTOCOL, **facts}
+        self.there.sendall(frame(pb.ReportReply(calls=calls, whole=whole, **facts)))
+
+    def end(self) -> None:
+        self.there.close()
+        self.there = None
+
+
+@pytest.fixture
+def played(tmp_path):
+    daemon = Played(tmp_path / "line")
+    yield daemon
+    daemon.listening.close()
+    if daemon.there is not None:
+        daemon.there.close()
+
+
+@pytest.fixture
+def reporter(played, tmp_path):
+    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
+    yield found
+    found.close()
+
+
+def whole(reporter) -> int:
+    return reporter.whole.step if reporter.whole else -1
+
+
+def test_each_report_says_all_that_is_not_decided(reporter, played):
+    reporter.answer(1, SEALED)
+    assert played.next() == says({1: SEALED})
+    reporter.answer(2, VOID)
+    assert played.next() == says({1: SEALED, 2: VOID})
+    reporter.answer(4, SEALED)
+    assert played.next() == says({1: SEALED, 4: SEALED}), "what is not named is void"
+    played.say(3, whole=1, until=4, open=[4])
+    until(lambda: whole(reporter) == 1)
+    reporter.answer(5, VOID)
+    assert played.next() == says({4: SEALED, 5: VOID}, since=1)
+    assert reporter._delays.in_vain is None
+    played.say(whole=1, until=5)
+    until(lambda: reporter.voids(Version(EPOCH, 4)))
+    assert reporter._delays.in_vain == 5 and not reporter.voids(Version(EPOCH, 1))
+    assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
+
+
+def test_what_one_reply_decided_a_later_one_of_a_daemon_that_knows_less_does_not_undo(reporter, played):
+    for step in (1, 2):
+        reporter.answer(step, SEALED)
+        played.next()
+    played.say(2, whole=1, until=2)
+    until(lambda: whole(reporter) == 1)
+    reporter.answer(3, SEALED)
+    assert played.next() == says({3: SEALED}, since=1)
+    played.say(whole=-1, until=2, open=[1, 2])
+    until(lambda: reporter._under_way == 0)
+    assert whole(reporter) == 1 and reporter.voids(Version(EPOCH, 2))
+
+
+def test_a_step_that_was_passed_stays_void(reporter, played):
+    """Its number was said to be void with the newer one; to call it sealed now would be to take that back."""
+    reporter.answer(5, VOID)
+    assert played.next() == says({5: VOID})
+    reporter.answer(4, SEALED)
+    assert played.next() == says({5: VOID})
+
+
+def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next_reply(reporter, played):
+    for step in range(1, CALLS_MAX + 3):
+        reporter.answer(step, SEALED)
+    for _ in range(CALLS_MAX):
+        last = played.next()
+    assert last.sealed == set(range(1, CALLS_MAX + 1))
+    played.say(CALLS_MAX, whole=-1)
+    assert played.next().sealed == set(range(1, CALLS_MAX + 3)), "also if no step follows"
+    played.say(1, whole=-1)
+    until(lambda: reporter._under_way == 0)
+    reporter.answer(CALLS_MAX + 3, SEALED)
+    assert played.next().sealed == set(range(1, CALLS_MAX + 4))
+
+
+def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
+    for step in range(1, CALLS_MAX + 1):
+        reporter.answer(step, SEALED)
+        played.next()
+    played.end()
+    until(lambda: isinstance(reporter.error, DaemonUnavailable))
+    assert "does not advance" in caplog.text
+    reporter.answer(CALLS_MAX + 1, SEALED)
+    assert played.next().sealed == set(range(1, CALLS_MAX + 2))
+    played.say(whole=CALLS_MAX + 1)
+    until(lambda: whole(reporter) == CALLS_MAX + 1 and reporter.error is None)
+    assert "answers again" in caplog.text
+
+
+def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
+    reporter = Reporter("unix:/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
+    for step in range(1, 200):
+        reporter.answer(step, SEALED if step in (3, 5) else VOID)
+    daemon = Played(tmp_path / "line")
+    reporter.answer(200, VOID)
+    assert daemon.next() == says({3: SEALED, 5: SEALED, 200: VOID})
+    reporter.close()
+    daemon.end()
+    daemon.listening.close()
+
+
+def test_a_daemon_that_is_gone_costs_an_error_and_no_time(tmp_path):
+    reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0, Failpoints())
+    reporter.answer(1, SEALED)
+    assert isinstance(reporter.error, DaemonUnavailable) and reporter._under_way == 0
+    reporter.close()
+
+
+def test_a_silent_daemon_is_called_so_once_its_time_is_over(reporter, played, monkeypatch):
+    reporter.answer(1, SEALED)
+    now = reporting.time.monotonic()
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 19)
+    reporter.answer(2, SEALED)
+    assert reporter.error is None
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 22)
+    reporter.answer(3, SEALED)
+    assert isinstance(reporter.error, DaemonUnavailable) and "in time" in str(reporter.error)
+
+
+def test_a_daemon_of_another_protocol_is_not_believed(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1, protocol=0)
+    until(lambda: reporter.error is not None)
+    assert "now speaks protocol 0" in str(reporter.error) and whole(reporter) == -1
+
+
+def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=-1, status=10, error="epoch 1 is over")
+    until(lambda: reporter.is_fenced)
+    assert isinstance(reporter.error, StaleEpoch)
+    played.end()
+    until(lambda: reporter._line is None)
+    assert reporter.is_fenced, "the end of the line is no news for who is fenced"
+    reporter.answer(2, SEALED)
+    played.next()
+    played.say(whole=1)
+    until(lambda: whole(reporter) == 1)
+    assert reporter.is_fenced
+
+
+def test_what_can_not_be_read_ends_the_line(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.there.sendall(b"\3\0\0\0\xff\xff\xff")
+    until(lambda: isinstance(reporter.error, DaemonUnavailable))
+    assert "can't be read" in str(reporter.error)
+
+
+def test_who_waits_hears_of_the_outcome(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1)
+    assert reporter.wait(1, 20)
+    assert not reporter.wait(2, 0.0)
+
+
+def test_who_waits_asks_at_a_pace_while_its_own_answer_is_to_come(reporter, played):
+    """The daemon answers at once what speaks of decided steps only: to ask again at each answer would keep both busy."""
+    reporter.answer(1, SEALED)
+    played.next()
+    played.say(whole=1)
+    assert reporter.wait(1, 20)
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        waiting = pool.submit(reporter.wait, 2, 20)
+        for _ in range(3):
+            assert played.next().until == 1
+            played.say(whole=1)
+        assert time.monotonic() - began >= 3 * reporting.AGAIN_S
+        reporter.answer(2, SEALED)
+        assert played.next().sealed == {2}
+        played.say(whole=2)
+        assert waiting.result()
+
+
+def test_who_waits_tells_a_daemon_that_was_restarted(reporter, played):
+    reporter.answer(1, SEALED)
+    played.next()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reporter.wait, 1, 20)
+        played.end()
+        assert played.next() == says({1: SEALED})
+        played.say(whole=1)
+        assert waiting.result()
+
+
+def test_a_session_is_closed_without_its_daemon_too(reporter, caplog):
+    with caplog.at_level(logging.INFO, "reft"):
+        reporter.release()
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "did not hear that the session was closed" in record.message

@@ -1,0 +1,57 @@
+"""Slots as a trainer maps them: once touched, the first snapshot into them costs no page faults."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+
+import numpy as np
+import pytest
+
+from reft.client.link.slots import MappedSlot
+from reft.client.memory import prefault
+from reft.wire.slot_format import PAGE, Geometry, SlotMap
+
+MANY = Geometry(table_capacity=0, data_capacity=16 << 20, chunk_bytes=256 << 10)
+
+
+@pytest.fixture
+def descriptor():
+    """A slot's file with all its pages, as the daemon makes it; taken over by who maps it."""
+    file = os.memfd_create("slot")
+    os.posix_fallocate(file, 0, MANY.file_bytes)
+    SlotMap.create(np.frombuffer(mmap.mmap(file, MANY.file_bytes), np.uint8), MANY, "job", 0)
+    return file
+
+
+def faults_of_writing(slot: MappedSlot) -> int:
+    data = slot.map.data
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    data[::PAGE] = 1
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+
+def test_a_touched_slot_is_written_without_page_faults(descriptor):
+    slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=False)
+    slot.touch()
+    assert faults_of_writing(slot) < 16
+
+
+def test_touching_does_without_the_kernels_help(descriptor, monkeypatch):
+    monkeypatch.setattr(prefault, "_POPULATE_READ", 9999)  # as a kernel before 5.14 takes it
+    slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=False)
+    slot.touch()
+    assert faults_of_writing(slot) < 16
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_descriptor_is_kept_only_if_asked_for(descriptor, keeps):
+    slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps)
+    out = np.ones(3 * PAGE, np.uint8)
+    slot.map.read(PAGE, out)
+    assert not out.any()
+    assert slot.descriptor == (descriptor if keeps else -1)
+    slot.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

@@ -1,0 +1,119 @@
+"""REFT-load among processes over gloo: bytes arrive, and a peer that dies or stops ends the others within the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from reft.client.restore.load import load
+from reft.client.restore.load_plan import Sizes
+from reft.client.restore.transport import DeviceTransport, GlooTransport, Transport
+from reft.errors import RestoreError
+from tests.support.shards import alike, make_slot, placed
+
+WORLD = 3
+DEADLINE_S = 3.0
+SIZES = Sizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=128 << 10)
+AtChunk = Callable[[int], object]
+
+
+def state() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    found = {f"small{i}": torch.rand((i + 1,), generator=generator) for i in range(20)}
+    return found | {"large": torch.rand((1 << 20,), generator=generator).bfloat16(), "odd": torch.arange(99991)}
+
+
+def by_device(group: Any, deadline_s: float) -> Transport:
+    """NCCL's way with gloo in its place: no tags, so what a pair of ranks says in another order than it listens is wrong."""
+    return DeviceTransport(group, torch.device("cpu"), deadline_s)
+
+
+def work(rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChunk], way: Any = GlooTransport) -> None:
+    """One rank; what became of it goes into a file of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{home}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
+    )
+    tensors = state()
+    placement = placed([tensors] * WORLD, list(range(WORLD)), "aec", 1, 4096)
+    slots = [make_slot(placement, old, tensors) for old in range(WORLD)]
+    have = frozenset(range(WORLD)) - set(lost)
+    live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    digests = {old: slots[old].digests.copy() for old in lost}
+    transport = way(dist.new_group(backend="gloo"), DEADLINE_S)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        load(
+            transport, placement, rank, have, {old: old for old in have}, {rank: slots[rank]} if rank in have else {},
+            live, (), digests, at_chunk.get(rank, lambda _: None), SIZES,
+        )  # fmt: skip
+        said = "whole" if alike(live, tensors, list(tensors)) else "not whole"
+    except RestoreError as error:
+        said = f"RestoreError: {error}"
+    Path(home, str(rank)).write_text(f"{time.monotonic() - began:.3f} {said}")
+    if not at_chunk:
+        dist.barrier()
+    os._exit(0)  # a group with a dead member is left as it is
+
+
+def results(
+    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = None, stopped: int | None = None, way: Any = GlooTransport,
+) -> dict[int, Any]:  # fmt: skip
+    """What each rank says, and after how many seconds; ranks that died say nothing."""
+    arguments = (str(home), lost, at_chunk or {}, way)
+    context = processes.start_processes(work, arguments, nprocs=WORLD, start_method="fork", join=False)
+    end = time.monotonic() + 60
+    for rank, process in enumerate(context.processes):
+        if rank != stopped:
+            process.join(max(end - time.monotonic(), 0.1))
+    hung = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+    for process in context.processes:
+        process.kill()
+        process.join()
+    assert hung == ([] if stopped is None else [stopped])
+    found = {}
+    for path in home.iterdir():
+        if path.name.isdigit():
+            seconds, _, said = path.read_text().partition(" ")
+            found[int(path.name)] = (float(seconds), said)
+    return found
+
+
+@pytest.mark.parametrize(("lost", "way"), [((), GlooTransport), ((1,), GlooTransport), ((1,), by_device)])
+def test_all_bytes_arrive(tmp_path, lost, way):
+    found = results(tmp_path, lost, way=way)
+    assert [said for _, said in dict(sorted(found.items())).values()] == ["whole"] * WORLD
+
+
+def test_the_death_of_a_peer_is_an_error_of_the_others(tmp_path):
+    def dies(chunk: int) -> None:
+        if chunk >= 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    found = results(tmp_path, (0,), {2: dies})
+    assert sorted(found) == [0, 1]
+    assert all(said.startswith("RestoreError") for _, said in found.values()), found
+    assert all(seconds < 4 * DEADLINE_S for seconds, _ in found.values()), found
+
+
+def test_a_peer_that_stops_is_given_up_within_the_deadline(tmp_path):
+    def stops(chunk: int) -> None:
+        if chunk >= 20:
+            threading.Event().wait()
+
+    found = results(tmp_path, (), {1: stops}, stopped=1)
+    assert sorted(found) == [0, 2]
+    assert all(said.startswith("RestoreError") for _, said in found.values()), found
+    assert all(seconds < 4 * DEADLINE_S for seconds, _ in found.values()), found

@@ -1,0 +1,160 @@
+"""every="auto" with real sessions: measured, agreed through the daemon, and taken by the number of the step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from reft.core.frequency import PRIOR_S, History, is_due
+from reft.core.spacing import MEMORY, Delays
+from reft.errors import ConfigError
+from reft.wire.findings import Findings
+from tests.client.attach.test_run import make
+from tests.scenarios.test_state_kinds import step_once
+from tests.support.daemons import until
+
+MOST_STEPS = 20_000  # the round takes its time on a busy machine; a step here takes a millisecond
+
+
+def spied(session, monkeypatch):
+    """The steps that the session tries to take."""
+    taken = []
+    original = session._snapshots.take
+
+    def take(step, is_marked, course=None):
+        taken.append(step)
+        return original(step, is_marked, course)
+
+    monkeypatch.setattr(session._snapshots, "take", take)
+    return taken
+
+
+def train_until(session, model, optimizer, enough):
+    for _ in session.steps(MOST_STEPS):
+        step_once(model, optimizer)
+        if enough():
+            session.step_end()  # the loop is left before its own mark
+            return
+    pytest.fail("the steps did not suffice")
+
+
+def feed(session, monkeypatch, stall_s):
+    """Steps of a second, as those of large models, and a given stall: here a mark costs as much as a step."""
+    frequency = session._metronome.frequency
+    observe = frequency.observe
+    monkeypatch.setattr(frequency, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
+
+
+def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto")
+    feed(session, monkeypatch, 0.005)
+    taken = spied(session, monkeypatch)
+    train_until(session, model, optimizer, lambda: session.every > 1)
+    pace = session._snapshots.reporter.pace
+    assert pace.every == session.every == 5 and pace.start <= session.step
+    stop = session.step + 40
+    train_until(session, model, optimizer, lambda: session.step >= stop)
+    heard = max(step for step in taken if step % 5) + 1  # the first step when this rank knew
+    assert taken == [step for step in range(1, session.step + 1) if is_due(step, 1 if step < heard else 5)]
+    assert "each 5. step is snapshotted" in caplog.text
+    sealed = session.seal(timeout=60)
+    assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
+    session._metronome.mark(copy.copy(session._snapshots))
+    assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
+
+
+def test_what_is_measured_is_what_held_up_training(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto")
+    copier, frequency = session._snapshots.copier, session._metronome.frequency
+    seen = []
+    monkeypatch.setattr(frequency, "observe", lambda seconds, stall: seen.append((seconds, stall)))
+    fence = copier.fence
+
+    def slow_fence():
+        fence()
+        copier.tally.stall_s += 7.0
+
+    monkeypatch.setattr(copier, "fence", slow_fence)
+    train_until(session, model, optimizer, lambda: session.step >= 100)
+    stalls = [stall for _, stall in seen if stall is not None]
+    assert stalls and all(7.0 < stall < 30.0 for stall in stalls), "the fence, and the mark"
+    assert [stall is None for _, stall in seen].count(True) >= 1, "a control step has none"
+
+
+def test_each_step_is_taken_while_the_stall_fits_but_for_control_steps(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every="auto")
+    taken = spied(session, monkeypatch)
+    feed(session, monkeypatch, 0.0005)
+    train_until(session, model, optimizer, lambda: session.step >= 700)
+    assert session.every == 1
+    left_out = set(range(1, session.step + 1)) - set(taken)
+    assert left_out == {step for step in range(1, session.step + 1) if not is_due(step, 1)}
+    assert 5 <= len(left_out) <= 20
+    found = session.overhead()
+    assert found is None or found.low < found.mean < found.high
+
+
+def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer, every=7)
+    taken = spied(session, monkeypatch)
+    train_until(session, model, optimizer, lambda: session.step >= 100)
+    assert taken == list(range(7, session.step + 1, 7))
+    assert session.every == 7 and session.overhead() is None and session._snapshots.reporter.wish == 0
+
+
+@pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
+def test_an_interval_that_can_not_be_is_refused(attach, every):
+    with pytest.raises(ConfigError, match="every is"):
+        attach(*make(), every=every)
+
+
+def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch):
+    monkeypatch.setattr(Findings, "history", History(PRIOR_S, 1))
+    model, optimizer = make()
+    for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
+        monkeypatch.setenv("REFT_MTBF_S", str(given))
+        session = attach(model, optimizer, every="auto")
+        assert session._metronome.frequency.mtbf_s == expected
+        session.close()
+
+
+def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monkeypatch, caplog):
+    """As if the round were 100 steps behind, after a snapshot in vain: see `reft.core.spacing`."""
+    model, optimizer = make()
+    session = attach(model, optimizer, every=3)
+    snapshots = session._snapshots
+    monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
+    taken = spied(session, monkeypatch)
+    for _ in session.steps(200):
+        step_once(model, optimizer)
+        if session.step == 100:
+            snapshots.reporter._delays = Delays(100, (30,) * MEMORY)
+            monkeypatch.setattr(snapshots.reporter._delays, "decided", lambda *_: None)
+    assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
+    assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
+    left_out = [step for step in range(102, 201, 3) if step not in taken]
+    assert session.stats()["skipped"] >= len(left_out), "the other ranks hear that these are void"
+    assert "only each 16. step that is due is taken" in caplog.text
+    until(lambda: snapshots.reporter._until >= 198, what="the void of the last one that was left out")
+
+
+def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    snapshots, known = session._snapshots, session._snapshots.newest_known_whole
+    sealed = []
+    for step in session.steps(60):
+        if step == 50:
+            monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
+            snapshots.reporter._delays = Delays(50, (30,) * MEMORY)
+        if step == 53:
+            assert session._metronome._left_out[0] == 53
+            monkeypatch.setattr(snapshots, "newest_known_whole", known)
+            sealed.append(session.seal(timeout=60))
+        step_once(model, optimizer)
+    assert (sealed[0].whole, sealed[0].step) == (True, 53)

@@ -1,0 +1,145 @@
+"""Waits of DDP and FSDP2 are idle times, seen without a change of the loop: while they last, and not before or after."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from reft import schedules
+from reft.client.schedule import hooks
+from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
+from reft.client.snapshot.cpu_engine import CpuCopier
+from tests.support.daemons import until
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def rhythm():
+    copier = CpuCopier([])
+    made = Rhythm(copier)
+    made.mark(1)
+    yield made
+    copier.close()
+
+
+def names(rhythm):
+    """What the window had, since its mark."""
+    return rhythm._window.names[1:]
+
+
+class Held(DistributedDataParallel):
+    """Its only bucket is reduced when somebody says so."""
+
+    def hold(self):
+        self.futures = []
+        self.register_comm_hook(None, self._reduce)
+        return self
+
+    def _reduce(self, _, bucket):
+        self.futures.append((torch.futures.Future(), bucket.buffer()))
+        return self.futures[-1][0]
+
+    def let_go(self):
+        future, gradients = self.futures.pop()
+        future.set_result(gradients)
+
+
+@pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"loss": y}, lambda y: (None, [y])])
+def test_the_wait_for_ddps_buckets_is_a_gap(alone, rhythm, wrap):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = Held(Model(4, 4)).hold()
+    stop = hooks.follow(schedules.Custom(), rhythm, [nn.Sequential(model)])
+    seen = []
+
+    def let_go():
+        until(lambda: model.futures)
+        try:
+            until(lambda: rhythm.name == WAIT, 10)
+            seen.append(rhythm.name)
+        finally:
+            model.let_go()  # whatever was seen: backward waits for it
+
+    for _ in range(2):
+        found = model(torch.ones(2, 4))
+        y = found if isinstance(found, torch.Tensor) else found["loss"] if isinstance(found, dict) else found[1][0]
+        other = threading.Thread(target=let_go)
+        other.start()
+        assert rhythm.name == OTHER, "forward is no wait"
+        try:
+            y.sum().backward()
+        finally:
+            other.join()
+        assert rhythm.name == OTHER
+    assert seen == [WAIT] * 2
+    assert names(rhythm) == [WAIT, OTHER] * 2
+    assert model.module.weight.grad is not None
+    stop()
+    model(torch.ones(2, 4))
+    assert not model._forward_hooks and names(rhythm) == [WAIT, OTHER] * 2
+
+
+def test_an_error_in_a_backward_pass_is_the_users(alone, rhythm):
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    stop = hooks.follow(schedules.Custom(), rhythm, [model])
+
+    def fail(_):
+        raise ValueError("no gradient")
+
+    y = model(torch.ones(2, 4))
+    y.register_hook(fail)
+    with pytest.raises(ValueError, match="no gradient"):
+        y.sum().backward()
+    assert rhythm.name == OTHER
+    stop()
+
+
+def test_waits_of_fsdp2_are_gaps(rhythm, monkeypatch):
+    """Over torch's fake group of two: each gather and each reduction is waited for, in a gap, and nothing else is one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        inside = []
+        wait = dist.Work.wait
+        monkeypatch.setattr(
+            dist.Work, "wait", lambda *args, **kwargs: (inside.append(rhythm.name), wait(*args, **kwargs))
+        )
+        # Its works have a wait of their own; those of gloo and NCCL have the one that is wrapped.
+        monkeypatch.setattr(FakeWork, "wait", lambda self, *args, **kwargs: dist.Work.wait(self, *args, **kwargs))
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        stop = hooks.follow(schedules.Custom(), rhythm, [model])
+        computing = []
+        model[1].register_forward_hook(lambda *_: computing.append(rhythm.name))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        assert computing == [OTHER] * 2 and len(inside) >= 4 and set(inside) == {WAIT}
+        assert names(rhythm) == [WAIT, OTHER] * len(inside)
+        stop()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_description_nothing_is_followed(alone, rhythm):
+    call = dist.Work.wait
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    stop = hooks.follow(None, rhythm, [model])
+    model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+    assert names(rhythm) == [] and dist.Work.wait is call
+    stop()

@@ -1,0 +1,174 @@
+"""Training that is captured in a CUDA graph: hooks are called once, when nothing runs, and never when the graph is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import reft.client.memory.cuda as device_module
+from reft.client.attach.run import Attachment
+from reft.client.link.slots import MappedSlot
+from reft.client.memory.cuda import Device
+from reft.client.session import Session
+from reft.client.snapshot.cuda_engine import CudaCopier
+from tests.scenarios.test_state_kinds import state_bytes
+from tests.support.cuda_runtime import Runtime
+from tests.support.streams import Late
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """So large that it is copied on the side stream; small leaves are gathered where training computes."""
+    model = torch.nn.Linear(512, 512)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+
+
+@pytest.fixture
+def device(monkeypatch) -> Late:
+    """What stands for CUDA: its copies are made as late as somebody must wait for them."""
+    late = Late()
+    monkeypatch.setattr(Attachment, "_copier", lambda _: CudaCopier(late))
+    return late
+
+
+def capture(device: Late, optimizer: torch.optim.Optimizer, session: Session) -> None:
+    """Nothing is trained, as in a capture."""
+    device.captures = True
+    with session.idle():  # as a schedule's hooks tell of gaps
+        pass
+    before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.step()
+    after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, value in zip(after, before, strict=True):
+        parameter.data.copy_(value)
+    device.captures = False
+
+
+def replay(model: torch.nn.Module) -> None:
+    """The state is written, and no counter of torch's and no hook tells of it."""
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+
+
+@contextlib.contextmanager
+def held_up(session: Session) -> Iterator[None]:
+    """The engine's thread stands still meanwhile, and so does the side stream unless somebody waits for it."""
+    may_go = threading.Event()
+    session._snapshots.copier.submit(lambda: may_go.wait(20))
+    yield
+    may_go.set()
+
+
+def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, device, caplog):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.seal(timeout=60)
+    with caplog.at_level(logging.WARNING, "reft"):
+        capture(device, optimizer, session)
+        capture(device, optimizer, session)
+    assert sum("call no hook. Mark each step" in message for message in caplog.messages) == 1
+    replay(model)
+    with held_up(session):
+        session.step_end()
+        held = state_bytes(model, optimizer)
+        replay(model)  # the next step, which is not marked
+    session.close()
+    other, another = make()
+    assert attach(other, another).step == 2 and state_bytes(other, another) == held
+
+
+def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_it_is_sealed(attach, device):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    step_once(model, optimizer)
+    session.step_end()
+    assert session.seal(timeout=60)
+    with held_up(session):
+        step_once(model, optimizer)
+        session.step_end()
+        capture(device, optimizer, session)
+        replay(model)
+    session.step_end()
+    assert session.seal(timeout=60).step == 3
+    assert session.stats()["snapshots"] == 2 and session.stats()["skipped"] == 1
+
+
+def test_calls_that_are_captured_are_no_steps(attach, device):
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in range(3):
+        step_once(model, optimizer)
+    capture(device, optimizer, session)
+    assert session.step == 3
+
+
+def test_a_capturable_optimizer_that_calls_no_hook_was_captured_before_attach(attach, device):
+    model, optimizer = make()
+    step_once(model, optimizer)
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    session = attach(model, optimizer)
+    replay(model)
+    with held_up(session):
+        session.step_end()
+        held = state_bytes(model, optimizer)
+        replay(model)
+    session.close()
+    other, another = make()
+    assert attach(other, another).step == 1 and state_bytes(other, another) == held
+
+
+def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attach, device):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "capturable": True}], lr=0.1)
+    session = attach(model, optimizer)
+    for is_open in (False, True):
+        model(torch.ones(2, 4)).sum().backward()
+        session.step_end()  # the first one before any call
+        assert session._window_open is is_open
+        optimizer.step()
+
+
+class Driver:
+    """What stands for CUDA's driver: the capture mode of this thread, global unless somebody changes it."""
+
+    def __init__(self) -> None:
+        self.mode, self.modes = 0, []
+
+    def exchange(self, reference) -> None:
+        given = reference._obj
+        given.value, self.mode = self.mode, given.value
+
+    def note(self, *_: object) -> int:
+        self.modes.append(self.mode)
+        return 0
+
+
+def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
+    """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
+    driver, runtime = Driver(), Runtime()
+    runtime.install(monkeypatch)
+    monkeypatch.setattr(runtime, "call", driver.note)
+    monkeypatch.setattr(device_module, "_exchange", lambda: driver.exchange)
+    device = Device(torch.device("cuda", 0))
+    driver.modes.clear()
+    device.host_waits(device.record_side())
+    slot = MappedSlot(0, "slot", -1, None, None, np.zeros(1, np.uint8))
+    slot.register(torch.device("cuda", 0))
+    slot.close()
+    assert len(runtime.calls) == 2 and driver.modes == [1, 1, 1] and driver.mode == 0
+    with contextlib.suppress(RuntimeError), device_module.beside_captures():
+        raise RuntimeError("an error of the device")
+    assert driver.mode == 0

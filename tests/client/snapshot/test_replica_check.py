@@ -1,0 +1,149 @@
+"""Which leaves are taken for replicas at attach, and which are each rank's own; what ranks tell one another to find out."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.client.link import rank_group as exchange_module
+from reft.client.link.rank_group import BROADCAST_BYTES, spoken_alone
+from reft.client.snapshot.replica_check import differing, unequal, value_digests
+from reft.client.state.extract.dtensor import Box
+from reft.client.state.tensors import Bindings
+from reft.core.cells import divide
+from reft.core.stages import CONSTANT
+from reft.errors import AttachError
+
+NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
+
+
+def bound(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor) -> Bindings:
+    """Bindings of tensors; those named in `pieces` are rows at.. of a whole that is twice as long."""
+    found = Bindings()
+    for name, tensor in tensors.items():
+        box = Box((2 * tensor.shape[0],), (at,)) if name in pieces else None
+        found.add(f"model.0.{name}", {name: tensor}, name, tensor, box=box)
+    return found
+
+
+def said(**tensors: torch.Tensor) -> dict[str, dict[str, str]]:
+    bindings = bound(**tensors)
+    return {"values": value_digests(bindings, bindings.tensors)}
+
+
+class Exchange:
+    """What all ranks of an exchange share: one thread a rank."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.rank = world, 0
+        self.rounds: list[list[dict]] = []
+        self.local = threading.local()
+        self.barrier = threading.Barrier(world)
+
+    def of(self, rank: int) -> Exchange:
+        mine = object.__new__(Exchange)
+        vars(mine).update(vars(self), rank=rank, count=0)
+        return mine
+
+    def together(self, act):
+        said = act()
+        self.barrier.wait(20)
+        if self.rank == 0:
+            self.rounds.append([{}] * self.world)
+        self.barrier.wait(20)
+        self.rounds[self.count][self.rank] = said
+        self.barrier.wait(20)
+        self.count += 1
+        return self.rounds[self.count - 1]
+
+
+def compared(ranks: list[Bindings]) -> tuple[list[str], list[list[dict]]]:
+    """What every rank finds, and all that was said."""
+    layouts = [bindings.layout() for bindings in ranks]
+    division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
+    names = {name for bindings in ranks for name in bindings.tensors}
+    exchange = Exchange(len(ranks))
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        act = lambda rank: unequal(exchange.of(rank), division, names, ranks[rank])  # noqa: E731
+        found = list(pool.map(act, range(len(ranks))))
+    assert all(each == found[0] for each in found)
+    return found[0], exchange.rounds
+
+
+def test_replicas_that_are_alike_need_one_digest_a_cell():
+    found, rounds = compared([bound(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
+    assert found == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
+
+
+def test_pieces_that_one_rank_has_are_neither_compared_nor_said():
+    ranks = [bound(("w",), 6 * rank, w=torch.arange(6.0) + rank, norm=torch.ones(2)) for rank in range(2)]
+    found, rounds = compared(ranks)
+    assert found == [] and len(rounds) == 1
+    assert value_digests(ranks[0], ["model.0.norm"]).keys() == {"model.0.norm"}
+
+
+def test_the_holders_of_a_piece_are_compared_with_one_another_only():
+    """Two pieces of w with two holders each; the last rank's piece is another one than its replica's."""
+    ranks = [
+        bound(("w", "v"), 6 * (rank % 2), w=torch.arange(6.0) + rank % 2, v=torch.arange(6.0)) for rank in range(4)
+    ]
+    assert compared(ranks)[0] == []
+    ranks[3].tensors["model.0.w"] += 1
+    found, rounds = compared(ranks)
+    assert found == ["model.0.w"] and len(rounds) == 2
+    assert [bool(each) for each in rounds[1]] == [True, True, False, True], "one rank of each kind speaks for all"
+
+
+def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_constants_do_not_prove():
+    same = torch.arange(6.0)
+    ranks = [said(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)]
+    assert differing(ranks, NAMES) == ["model.0.b", "model.0.w", "optimizer.0.exp_avg.model.0.w"]
+    assert compared([bound(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)])[0] == [
+        "model.0.b",
+        "model.0.w",
+    ]
+
+
+def test_constants_are_marked_whatever_their_type_and_order():
+    tensors = {"a": torch.ones(4, 4).t(), "b": torch.arange(4), "c": torch.empty(0), "d": torch.ones(5)[::2]}
+    found = value_digests(Bindings(tensors, set()), tensors)
+    assert [name for name, digest in found.items() if digest.startswith(CONSTANT)] == ["a", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("widths", "alone"),
+    [
+        ([], []),
+        ([5, 5, 5], []),
+        ([BROADCAST_BYTES, 2], []),
+        ([100] * 3 + [200_000] + [100] * 16_380, [3]),
+        ([20_000 if rank % 64 == 0 else 2 for rank in range(16_384)], list(range(0, 16_384, 64))),
+    ],
+)
+def test_long_messages_are_spoken_alone_where_padding_would_cost_more(widths, alone):
+    assert spoken_alone(widths) == alone
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 1 << 24), max_size=40))
+def test_nobody_moves_more_bytes_than_with_padding(widths):
+    alone = spoken_alone(widths)
+    rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
+    moved = sum(widths[rank] for rank in alone) + len(widths) * rest
+    assert moved <= len(widths) * max(widths, default=0) and alone == sorted(set(alone))
+
+
+def test_a_rank_that_does_not_come_is_an_error_of_refts_and_so_ends_no_step_at_a_review(monkeypatch):
+    def gone(*_: object) -> None:
+        raise RuntimeError("Timed out waiting 5000ms")
+
+    exchange = exchange_module.Exchange(5.0)
+    exchange.group, exchange.world = object(), 2
+    monkeypatch.setattr(exchange, "_all_gather", gone)
+    with pytest.raises(AttachError, match="not all 2 ranks came within 5 s: Timed out"):
+        exchange.together(dict)

@@ -1,0 +1,85 @@
+"""What replicas compare: the same bytes give the same digest, others do not, and every byte is looked at in time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reft.client.restore.remote_slots import Remote
+from reft.client.snapshot.replica_check import WINDOW_BYTES, are_unlike, compared, compared_before, digest, samples
+from reft.client.snapshot.save_plan import CellRuns, Run
+from reft.core.recovery import Plan
+from reft.core.version import Epoch, Version
+from reft.errors import RestoreError
+from reft.wire import capsule
+from reft.wire.v1 import daemon_pb2 as pb
+
+A, B = 3 * WINDOW_BYTES + 100, 77
+
+
+def cell() -> CellRuns:
+    return CellRuns(5, A + 128 + B, (Run(0, 0, A, 0), Run(1, 0, B, A + 128)))
+
+
+def bytes_of(seed: int) -> list[np.ndarray]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(0, 256, size, dtype=np.uint8) for size in (A, B)]
+
+
+def digests(sources: list[np.ndarray], step: int, in_whole: bool, runs: CellRuns | None = None) -> list[int]:
+    return [digest(sample, sources) for sample in samples([runs or cell()], step, in_whole)]
+
+
+def test_equal_bytes_agree_and_a_bit_differs():
+    one, other = bytes_of(1), bytes_of(1)
+    assert digests(one, 3, True) == digests(other, 3, True)
+    other[1][-1] ^= 1
+    assert digests(one, 3, True) != digests(other, 3, True)
+
+
+@pytest.mark.parametrize("at", [0, WINDOW_BYTES - 1, WINDOW_BYTES, A - 1])
+def test_windows_find_any_difference_that_lasts(at):
+    one, other = bytes_of(1), bytes_of(1)
+    other[0][at] ^= 1
+    assert [digests(one, step, False) != digests(other, step, False) for step in range(4)].count(True) == 1
+
+
+def test_a_missing_leaf_is_a_difference():
+    sources = bytes_of(1)
+    sources[1][:] = 0
+    without = cell()._replace(runs=cell().runs[:1])
+    assert digests(sources, 0, True) != digests(sources, 0, True, without)
+
+
+def test_a_small_cell_is_always_compared_in_whole():
+    small = CellRuns(0, B, (Run(1, 0, B, 0),))
+    (sample,) = samples([small], 9, in_whole=False)
+    assert sample.runs == small.runs
+
+
+def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
+    one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
+        {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
+    ))  # fmt: skip
+    assert not are_unlike([one, other, one]) and not are_unlike([other, third])
+    assert are_unlike([one, other, third])
+    assert not are_unlike([one, compared({})]), "a capsule of before says nothing of it"
+
+
+def test_what_is_left_of_the_steps_before_is_compared_too():
+    """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
+
+    class Daemons(Remote):
+        def __init__(self):
+            pass
+
+        def capsule(self, node, rank, version):
+            if not version.step:
+                raise RestoreError("silent")
+            return pb.CapsuleRecord(capsule=capsule.encode({"step": version.step, "compared": {7: rank}}))
+
+    versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
+    plan = Plan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
+    said = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
+    assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
+    assert are_unlike(said) and not are_unlike([said[0][:1], said[1]]), "samples of other steps are others"

@@ -1,0 +1,239 @@
+"""Where the pieces of DTensors lie: on random meshes, against what torch itself cuts, without any process but this one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from reft.client.memory.huge_pages import Room
+from reft.client.restore.materialize import live_tensors
+from reft.client.state.extract.dtensor import Box, box_of, is_strided, local_piece
+from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.parameters import Named
+from reft.client.state.tensors import Bindings, leaf_of
+from reft.client.state.tracked_objects import Subjects
+from reft.core.cells import divide
+from reft.core.layout import pack
+from reft.core.placement import exposed, place
+from reft.errors import UnsupportedState
+
+
+@pytest.fixture(scope="module")
+def rank_zero_of_four():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+def cut(whole, mesh_shape, coordinate, placements):
+    """The piece of a tensor, cut by torch's own placements from left to right."""
+    for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
+        if not placement.is_replicate():
+            whole = placement._split_tensor(whole, count, with_padding=False, contiguous=True)[0][at]
+    return whole
+
+
+@st.composite
+def placed(draw):
+    """(shape, mesh shape, placements) with up to 16 ranks; dimensions of size 1 and fewer rows than ranks included."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= 16))
+    shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
+    dims = st.integers(0, len(shape) - 1)
+    placements = []
+    for _ in mesh:
+        kind = draw(st.sampled_from(["replicate", "shard", "shard", "strided"]))
+        if kind == "replicate":
+            placements.append(Replicate())
+        elif kind == "shard":
+            placements.append(Shard(draw(dims)))
+        else:
+            placements.append(_StridedShard(draw(dims), split_factor=draw(st.integers(1, 3))))
+    return tuple(shape), tuple(mesh), placements
+
+
+@settings(max_examples=150, deadline=None)
+@given(placed())
+def test_pieces_are_what_torch_cuts_and_equal_boxes_hold_equal_elements(case):
+    shape, mesh, placements = case
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    leaves: dict[tuple[object, ...], torch.Tensor] = {}
+    for coordinate in itertools.product(*(range(size) for size in mesh)):
+        piece = cut(whole, mesh, coordinate, placements)
+        local, box = box_of(shape, mesh, coordinate, placements)
+        assert local == tuple(piece.shape)
+        if not piece.numel():
+            continue
+        assert torch.equal(leaves.setdefault((local, box), piece), piece)
+        if not box.tag:
+            region = tuple(slice(at, at + size) for at, size in zip(box.offset, local, strict=True))
+            assert box.shape == shape and torch.equal(whole[region], piece)
+        if not box.tag or not any(map(is_strided, placements)):
+            torch_says = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
+            assert torch_says == (local, box.offset)
+    distinct = {piece.numpy().tobytes() for piece in leaves.values()}
+    assert len(distinct) == len(leaves), "two boxes of the same elements: replicas that nobody would find"
+
+
+@settings(max_examples=50, deadline=None)
+@given(placed())
+def test_cells_have_for_holders_exactly_the_ranks_with_the_same_elements(case):
+    shape, mesh, placements = case
+    layouts, pieces = [], []
+    for coordinate in itertools.product(*(range(size) for size in mesh)):
+        piece = cut(torch.arange(math.prod(shape)).reshape(shape), mesh, coordinate, placements).contiguous()
+        _, box = box_of(shape, mesh, coordinate, placements)
+        found = Bindings()
+        found.add("w", {"w": piece}, "w", piece, box=box)
+        layouts.append(found.layout())
+        pieces.append(piece.numpy().tobytes() if piece.numel() else b"")
+    division = divide({layout.digest: layout for layout in layouts}, [layout.digest for layout in layouts])
+    holders = {each: [rank for rank, own in enumerate(pieces) if own == each] for each in pieces if each}
+    expected = sorted(tuple(ranks) for ranks in holders.values() if len(ranks) > 1)
+    assert [cell.holders for cell in division.cells] == expected
+
+
+def test_an_uneven_strided_piece_is_named_by_its_rows():
+    local, box = box_of((9,), (4,), (0,), [_StridedShard(0, split_factor=2)])
+    assert local == (3,) and box.tag == "[0:2+5:6 of 9]"
+    assert np.array_equal(cut(torch.arange(9), (4,), (0,), [_StridedShard(0, split_factor=2)]), [0, 1, 5])
+
+
+def test_pending_sums_are_refused_by_name(rank_zero_of_four):
+    tensor = DTensor.from_local(torch.ones(4), rank_zero_of_four, [Replicate(), Partial()], run_check=False)
+    with pytest.raises(UnsupportedState, match=r"optimizer\.0\.sum is placed .*Partial"):
+        Bindings().add("optimizer.0.sum", {}, "sum", tensor)
+
+
+def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_of_four):
+    tensor = DTensor.from_local(
+        torch.ones(3, 2), rank_zero_of_four, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )  # fmt: skip
+    with pytest.raises(UnsupportedState, match=r"w has local shape \[3, 2\].*mean \[2, 2\]"):
+        local_piece("w", tensor)
+
+
+def test_a_local_tensor_that_was_replaced_is_seen(rank_zero_of_four):
+    tensor = DTensor.from_local(torch.ones(2, 2), rank_zero_of_four, [Shard(0), Replicate()], run_check=False)
+    found = Bindings()
+    found.add("w", {"w": tensor}, "w", tensor)
+    before = found.versions()
+    assert found.hold()
+    with torch.no_grad():
+        tensor.add_(1)
+    assert found.hold() and found.versions() != before
+    tensor._local_tensor = torch.ones(2, 2)
+    assert not found.hold()
+
+
+OPTIMIZERS = [  # Rprop and Adafactor of torch 2.13 have no step for DTensors
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Muon,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1))], ids=str)
+def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four, kind, placements):
+    def build():
+        module = nn.Linear(6, 5, bias=False)
+        module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), rank_zero_of_four, placements))
+        return module, kind(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def described(leaves):
+        return sorted((leaf.name, leaf.dtype, leaf.describe(), leaf.stride) for leaf in leaves)
+
+    def kinds(optimizer):
+        return [
+            (key, type(value), getattr(value, "placements", None), value.dtype)
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    module, optimizer = build()
+    subjects = Subjects({"model.0": module}, [optimizer], {})
+    foreseen = [*subjects.bind().leaves(), *subjects.predict()]
+    module.weight.grad = torch.ones_like(module.weight)
+    optimizer.step()
+    held = subjects.bind().leaves()
+    assert described(foreseen) == described(held)
+    other, another = build()
+    fresh = Subjects({"model.0": other}, [another], {})
+    tensors = live_tensors(held, fresh, fresh.bind())
+    assert kinds(another) == kinds(optimizer)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in held}
+
+
+def layout_at(mesh, coordinate, placements):
+    """A rank's layout of one parameter of 1024 x 64 floats and its two moments, and of a whole scalar."""
+    names = ["model.0.w", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg_sq.model.0.w"]
+    local, box = box_of((1024, 64), mesh, coordinate, placements)
+    leaves = [leaf_of(name, torch.empty(local), False, box) for name in names]
+    return pack([*leaves, leaf_of("optimizer.0.step.model.0.w", torch.empty(()), False)])
+
+
+def placement_on(mesh, placements, domains):
+    layouts = [layout_at(mesh, each, placements) for each in itertools.product(*(range(size) for size in mesh))]
+    division = divide({layout.digest: layout for layout in layouts}, [layout.digest for layout in layouts])
+    return place(division, [ord(each) for each in domains], "auto", 1, 1 << 20)
+
+
+def test_shards_of_fsdp_have_one_holder_and_what_a_lost_node_takes_is_said():
+    (exposure,) = exposed(placement_on((4,), [Shard(0)], ["a", "b", "c", "d"]))
+    assert exposure.reason == "kept" and exposure.ranks == (0, 1, 2, 3) and exposure.nbytes == 3 * 1024 * 64 * 4
+    assert (
+        exposure.what
+        == "768.0 KiB have one holder each (unreplicated shards, or what differs by rank): lost with their node."
+    )
+
+
+def test_shards_of_hsdp_protect_each_other_on_nodes_of_their_own():
+    placement = placement_on((2, 2), [Replicate(), Shard(0)], ["a", "a", "b", "b"])
+    assert [cell.holders for cell in placement.division.cells] == [(0, 1, 2, 3), (0, 2), (1, 3)]
+    assert exposed(placement) == ()
+    assert exposed(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
+
+
+def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has_it():
+    """Ranks see views of one kind with other strides there; torch's fused kernels want a parameter's own."""
+    memory = torch.arange(8.0)
+    flat, turned = memory.view(1, 8), memory.as_strided((1, 8), (1, 1))
+    assert flat.stride() != turned.stride()
+    assert leaf_of("w", flat, False) == leaf_of("w", turned, False)
+    columns = torch.empty(8, 2).t().contiguous().t()[:, :1].as_strided((8, 1), (1, 8))
+    for local in (turned, columns):
+        parameter, real = nn.Parameter(local), nn.Parameter(local)
+        optimizer, other = (torch.optim.AdamW([each], fused=True) for each in (parameter, real))
+        extractor, names = OptimizerExtractor(), {id(parameter): Named("model.0.w", parameter, parameter, None)}
+        extractor.make(
+            "optimizer.0", optimizer, list(extractor.predict("optimizer.0", optimizer, names)), names, Room(0)
+        )
+        real.grad = torch.zeros_like(real)
+        other.step()
+        made, own = optimizer.state[parameter]["exp_avg"], other.state[real]["exp_avg"]
+        assert made.stride() == own.stride(), local.stride()
+
+
+def test_what_adagrad_makes_of_a_piece_without_elements_is_not_held():
+    """FSDP1 gives it no gradient: its counter stands still while that of other ranks, of the same name, goes on."""
+    found = []
+    for shape, offset in (((0,), (8,)), ((3,), (5,))):
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer, bindings = torch.optim.Adagrad([parameter]), Bindings()
+        names = {id(parameter): Named("model.0.w", parameter, parameter, Box((8,), offset))}
+        OptimizerExtractor().bind(bindings, "optimizer.0", optimizer, names)
+        found.append(sorted(bindings.tensors))
+    assert found == [[], ["optimizer.0.step.model.0.w", "optimizer.0.sum.model.0.w"]]

@@ -1,0 +1,94 @@
+"""What optimizers count in Python numbers, for each parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from reft.client.state import serialization
+from reft.wire import capsule
+from reft.wire.slot_format import CAPSULE_MAX
+from tests.scenarios.test_state_kinds import state_bytes
+
+NAMES = [f"model.0.{i}" for i in range(6)]
+
+
+def tree(scalars, **more):
+    groups = [{"params": NAMES[:2], "values": {"lr": 0.1}}, {"params": NAMES[2:], "values": {"lr": 0.2}}]
+    held = {"class": "X", "groups": groups, "scalars": scalars, **more}
+    return {"step": 7, "subjects": {"model.0": {}, "optimizer.0": held}}
+
+
+def same(one, other) -> bool:
+    """But for the order of keys; to the bit, and of the same types."""
+    return sorted_of(one) == sorted_of(other)
+
+
+def sorted_of(value) -> str:
+    return str(sorted((k, sorted_of(v)) for k, v in value.items())) if isinstance(value, dict) else repr(value)
+
+
+@pytest.mark.parametrize(
+    ("scalars", "is_short"),
+    [
+        ({}, False),
+        ({name: {"step": 3} for name in NAMES}, True),
+        ({name: {"step": 3} for name in NAMES[1:]}, True),  # one has never had a gradient
+        ({name: {"step": 3 + (name == NAMES[2])} for name in NAMES}, True),
+        ({name: {"step": 3} for name in [*NAMES, "of no group"]}, True),
+        ({NAMES[0]: {"step": 3}}, False),  # the others are frozen
+        ({name: {"step": (3, 3.0, True)[i % 3]} for i, name in enumerate(NAMES)}, False),
+        ({name: {"x": (0.0, -0.0)[i % 2], "y": float("nan")} for i, name in enumerate(NAMES)}, True),
+        ({name: {"big": torch.arange(9).numpy()} for name in NAMES}, False),
+    ],
+)
+def test_what_is_written_is_what_is_read(scalars, is_short):
+    for given in (tree(scalars), tree(scalars, shared=[["a", "b", "c", "d"]])):
+        data = serialization.encode(given)
+        held = capsule.decode(data)["subjects"]["optimizer.0"]
+        assert ("scalars" not in held) == is_short
+        assert same(serialization.decode(data), given)
+
+
+def test_groups_without_names_are_left_alone():
+    given = tree({name: {"step": 3} for name in NAMES})
+    given["subjects"]["optimizer.0"]["groups"] = [{"lr": 0.1}]
+    assert same(serialization.decode(serialization.encode(given)), given)
+    assert same(capsule.decode(serialization.encode(given)), given)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in Python numbers, as many optimizers outside torch do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
+
+
+def test_numbers_of_as_many_parameters_as_a_capsule_can_name_come_back(attach):
+    def make():
+        names = [f"{'long' * 55}_{i}" for i in range(4000)]
+        model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in names})
+        return model, Counting(model.parameters())
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for step in session.steps(3):
+        for parameter in list(model.values())[: None if step else 3900]:
+            parameter.grad = torch.ones(1)
+        optimizer.step()
+    assert session.seal(timeout=20).step == 3
+    assert 4000 * 220 < len(serialization.encode(session._snapshots.host.capture(3))) < CAPSULE_MAX
+    other, another = make()
+    assert attach(other, another).step == 3 and state_bytes(other, another) == state_bytes(model, optimizer)
+    counts = [[each.state[p]["step"] for p in each.param_groups[0]["params"]] for each in (optimizer, another)]
+    assert counts[0] == counts[1] == [3] * 3900 + [2] * 100

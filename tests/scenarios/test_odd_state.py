@@ -1,0 +1,324 @@
+"""State that is made, replaced, shared or shaped in unusual ways: held as it is, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from reft.client.attach.arguments import Request
+from reft.client.memory.huge_pages import Room
+from reft.client.restore.materialize import live_tensors
+from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.host_state import HostState
+from reft.client.state.parameters import Named
+from reft.client.state.serialization import from_plain, to_plain
+from reft.client.state.tensors import check
+from reft.client.state.tracked_objects import Subjects
+from reft.core.layout import Leaf
+from reft.errors import ConfigError, UnsupportedState
+from tests.scenarios.test_state_kinds import round_trip, state_bytes, step_once, train
+
+
+def scalar(key):
+    return Leaf(f"optimizer.0.{key}.model.0.w", "float32", (), (), 4, False, (), ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "step_device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")], ids=str
+)
+def test_a_step_is_made_where_the_kernels_of_its_group_read_it(flags, step_device):
+    parameter = nn.Parameter(torch.empty(4, 4, device="meta"))  # stands for a device
+    optimizer = torch.optim.ASGD([parameter])
+    optimizer.param_groups[0].update(flags)
+    names = {id(parameter): Named("model.0.w", parameter, parameter, None)}
+    leaves = [scalar("step"), scalar("eta"), scalar("mu")]
+    OptimizerExtractor().make("optimizer.0", optimizer, leaves, names, Room(0))
+    made = optimizer.state[parameter]
+    assert {key: each.device.type for key, each in made.items()} == {"step": step_device, "eta": "meta", "mu": "meta"}
+
+
+class Twins(nn.Module):
+    """Two networks, and a buffer that has no value yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("later", None)
+        self.register_buffer("grows", torch.zeros(8))
+
+
+def replace_a_submodule(model, optimizer):
+    model.two = nn.Linear(4, 4)
+
+
+def give_a_buffer_its_value(model, optimizer):
+    model.later = torch.ones(3)
+
+
+def resize_in_place(model, optimizer):
+    model.grows.resize_(4)
+
+
+def replace_a_parameters_state(model, optimizer):
+    parameter = model.one.weight
+    optimizer.state[parameter] = {key: each.clone() for key, each in optimizer.state[parameter].items()}
+
+
+def replace_a_parameter_in_its_group(model, optimizer):
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
+
+
+def replace_a_group(model, optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0]}
+
+
+def put_another_buffer_over_the_same_memory(model, optimizer):
+    model.grows = model.grows.view(torch.int32)
+
+
+def move_a_buffer(model, optimizer):
+    model.two.register_buffer("grows", model.grows)
+    del model.grows
+
+
+def add_to_the_last_state(model, optimizer):
+    optimizer.state[model.two.bias]["more"] = torch.zeros(1)
+
+
+def take_from_the_last_state(model, optimizer):
+    del optimizer.state[model.two.bias]["exp_avg_sq"]
+
+
+CHANGES = [
+    put_another_buffer_over_the_same_memory,
+    move_a_buffer,
+    add_to_the_last_state,
+    take_from_the_last_state,
+    replace_a_submodule,
+    give_a_buffer_its_value,
+    resize_in_place,
+    replace_a_parameters_state,
+    replace_a_parameter_in_its_group,
+    replace_a_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_bindings_see_what_leaves_all_counts_as_they_were(change):
+    model = Twins()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step_once(model, optimizer)
+    bindings = Subjects({"model.0": model}, [optimizer], {}).bind()
+    assert bindings.hold()
+    step_once(model, optimizer)
+    assert bindings.hold(), "training alone changes nothing"
+    change(model, optimizer)
+    assert not bindings.hold()
+
+
+def test_a_state_that_is_filled_later_is_seen():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter] = {}
+    bindings = Subjects({}, [optimizer], {}).bind()
+    assert bindings.hold()
+    optimizer.state[parameter]["momentum_buffer"] = torch.zeros(2)
+    assert not bindings.hold()
+
+
+def test_a_number_in_the_state_changes_with_every_step():
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"step": 1000, "mean": torch.zeros(2)}
+    bindings = Subjects({}, [optimizer], {}).bind()
+    optimizer.state[parameter]["step"] = 1001
+    assert bindings.hold()
+
+
+def test_what_was_made_for_a_version_is_taken_out_for_an_older_one():
+    """State of parameters, a buffer that had no value, one that was resized, a scaler's scale: all as it was before."""
+    trained = Twins()
+    trained.register_buffer("window", torch.zeros(6), persistent=False)
+    optimizer, scaler = torch.optim.AdamW(trained.parameters()), torch.amp.GradScaler("cpu")
+    step_once(trained, optimizer)
+    scaler.scale(torch.ones(1))
+    trained.later = torch.ones(3)
+    held = Subjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
+    model = Twins()
+    model.register_buffer("window", torch.zeros(4), persistent=False)
+    fresh, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+    window, subjects = model.window, Subjects({"model.0": model}, [fresh], {"scaler": scaler})
+    before = subjects.bind()
+    assert len(live_tensors(held, subjects, before)) == len(held) and not before.hold()
+    subjects.bind().undo(before)
+    assert before.hold() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
+    assert model.later is None and model.window is window and scaler._scale is None
+    step_once(model, fresh)
+    before = subjects.bind()
+    subjects.bind().undo(before)
+    assert before.hold() and len(fresh.state) == 4, "what nobody made stays"
+
+
+class Around(torch.optim.Optimizer):
+    """Steps other optimizers, as SAM and Lookahead do."""
+
+    def __init__(self, parameters, shares):
+        super().__init__(parameters, {})
+        self.inner = {"base": torch.optim.SGD(self.param_groups, lr=0.1)}
+        if shares:
+            self.state = self.inner["base"].state
+
+
+def test_an_optimizer_around_another_one_of_any_name_is_refused():
+    with pytest.raises(UnsupportedState, match=r"Around keeps its state in another optimizer, its \.inner"):
+        OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=False))
+    OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=True))
+
+
+def test_an_optimizer_in_state_is_refused():
+    model = Twins()
+    one, two = (torch.optim.SGD(each.parameters()) for each in (model.one, model.two))
+    request = Request(model, [one], None, {"second": two}, None, "auto", 1)
+    with pytest.raises(ConfigError, match=r"state\['second'\] is a SGD") as refused:
+        request.subjects()
+    assert "pass it in optimizer=[...]" in str(refused.value)
+
+
+def strided(shape, stride):
+    return torch.arange(32.0).as_strided(shape, stride)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(1).expand(8), strided((2, 4), (0, 3)), strided((3, 2), (1, 1))], ids=lambda t: str(t.stride())
+)
+def test_a_tensor_whose_elements_share_memory_is_refused(tensor):
+    with pytest.raises(UnsupportedState, match=r"model\.0\.mask .*share memory") as refused:
+        check("model.0.mask", tensor)
+    assert "clone()" in str(refused.value)
+
+
+@pytest.mark.parametrize("tensor", [strided((1, 8), (0, 1)), strided((8, 0), (0, 1)), strided((2, 2), (16, 3))])
+def test_other_strides_are_held(tensor):
+    check("model.0.mask", tensor)
+
+
+def add_a_group(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+@pytest.mark.parametrize("change", [add_a_group, replace_a_parameter_in_its_group], ids=lambda change: change.__name__)
+def test_snapshots_go_on_when_a_parameter_joins(change):
+    model = Twins()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    host = HostState(Subjects({"model.0": model}, [optimizer], {}), {})
+    change(model, optimizer)
+    names = [name for group in host.capture(1)["subjects"]["optimizer.0"]["groups"] for name in group["params"]]
+    assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
+    assert [name for name in names if name.startswith("optimizer.0.")]
+
+
+class Tabled(torch.optim.Optimizer):
+    """Gives all parameters one table, as bitsandbytes does."""
+
+    key = "table"
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.table = torch.arange(16.0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = {self.key: self.table, "moment": torch.zeros_like(parameter)}
+            parameter.sub_(
+                self.state[parameter]["moment"].add_(parameter.grad) * self.state[parameter][self.key][1] * 0.01
+            )
+
+
+def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        return model, Tabled(model.parameters())
+
+    (model, optimizer), (other, another), _ = round_trip(attach, make)
+    assert len({id(each["table"]) for each in another.state.values()}) == 1
+    step_once(model, optimizer)
+    step_once(other, another)
+    assert state_bytes(model, optimizer) == state_bytes(other, another)
+
+
+@pytest.mark.parametrize("key", [0, "a.b"])
+def test_a_state_key_that_a_leafs_name_can_not_hold_is_refused(key):
+    model = Twins()
+    optimizer = type("Odd", (Tabled,), {"key": key})(model.parameters())
+    subjects = Subjects({"model.0": model}, [optimizer], {})
+    with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
+        subjects.predict()
+    step_once(model, optimizer)
+    with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
+        subjects.bind()
+
+
+def host_of(module):
+    return HostState(Subjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
+
+
+def test_host_state_that_no_capsule_can_hold_is_refused_before_training():
+    host_of(nn.Linear(2, 2)).check_size()
+    named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
+    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters .* limit is 1048576"):
+        host_of(named_at_length).check_size()
+
+
+def test_buffers_that_training_makes_or_resizes_come_back(attach):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].register_buffer("later", None)
+        model[0].register_buffer("cache", torch.zeros(4), persistent=False)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    model[0].later, model[0].cache = torch.arange(3.0), torch.arange(16.0)
+    train(session, model, optimizer)
+    other, another = make()
+    assert attach(other, another).step == 3
+    assert state_bytes(other, another) == state_bytes(model, optimizer)
+
+
+def test_a_buffer_that_was_made_in_inference_mode_is_held(attach):
+    """As a mask that an evaluation between two steps puts there: it counts no versions."""
+
+    def make():
+        model = nn.Linear(4, 4)
+        model.register_buffer("mask", torch.zeros(4))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    session = attach(model, optimizer)
+    for _ in session.steps(2):
+        step_once(model, optimizer)
+        with torch.inference_mode():
+            model.mask = torch.arange(4.0)
+    assert session.seal(timeout=60)
+    other, another = make()
+    with torch.inference_mode():
+        other.mask = torch.zeros(4)
+    assert attach(other, another).step == 2 and torch.equal(other.mask, torch.arange(4.0))
+
+
+def test_a_default_device_is_not_that_of_what_lies_on_the_host(attach):
+    def make():
+        model = nn.Linear(4, 4, device="cpu")
+        model.register_buffer("strided", torch.zeros(6, 4, device="cpu")[:, ::2])
+        model.register_buffer("none", torch.zeros(0, device="cpu"))
+        return model, torch.optim.AdamW(model.parameters())
+
+    torch.set_default_device("meta")  # stands for a CUDA device
+    try:
+        round_trip(attach, make)
+        assert from_plain(to_plain(torch.zeros(0, device="cpu"))).device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
