@@ -28,9 +28,9 @@ from bench.common import Goal, daemon, table
 from reft.client.attach.rank_table import layout_facts
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tracked_objects import Subjects
-from reft.core import symbolic
-from reft.core.cells import divide
-from reft.core.layout import pack
+from reft.core.layout import symbolic
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import pack
 from reft.wire import messages
 
 PARAMETERS = 500

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import nn
 
-from reft.core.frequency import Cadence
+from reft.core.commit.snapshot_interval import Cadence
 
 if TYPE_CHECKING:
     from reft.client.session import Session  # bench/gpu_stage.py runs where torch and numpy are all there is

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # whoever starts this need not set PYTHONPATH
 
 from bench.options import count  # noqa: E402
-from reft.core.signals import Signal  # noqa: E402
+from reft.core.membership.failure_detector import Signal  # noqa: E402
 from tests.support.netns import why_not  # noqa: E402
 from tests.support.watched import Watched  # noqa: E402
 

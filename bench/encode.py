@@ -35,7 +35,7 @@ from bench.common import Goal, Others, median, summary, table
 from bench.options import count, output
 from reft.client.memory import xor as torch_coding
 from reft.client.snapshot.save_plan import Cut
-from reft.core import coding
+from reft.core.coding import erasure
 
 CODES = ((3, 1), (2, 2), (4, 2), (6, 2), (5, 3))
 GOAL = 0.6  # share of the plain XOR's rate
@@ -65,15 +65,15 @@ class Encoding:
     """A stripe with room for its parities, cut into the slices that the programs run on."""
 
     def __init__(self, k: int, f: int, stripe_bytes: int, slice_bytes: int) -> None:
-        code = coding.code_for(k, f)
+        code = erasure.code_for(k, f)
         packet = stripe_bytes // (k * code.w) // 64 * 64
         data = np.random.default_rng(0).integers(0, 256, (k, code.w, packet), dtype=np.uint8)
         parity = np.zeros((f, code.w, packet), np.uint8)
         self.kind = code.kind
-        self.jobs: list[tuple[coding.Program, list[np.ndarray], list[np.ndarray], list[np.ndarray]]] = []
+        self.jobs: list[tuple[erasure.Program, list[np.ndarray], list[np.ndarray], list[np.ndarray]]] = []
         self.xored = 0
         for number in range(f):
-            program = coding.encode_program(code, number)
+            program = erasure.encode_program(code, number)
             self.xored += sum(step.right is not None for step in program.steps) * packet
             width = slice_bytes or Cut().width(program)
             scratch = np.zeros((program.scratch, width), np.uint8)
@@ -88,7 +88,7 @@ class Encoding:
 
     def by_numpy(self) -> None:
         for job in self.jobs:
-            coding.run(*job)
+            erasure.run(*job)
 
     def by_torch(self) -> None:
         for job in self.tensors:

@@ -30,10 +30,10 @@ from reft.client.attach.rank_table import Roster, agreed_facts, layout_facts
 from reft.client.link.rank_group import spoken_alone, text_of
 from reft.client.snapshot.replica_check import are_alike
 from reft.config import Config
-from reft.core import symbolic
-from reft.core.cells import RIDERS_MAX
-from reft.core.layout import Leaf, pack
-from reft.core.placement import exposed
+from reft.core.coding.placement import exposed
+from reft.core.layout import symbolic
+from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.layout import Leaf, pack
 from reft.wire import symbols
 from reft.wire.manifest import division_of, layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb

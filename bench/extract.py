@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench.options import count
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import Subjects
-from reft.core.layout import pack
+from reft.core.layout.layout import pack
 
 
 def least(work: Callable[[], Any]) -> float:

@@ -56,12 +56,12 @@ from reft.client.snapshot.cpu_engine import CpuCopier  # noqa: E402
 from reft.client.snapshot.engine import CopyJob  # noqa: E402
 from reft.client.snapshot.save_plan import Share, share_of  # noqa: E402
 from reft.client.state.tensors import Bindings  # noqa: E402
-from reft.core import actions, bubbles  # noqa: E402
-from reft.core.actions import Action, Kind, Times  # noqa: E402
-from reft.core.cells import divide  # noqa: E402
-from reft.core.pacing import Tier  # noqa: E402
-from reft.core.placement import place  # noqa: E402
-from reft.core.version import Epoch, Version  # noqa: E402
+from reft.core.coding.placement import place  # noqa: E402
+from reft.core.commit.version import Epoch, Version  # noqa: E402
+from reft.core.layout.cells import divide  # noqa: E402
+from reft.core.pipeline import actions, bubbles  # noqa: E402
+from reft.core.pipeline.actions import Action, Kind, Times  # noqa: E402
+from reft.core.pipeline.pacing import Tier  # noqa: E402
 from reft.wire.slot_format import Geometry, SlotMap  # noqa: E402
 
 BLOCK = 10  # steps of one kind in a row

@@ -44,7 +44,7 @@ from bench.options import count, listed, output
 from reft.client.restore.load import Loaded, load
 from reft.client.restore.load_plan import Piece, Sequencer, Sizes
 from reft.client.restore.transport import GlooTransport
-from reft.core.placement import Placement
+from reft.core.coding.placement import Placement
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import make_slot, placed
 

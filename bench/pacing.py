@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import common
 from bench.options import count
-from reft.core.bubbles import Gap
-from reft.core.pacing import Rates, Tier, plan, windows
+from reft.core.pipeline.bubbles import Gap
+from reft.core.pipeline.pacing import Rates, Tier, plan, windows
 
 CHUNK = 8 << 20
 STEP_S, GUARD_S = 2.5, 0.0003

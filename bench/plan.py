@@ -21,14 +21,15 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import Goal, median, table
-from reft.core.cells import Cell, Division
-from reft.core.coding import code_for
-from reft.core.exposure import Outlook
-from reft.core.layout import Leaf, pack
-from reft.core.placement import WIDTH_MAX, Lane, Placement
-from reft.core.recovery import Copy, Decision, Held, plan
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.coding.erasure import code_for
+from reft.core.coding.placement import WIDTH_MAX, Lane, Placement
+from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import Cell, Division
+from reft.core.layout.layout import Leaf, pack
+from reft.core.recovery.recovery import Copy, Held, plan
+from reft.core.status.loss_analysis import Outlook
 
 RANKS, COORDINATES, CELLS, F = 8, 128, 64, 2
 EPOCH = Epoch(1, b"plan" * 4)

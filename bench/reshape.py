@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import Goal, table
 from bench.exchange import RANKS, Clock, fsdp2
-from reft.core import symbolic
-from reft.core.cells import divide
-from reft.core.layout import Leaf
-from reft.core.placement import place
-from reft.core.regather import Regather, Sizes, readers_of
-from reft.core.reshape import Own, match, pieces_of, wanted_leaves
+from reft.core.coding.placement import place
+from reft.core.layout import symbolic
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import Leaf
+from reft.core.recovery.regather import Regather, Sizes, readers_of
+from reft.core.recovery.shard_matching import Own, match, pieces_of, wanted_leaves
 
 LAYERS = 4  # of the model: (4 x 9 + 3) parameters, four leaves each
 CHUNK = 256 << 10

@@ -47,7 +47,7 @@ class Config:
 
     Attributes:
         mode: "auto" protects; "off" makes attach do nothing, and says so once.
-        job: name of the job; empty means derived from the launcher, see `reft.core.identity`.
+        job: name of the job; empty means derived from the launcher, see `reft.core.membership.job_identity`.
         daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own.
         runtime_dir: folder of this user's daemon socket, lock and log; empty means `runtime_dir()`.
         protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from reft.core import actions, bubbles
-from reft.core.actions import Action, Times
-from reft.core.bubbles import Gap
+from reft.core.pipeline import actions, bubbles
+from reft.core.pipeline.actions import Action, Times
+from reft.core.pipeline.bubbles import Gap
 from reft.errors import ConfigError
 
 __all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times", "ZeroBubbleH1", "ZeroBubbleV"]

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from reft.core.budget import Limit, refusal
-from reft.core.identity import check_name
+from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.wire.mapped import advise, map_file
 from reft.wire.messages import MANIFEST_MAX

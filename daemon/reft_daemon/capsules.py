@@ -26,11 +26,11 @@ from typing import Final
 import xxhash
 from google.protobuf.message import DecodeError
 
-from reft.core.capsules import DIGESTS_MAX, surplus
-from reft.core.recovery import Decision, counts
-from reft.core.round import Outcome
-from reft.core.version import Version
-from reft.core.wording import counted
+from reft.core.commit.capsules import DIGESTS_MAX, surplus
+from reft.core.commit.decision import Decision, counts
+from reft.core.commit.round import Outcome
+from reft.core.commit.version import Version
+from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX

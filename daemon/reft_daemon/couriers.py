@@ -23,7 +23,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from reft.core.round import Outcome, children_of, parent_of
+from reft.core.commit.round import Outcome, children_of, parent_of
 from reft.errors import FormatError, ReftError
 from reft.failpoints import Failpoints, InjectedFault
 from reft.wire import messages, rpc

@@ -10,12 +10,12 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from reft.core.capsules import Deposits
-from reft.core.placement import holders_among
-from reft.core.recovery import Decision
-from reft.core.round import Outcome
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.coding.placement import holders_among
+from reft.core.commit.capsules import Deposits
+from reft.core.commit.decision import Decision
+from reft.core.commit.round import Outcome
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
 from reft.wire import capsule, messages
 from reft.wire.manifest import node_domains, placement_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from reft.core.slots import SlotState
-from reft.core.version import Version
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
 from reft.errors import FormatError
 from reft.wire import messages
 from reft.wire.slot_format import Header

@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from reft.core.capsules import DIGESTS_MAX, Deposits
-from reft.core.round import Digests, Outcome, Round, Said
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.capsules import DIGESTS_MAX, Deposits
+from reft.core.commit.round import Digests, Outcome, Round, Said
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process

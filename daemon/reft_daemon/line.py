@@ -16,7 +16,7 @@ from typing import NamedTuple
 import grpc
 from google.protobuf.message import DecodeError
 
-from reft.core.round import Outcome
+from reft.core.commit.round import Outcome
 from reft.errors import ReftError
 from reft.wire import handout, messages, rpc
 from reft.wire.line import Frames, frame

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import numpy as np
 
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
 from reft.errors import AttachError, FormatError, ReftError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import Bytes

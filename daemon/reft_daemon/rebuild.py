@@ -22,12 +22,12 @@ from typing import TypeVar
 import grpc
 import numpy as np
 
-from reft.core.layout import Layout
-from reft.core.placement import Placement
-from reft.core.rebuild import Band, Bytes, Maker, Stripe, bands, lane_at, stripes
-from reft.core.recovery import counts
-from reft.core.slots import SlotState
-from reft.core.version import Version
+from reft.core.coding.placement import Placement
+from reft.core.commit.decision import counts
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.core.layout.layout import Layout
+from reft.core.recovery.rebuild import Band, Bytes, Maker, Stripe, bands, lane_at, stripes
 from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
 from reft.wire import capsule, messages
 from reft.wire.manifest import layouts_of, placement_of

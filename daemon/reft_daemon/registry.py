@@ -10,8 +10,8 @@ from typing import NamedTuple
 import grpc
 
 from reft.core.budget import size
-from reft.core.identity import check_name
-from reft.core.recovery import KNOWN_MAX
+from reft.core.commit.decision import KNOWN_MAX
+from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import messages

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from reft.core.waiting import WHOLE_S, patience_s
+from reft.core.recovery.survey_timeout import WHOLE_S, patience_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX

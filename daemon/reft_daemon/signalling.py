@@ -1,4 +1,4 @@
-"""Heartbeats between daemons, from agents, and to agents: the shell around `reft.core.signals` for all jobs of this daemon.
+"""Heartbeats between daemons, from agents, and to agents: the shell around `reft.core.membership`.
 
     every TICK_S     look: judge all nodes by what was heard
     every BEAT_S     a beat to each neighbour in the ring; none waits for the reply of the one before
@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
 import grpc
 
-from reft.core.identity import check_name
-from reft.core.signals import BEAT_S, MISSES, Agent
-from reft.core.waiting import GivenUp
+from reft.core.membership.failure_detector import BEAT_S, MISSES, Agent
+from reft.core.membership.job_identity import check_name
+from reft.core.recovery.survey_timeout import GivenUp
 from reft.errors import AlreadyAttached, AttachError, ConfigError, NoRoom, ReftError
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb

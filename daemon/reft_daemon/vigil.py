@@ -2,7 +2,7 @@
 
     agent's first beat of a round ─┐
     decision of an attach ─────────┴► term: who belongs to the job, by which token they know one another
-    beats, deaths, steps ──► facts ─► Lookout (reft.core.signals) ─► signals; `news` is set when one changed
+    beats, deaths, steps ──► facts ─► Lookout (reft.core.membership.failure_detector) ─► signals; `news` is set when one changed
 
 A term is (launch, round) of the agents. Where there are none, as under a launcher that is not ours, the launch is empty and
 the round is the attach's epoch. A term is replaced as a whole: nothing that was said in the older one holds in the newer.
@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from reft.core.progress import Pace, Stall, laggard
-from reft.core.signals import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
-from reft.core.telling import Teller
-from reft.core.waiting import GivenUp
+from reft.core.membership.failure_detector import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
+from reft.core.membership.log_debounce import Teller
+from reft.core.membership.progress import Pace, Stall, laggard
+from reft.core.recovery.survey_timeout import GivenUp
 from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb

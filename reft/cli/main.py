@@ -29,8 +29,8 @@ from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
 from reft.config import allows_colour
 from reft.core.budget import size
-from reft.core.health import Health
-from reft.core.wording import counted
+from reft.core.status.health import Health
+from reft.core.text import counted
 from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb

@@ -10,10 +10,10 @@ from typing import Any
 from reft.cli.ask import ask, local_address
 from reft.cli.recovery import RecoveryView, recovery_view, with_targets
 from reft.cli.survey import survey
-from reft.core.health import Health
-from reft.core.recovery import Plan
-from reft.core.version import Version
-from reft.core.wording import counted
+from reft.core.commit.version import Version
+from reft.core.recovery.recovery import Plan
+from reft.core.status.health import Health
+from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire import messages
 from reft.wire.findings import Findings

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.cli.tables import aligned, spans, wrapped
-from reft.core import rebuild, recovery
 from reft.core.budget import size
-from reft.core.health import Health
-from reft.core.placement import Placement
-from reft.core.recovery import Plan
-from reft.core.version import Version
-from reft.core.wording import counted, every, more
+from reft.core.coding.placement import Placement
+from reft.core.commit.version import Version
+from reft.core.recovery import rebuild, recovery
+from reft.core.recovery.recovery import Plan
+from reft.core.status.health import Health
+from reft.core.text import counted, every, more
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from reft.cli.views import JobView, NodeView, RankView
 from reft.core.budget import size
-from reft.core.exposure import Loss
-from reft.core.version import Version
-from reft.core.wording import counted
+from reft.core.commit.version import Version
+from reft.core.status.loss_analysis import Loss
+from reft.core.text import counted
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reft.core.exposure import Loss
-from reft.core.health import Health, JobFacts, RankFacts, judge, survival
-from reft.core.protection import Protection
-from reft.core.version import Version
+from reft.core.commit.version import Version
+from reft.core.status.health import Health, JobFacts, RankFacts, judge, survival
+from reft.core.status.loss_analysis import Loss
+from reft.core.status.protection import Protection
 from reft.wire import messages
 from reft.wire.findings import Findings
 from reft.wire.manifest import holders_of_unequal
@@ -43,7 +43,7 @@ class RankView:
 class NodeView:
     """All ranks of one node: the oldest sealed step and the greatest age of any. `state` may also be silent.
 
-    `signal` is what the daemons say of it, in lower case (`reft.core.signals`); empty if none is known.
+    `signal` is what the daemons say of it, in lower case (`reft.core.membership.failure_detector`); empty if none is known.
     """
 
     node: str

@@ -37,9 +37,9 @@ from reft.client.schedule.snapshot_cadence import Metronome
 from reft.client.schedule.step_counting import Marked, Marks, Resumed, Unmarked
 from reft.client.snapshot.snapshotter import Snapshots
 from reft.client.state.tracked_objects import extractor
-from reft.core.course import Course
-from reft.core.frequency import Overhead
-from reft.core.pacing import Tier
+from reft.core.commit.snapshot_interval import Overhead
+from reft.core.pipeline.course import Course
+from reft.core.pipeline.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
 from reft.wire import tracing
 

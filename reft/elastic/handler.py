@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs
 
 from reft.console import say
-from reft.core.reaction import Reaction
-from reft.core.signals import Agent
+from reft.core.membership.agent_policy import Reaction
+from reft.core.membership.failure_detector import Agent
 from reft.elastic import etcd, tcp
 from reft.elastic.guard import Guard
 from reft.elastic.listening import Listener, Term

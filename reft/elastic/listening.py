@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from reft.core.reaction import Reaction, react
-from reft.core.ring import neighbours, ring_of
-from reft.core.signals import BEAT_S, Agent, Sign
+from reft.core.membership.agent_policy import Reaction, react
+from reft.core.membership.failure_detector import BEAT_S, Agent, Sign
+from reft.core.membership.gossip_targets import neighbours, ring_of
 from reft.wire import messages, rpc
 from reft.wire.revival import Reviver
 from reft.wire.tls import Tls

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from reft.config import Config
-from reft.core.identity import NO_RUN_ID, Job, identify
+from reft.core.membership.job_identity import NO_RUN_ID, Job, identify
 from reft.errors import ConfigError
 
 # name → (default, what it is). Seconds where nothing else is said. torch reads those of the first group itself.

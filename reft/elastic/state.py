@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from reft.core.ranks import Member, Place
+from reft.core.membership.sticky_ranks import Member, Place
 
 FORMAT = 1
 
@@ -66,7 +66,7 @@ class State(_RendezvousState):
 
 
 def member(state: State, node: _NodeDesc) -> Member:
-    """A node as `reft.core.ranks` names it."""
+    """A node as `reft.core.membership.sticky_ranks` names it."""
     return Member(str(node), state.facts.get(node, Facts()).home)
 
 

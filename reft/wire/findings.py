@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from reft.core import histories, recovery
-from reft.core.exposure import Outlook
-from reft.core.frequency import History
-from reft.core.placement import Placement
-from reft.core.protection import Protection, protection
-from reft.core.recovery import Copy, Decision, Held, Plan
-from reft.core.version import Epoch, Version
+from reft.core.coding.placement import Placement
+from reft.core.commit.decision import Decision
+from reft.core.commit.snapshot_interval import History
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery import lineage, recovery
+from reft.core.recovery.recovery import Copy, Held, Plan
+from reft.core.status.loss_analysis import Outlook
+from reft.core.status.protection import Protection, protection
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.manifest import placement_of
@@ -78,7 +79,7 @@ class Findings:
             epoch: [node.id for node in manifest.nodes if tokens.get(node.id) == manifest.token]
             for epoch, manifest in self.manifests.items()
         }
-        return histories.histories(self._remembered, members, histories.written_by(self.held, self.copies))
+        return lineage.histories(self._remembered, members, lineage.written_by(self.held, self.copies))
 
     def refuse_rivals(self, job: str) -> None:
         """Raises AttachError if the job went on twice, each time without knowing of the other: a person must choose."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import get_args
 
-from reft.core.cells import RIDERS_MAX, Division, divide
-from reft.core.placement import Placement, Scheme, place
+from reft.core.coding.placement import Placement, Scheme, place
+from reft.core.layout.cells import RIDERS_MAX, Division, divide
 from reft.errors import FormatError
 from reft.wire.symbols import Layouts
 from reft.wire.v1 import daemon_pb2 as pb

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.message import DecodeError
 
-from reft.core.frequency import Pace
-from reft.core.layout import Layout, Leaf
-from reft.core.progress import Stall
-from reft.core.recovery import Copy, Decision, Held
-from reft.core.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, Said
-from reft.core.signals import Agent, Sign, Signal
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.decision import Decision
+from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, Said
+from reft.core.commit.slots import SlotState
+from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Layout, Leaf
+from reft.core.membership.failure_detector import Agent, Sign, Signal
+from reft.core.membership.progress import Stall
+from reft.core.recovery.recovery import Copy, Held
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
-from reft.core.layout import Layout
-from reft.core.placement import Placement
-from reft.core.recovery import Plan
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Layout
+from reft.core.recovery.recovery import Plan
 from reft.wire import messages
 from reft.wire.findings import Findings
 from reft.wire.messages import table_to

@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reft.core.layout import align
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import align
 from reft.errors import FormatError
 
 MAGIC: Final = b"REFTSLOT"

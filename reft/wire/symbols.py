@@ -9,8 +9,8 @@ from typing import overload
 
 from google.protobuf.message import DecodeError
 
-from reft.core.layout import Layout
-from reft.core.symbolic import WHOLE, Cut, Pattern, Symbolic, Table, expand
+from reft.core.layout.layout import Layout
+from reft.core.layout.symbolic import WHOLE, Cut, Pattern, Symbolic, Table, expand
 from reft.errors import FormatError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb

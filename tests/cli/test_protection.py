@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from reft.cli import recovery, tables, views
 from reft.cli.main import main, pairs_of
 from reft.cli.recovery import recovery_lines, recovery_view, with_targets
-from reft.core.health import Health
-from reft.core.layout import Leaf
-from reft.core.placement import capsule_holders
+from reft.core.coding.placement import capsule_holders
+from reft.core.layout.layout import Leaf
+from reft.core.status.health import Health
 from reft.errors import ConfigError
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb

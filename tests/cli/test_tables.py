@@ -8,7 +8,7 @@ import pytest
 
 from reft.cli import tables, views
 from reft.cli.main import coloured, marked
-from reft.core.health import Health
+from reft.core.status.health import Health
 from reft.wire.v1 import daemon_pb2 as pb
 
 EPOCH = pb.Epoch(counter=2, ident=bytes(16))

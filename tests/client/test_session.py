@@ -14,7 +14,7 @@ from torch import nn
 from reft import errors
 from reft.client.session import _drain
 from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.core.pacing import Tier
+from reft.core.pipeline.pacing import Tier
 from reft.wire import tracing
 from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train

@@ -15,10 +15,10 @@ import grpc
 import numpy as np
 import pytest
 
-from reft.core.layout import Layout, Leaf, pack
-from reft.core.round import Answer
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Layout, Leaf, pack
 from reft.failpoints import Failpoints
 from reft.wire import capsule, handout, line, messages, rpc
 from reft.wire.process import stat_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from reft.core.version import Version
+from reft.core.commit.version import Version
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.job import HeldJob

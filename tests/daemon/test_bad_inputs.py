@@ -14,7 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from reft.core.round import Answer, Outcome
+from reft.core.commit.round import Answer, Outcome
 from reft.errors import AttachError
 from reft.wire import handout, messages, rpc
 from reft.wire.slot_format import Geometry, SlotMap

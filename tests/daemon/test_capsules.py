@@ -10,9 +10,9 @@ import time
 import grpc
 import pytest
 
-from reft.core.capsules import DIGESTS_MAX
-from reft.core.round import UNDECIDED_MAX, Answer, Outcome
-from reft.core.slots import SlotState
+from reft.core.commit.capsules import DIGESTS_MAX
+from reft.core.commit.round import UNDECIDED_MAX, Answer, Outcome
+from reft.core.commit.slots import SlotState
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
 from reft.wire.v1 import daemon_pb2 as pb

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from reft.core.round import Answer
-from reft.core.slots import SlotState
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
 from tests.daemon.jobs import Job, write
 from tests.daemon.test_start import run
 from tests.support.daemons import until

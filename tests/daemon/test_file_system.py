@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
 from tests.daemon.jobs import Code, Job, write
 from tests.daemon.test_capsules import all_whole, copies, fetch, held_job, seal
 from tests.support.daemons import DaemonProcess, until

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from reft.core.round import Answer
-from reft.core.slots import SlotState
-from reft.core.version import Version
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
 from reft.errors import AttachError, FormatError, NoRoom
 from reft.wire import messages
 from reft.wire.slot_format import Geometry

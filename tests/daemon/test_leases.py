@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.core.round import Answer
+from reft.core.commit.round import Answer
 from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process, stat_of

@@ -9,8 +9,8 @@ import pytest
 
 from reft.client.restore import remote_slots
 from reft.client.restore.remote_slots import FAR_BYTES_PER_S, Remote, far_s
-from reft.core.recovery import Held
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
+from reft.core.recovery.recovery import Held
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE

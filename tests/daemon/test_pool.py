@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from reft.core.budget import Limit
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
 from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory, pool

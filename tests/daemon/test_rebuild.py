@@ -18,9 +18,9 @@ from reft.cli.main import main
 from reft.cli.survey import survey
 from reft.client.snapshot.save_plan import Cut, share_of
 from reft.client.state.tensors import leaf_of
-from reft.core.round import Answer
-from reft.core.slots import SlotState
-from reft.core.version import Version
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
 from reft.wire import capsule, messages
 from reft.wire.manifest import placement_of
 from reft.wire.rebuilt import rebuild_request

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from reft.core.rebuild import Maker
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
+from reft.core.recovery.rebuild import Maker
 from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from reft.core.frequency import LEAD
-from reft.core.round import Answer
-from reft.core.slots import SlotState
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.snapshot_interval import LEAD
 from reft.wire.messages import outcome_from
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

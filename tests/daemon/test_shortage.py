@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from reft.core.recovery import Decision
-from reft.core.round import Outcome
-from reft.core.signals import Agent
-from reft.core.version import Version
+from reft.core.commit.decision import Decision
+from reft.core.commit.round import Outcome
+from reft.core.commit.version import Version
+from reft.core.membership.failure_detector import Agent
 from reft.wire import messages, rpc
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from reft.core import signals
-from reft.core.progress import GAPS_MIN
-from reft.core.round import Answer
-from reft.core.signals import BEAT_S, MISSES, Signal
+from reft.core.commit.round import Answer
+from reft.core.membership import failure_detector as signals
+from reft.core.membership.failure_detector import BEAT_S, MISSES, Signal
+from reft.core.membership.progress import GAPS_MIN
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

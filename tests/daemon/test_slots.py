@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from reft.core.round import Answer
-from reft.core.slots import SlotState
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
 from reft.errors import AttachError
 from reft.wire import handout, messages
 from reft.wire.findings import Findings

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from reft.core.slots import SlotState
-from reft.core.waiting import WHOLE_S
+from reft.core.commit.slots import SlotState
+from reft.core.recovery.survey_timeout import WHOLE_S
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.service import DaemonService

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reft.core.signals import Signal
+from reft.core.membership.failure_detector import Signal
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 from tests.support.netns import why_not

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from reft.cli.ask import ask
-from reft.core.signals import BEAT_S, MISSES
+from reft.core.membership.failure_detector import BEAT_S, MISSES
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support import certificates, etcd, idler
 from tests.support.idler import Idler

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reft.core.ring import REACH
-from reft.core.signals import BEAT_S
-from reft.core.slots import SlotState
+from reft.core.commit.slots import SlotState
+from reft.core.membership.failure_detector import BEAT_S
+from reft.core.membership.gossip_targets import REACH
 from reft.wire.slot_format import Header, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import slot_path

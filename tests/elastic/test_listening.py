@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from reft.config import Config
-from reft.core.reaction import Reaction
-from reft.core.signals import Agent
+from reft.core.membership.agent_policy import Reaction
+from reft.core.membership.failure_detector import Agent
 from reft.elastic.listening import Listener, Term
 from reft.wire import messages
 from reft.wire.revival import Reviver

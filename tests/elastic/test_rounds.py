@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
 
-from reft.core.ranks import Member, Place
-from reft.core.reaction import Reaction
+from reft.core.membership.agent_policy import Reaction
+from reft.core.membership.sticky_ranks import Member, Place
 from reft.elastic import handler, rounds
 from reft.elastic.handler import ReftRendezvousHandler
 from reft.elastic.listening import Term

@@ -136,11 +136,11 @@ def test_every_package_has_an_init():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("reft.core.slots", "import time"),
-        ("reft.core.slots", "import grpc"),
-        ("reft.core.slots", "from reft import config"),
-        ("reft.core.slots", "from ..wire import slot"),
-        ("reft.core.slots", "from reft import attach"),
+        ("reft.core.commit.slots", "import time"),
+        ("reft.core.commit.slots", "import grpc"),
+        ("reft.core.commit.slots", "from reft import config"),
+        ("reft.core.commit.slots", "from ...wire import slot"),
+        ("reft.core.commit.slots", "from reft import attach"),
         ("reft.wire.slot", "from reft.client import session"),
         ("reft.wire.slot", "def f():\n    import torch"),
         ("reft.client.session", "import reft_daemon.main"),
@@ -162,8 +162,8 @@ def test_a_wrong_import_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("reft.core.slots", "import dataclasses\nimport numpy as np\nfrom reft.errors import ReftError"),
-        ("reft.core.slots", "from .version import Version"),
+        ("reft.core.commit.slots", "import dataclasses\nimport numpy as np\nfrom reft.errors import ReftError"),
+        ("reft.core.commit.slots", "from .version import Version"),
         ("reft.wire.slot", "import grpc\nfrom reft.core import slots\nfrom reft import config"),
         ("reft.client.session", "import torch\nfrom ..wire import slot\nfrom ..core import slots"),
         ("reft.cli.main", "from reft import __version__"),

@@ -23,12 +23,13 @@ from reft.client.state.extract.dtensor import box_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import Named, Names
 from reft.client.state.tensors import Bindings
-from reft.core.cells import divide
-from reft.core.layout import Layout, Leaf, pack
-from reft.core.placement import Placement, place
-from reft.core.recovery import Copy, Decision, Held, plan
-from reft.core.slots import SlotState
-from reft.core.symbolic import of
+from reft.core.coding.placement import Placement, place
+from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import Layout, Leaf, pack
+from reft.core.layout.symbolic import of
+from reft.core.recovery.recovery import Copy, Held, plan
 from tests.support.shards import VERSION, Postbox, Tensors, alike, make_slot, on_all
 
 CHUNK = 4096

@@ -15,7 +15,7 @@ from reft.client.state.parameters import Named
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import check
 from reft.client.state.tracked_objects import Subjects
-from reft.core.layout import Leaf
+from reft.core.layout.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
 from tests.scenarios.test_state_kinds import round_trip, state_bytes, step_once, train
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from reft.core.signals import BEAT_S
+from reft.core.membership.failure_detector import BEAT_S
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

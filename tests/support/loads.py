@@ -12,7 +12,7 @@ import torch
 from reft.client.restore.decode import Decoder
 from reft.client.restore.load import Loaded, load
 from reft.client.restore.load_plan import Sizes
-from reft.core.placement import Placement
+from reft.core.coding.placement import Placement
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import Postbox, Tensors, alike, make_slot, on_all, placed
 

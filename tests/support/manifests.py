@@ -7,8 +7,8 @@ from typing import Any
 
 from reft.client.attach.rank_table import Roster, layout_facts
 from reft.client.link.rank_group import text_of
-from reft.core import symbolic
-from reft.core.layout import Leaf, pack
+from reft.core.layout import symbolic
+from reft.core.layout.layout import Leaf, pack
 from reft.wire.symbols import table_to
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reft.core.round import Answer, Outcome, Said
+from reft.core.commit.round import Answer, Outcome, Said
 
 SEALED, VOID = Answer.SEALED, Answer.VOID
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from reft.client.state.tensors import leaf_of
-from reft.core.cells import RIDERS_MAX, divide
-from reft.core.layout import Layout, Leaf, pack
-from reft.core.placement import Placement, place
+from reft.core.coding.placement import Placement, place
+from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.layout import Layout, Leaf, pack
 from tests.support.shards import Tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.complex128)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from reft.client.state.tensors import flat_bytes, leaf_of
-from reft.core.cells import divide
-from reft.core.coding import encode_program, run
-from reft.core.layout import Layout, pack
-from reft.core.placement import Lane, Placement, place
-from reft.core.version import Epoch, Version
+from reft.core.coding.erasure import encode_program, run
+from reft.core.coding.placement import Lane, Placement, place
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import Layout, pack
 from reft.errors import RestoreError
 from reft.wire.messages import table_to
 from reft.wire.slot_format import Geometry, SlotMap, chunk_digest

@@ -13,10 +13,10 @@ from reft.client.snapshot.engine import CopyJob
 from reft.client.snapshot.replica_check import samples
 from reft.client.snapshot.save_plan import Cut, share_of
 from reft.client.state.tensors import Bindings, flat_bytes, is_dense
-from reft.core.cells import divide
-from reft.core.placement import Placement, place
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.coding.placement import Placement, place
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import divide
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.streams import Inline, Late
 

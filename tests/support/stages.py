@@ -1,7 +1,7 @@
 """Stages for torch's own pipeline schedules without a process group: work and waits take the time of a scripted clock.
 
 The schedule's loop is torch's; what it receives and what it computes is played: before each action the clock moves by the
-idle time that the action's stage would have (reft.core.actions simulates it), in the action by its length.
+idle time that the action's stage would have (reft.core.pipeline.actions simulates it), in the action by its length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import stage as torch_stage
 
-from reft.core.actions import Action, Kind, Span
+from reft.core.pipeline.actions import Action, Kind, Span
 
 
 class Clock:

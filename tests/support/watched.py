@@ -23,7 +23,7 @@ import grpc
 from reft.cli.demo import keeper
 from reft.cli.demo.cluster import short_folder, spawn
 from reft.config import child_environment
-from reft.core.signals import Signal
+from reft.core.membership.failure_detector import Signal
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reft.core.recovery import Decision
-from reft.core.version import Epoch, Version
+from reft.core.commit.decision import Decision
+from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.findings import Findings

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.frequency import Pace
-from reft.core.layout import Leaf, pack
-from reft.core.recovery import Decision, Held
-from reft.core.round import UNDECIDED_MAX, Outcome, Said
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.decision import Decision
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, Said
+from reft.core.commit.slots import SlotState
+from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Leaf, pack
+from reft.core.recovery.recovery import Held
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb

@@ -18,8 +18,8 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
 from reft.errors import FormatError
 from reft.wire import capsule
 from reft.wire.messages import places_from, table_from, table_to

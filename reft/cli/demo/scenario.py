@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from reft.cli.demo.cluster import Cluster, DemoError, Training
 from reft.cli.demo.records import Recovery, Result, recovery
-from reft.core.health import LAG_STEPS
+from reft.core.status.health import LAG_STEPS
 
 POLL_S = 0.1
 STALL_S = 90.0  # without a new record from any rank, the run has failed

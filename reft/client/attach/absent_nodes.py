@@ -1,4 +1,4 @@
-"""Asking nodes that take no part any more what they hold; `reft.core.waiting` says for how long."""
+"""Asking nodes that take no part any more what they hold; `reft.core.recovery.survey_timeout` says for how long."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reft.client.link.rank_group import Exchange, bytes_of, text_of
-from reft.core.version import Version
-from reft.core.waiting import is_settled
+from reft.core.commit.version import Version
+from reft.core.recovery.survey_timeout import is_settled
 from reft.wire.findings import Findings, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -16,9 +16,9 @@ from reft.client.attach.launcher import agents_command, chosen_run_id, launch_ma
 from reft.client.link.rank_group import bytes_of
 from reft.client.memory.threads import Team
 from reft.config import Config, Launch
-from reft.core.identity import Job, identify
-from reft.core.layout import Layout
-from reft.core.symbolic import Symbolic
+from reft.core.layout.layout import Layout
+from reft.core.layout.symbolic import Symbolic
+from reft.core.membership.job_identity import Job, identify
 from reft.errors import ConfigError
 from reft.wire import messages, symbols
 from reft.wire.v1 import daemon_pb2 as pb

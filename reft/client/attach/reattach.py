@@ -29,7 +29,7 @@ from reft.client.attach.run import Attachment
 from reft.client.snapshot.engine import Copier
 from reft.client.snapshot.snapshotter import Counts, Snapshots
 from reft.console import say
-from reft.core.recovery import Copy, Held
+from reft.core.recovery.recovery import Copy, Held
 from reft.errors import ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -14,10 +14,10 @@ from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import extractor_of
 from reft.client.state.tracked_objects import Subjects
-from reft.core.placement import Placement, exposed
-from reft.core.recovery import Plan, describe
-from reft.core.version import Version
-from reft.core.wording import counted
+from reft.core.coding.placement import Placement, exposed
+from reft.core.commit.version import Version
+from reft.core.recovery.recovery import Plan, describe
+from reft.core.text import counted
 from reft.wire.findings import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 

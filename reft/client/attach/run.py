@@ -55,12 +55,12 @@ from reft.client.state import host_state
 from reft.client.state.host_state import HostState
 from reft.config import Config, Launch
 from reft.console import say
-from reft.core import symbolic
-from reft.core.frequency import Cadence, Frequency, History
-from reft.core.histories import known_to, next_epoch
-from reft.core.layout import pack
-from reft.core.recovery import Decision
-from reft.core.version import Version
+from reft.core.commit.decision import Decision
+from reft.core.commit.snapshot_interval import Cadence, Frequency, History
+from reft.core.commit.version import Version
+from reft.core.layout import symbolic
+from reft.core.layout.layout import pack
+from reft.core.recovery.lineage import known_to, next_epoch
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import handout, messages, rpc, starter, symbols

@@ -16,7 +16,7 @@ from reft.client.link.rank_group import Exchange
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tensors import Bindings
 from reft.client.state.tracked_objects import Subjects, stage_prefix
-from reft.core.stages import Stage, candidates, naming
+from reft.core.layout.stage_naming import Stage, candidates, naming
 from reft.errors import ConfigError
 
 

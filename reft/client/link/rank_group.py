@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reft.core.wording import more
+from reft.core.text import more
 from reft.errors import AttachError, ReftError
 
 BROADCAST_BYTES = 1 << 20  # what could move while a broadcast makes its way through thousands of ranks

@@ -1,8 +1,8 @@
 """Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
 
-Each report says all of what is undecided (`reft.core.round.Said`), so what was lost with a daemon is repaired by the next. At
-most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has waited
-long enough. A thread hears the replies; whoever reports makes the connection anew after it has ended.
+Each report says all of what is undecided (`reft.core.commit.round.Said`), so what was lost with a daemon is repaired by the
+next. At most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has
+waited long enough. A thread hears the replies; whoever reports makes the connection anew after it has ended.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from reft.core.frequency import Pace
-from reft.core.round import Answer, Outcome, Said
-from reft.core.spacing import Delays, spacing
-from reft.core.version import Epoch, Version
+from reft.core.commit.lag_backoff import Delays, spacing
+from reft.core.commit.round import Answer, Outcome, Said
+from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
@@ -66,7 +66,7 @@ class Reporter:
         self._outcome = Outcome()
         self.error: ReftError | None = None  # why the last report was not heard
         self.slots_missing = False
-        self.wish = 0  # how often to snapshot, see `reft.core.frequency`; travels with the answers
+        self.wish = 0  # how often to snapshot, see `reft.core.commit.snapshot_interval`; travels with the answers
         self._delays = Delays()
 
     @property
@@ -185,7 +185,7 @@ class Reporter:
             del self._sealed[step]
 
     def spacing(self, step: int, since: int, every: int, slots: int) -> int:
-        """Each how many-th due step is to be taken, see `reft.core.spacing`.
+        """Each how many-th due step is to be taken, see `reft.core.commit.lag_backoff`.
 
         Args:
             step: that is due.

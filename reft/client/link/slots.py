@@ -18,9 +18,9 @@ import torch
 from reft.client.memory.cuda import pin, unpin
 from reft.client.memory.prefault import map_shared
 from reft.config import Config
-from reft.core.layout import align
-from reft.core.slots import Slot
-from reft.core.version import Epoch, Version
+from reft.core.commit.slots import Slot
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import align
 from reft.wire import handout, messages, rpc
 from reft.wire.mapped import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap

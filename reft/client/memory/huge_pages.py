@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reft.client.memory.prefault import Pages
-from reft.core.layout import Leaf, align
+from reft.core.layout.layout import Leaf, align
 from reft.wire.slot_format import Bytes
 
 HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64

@@ -1,6 +1,6 @@
 """Runs coding programs on torch tensors, on the device where they lie.
 
-The tables are those of `reft.core.coding`; this is the executor for tensors. It makes no temporaries: on CUDA every step
+The tables are those of `reft.core.coding.erasure`; this is the executor for tensors. It makes no temporaries: on CUDA every step
 is one kernel on the current stream, and nothing waits.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from reft.core.coding import Program, registers
+from reft.core.coding.erasure import Program, registers
 
 
 def run(

@@ -16,9 +16,9 @@ import torch
 
 from reft.client.restore.load_plan import ALIGNMENT, Group
 from reft.client.restore.tensor_view import CellSpace
-from reft.core.coding import Program, decode_program, run
-from reft.core.placement import Lane
-from reft.core.rebuild import CACHE_BYTES, COLUMNS_MIN
+from reft.core.coding.erasure import Program, decode_program, run
+from reft.core.coding.placement import Lane
+from reft.core.recovery.rebuild import CACHE_BYTES, COLUMNS_MIN
 from reft.wire.slot_format import Bytes
 
 COLUMNS_MAX = 128 << 10

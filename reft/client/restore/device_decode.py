@@ -27,8 +27,8 @@ from reft.client.memory.cuda import Device
 from reft.client.restore.decode import Columns, Decoder, Rows
 from reft.client.restore.load_plan import ALIGNMENT, Group
 from reft.client.restore.tensor_view import CellSpace
-from reft.core.coding import Program
-from reft.core.placement import Lane
+from reft.core.coding.erasure import Program
+from reft.core.coding.placement import Lane
 
 
 class DeviceDecoder(Decoder):

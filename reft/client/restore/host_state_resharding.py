@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from reft.client.state.serialization import GROUPED, to_plain
-from reft.core.wording import every
+from reft.core.text import every
 from reft.errors import LayoutChanged
 from reft.wire import capsule
 

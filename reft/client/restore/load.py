@@ -37,8 +37,8 @@ from reft.client.restore.load_plan import Sequencer, Sizes
 from reft.client.restore.tensor_view import CellSpace
 from reft.client.restore.transport import Transport
 from reft.client.restore.verified_slot import AtChunk, Checked, Source
-from reft.core.layout import Layout, align
-from reft.core.placement import Placement
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Layout, align
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 

@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from reft.core.gather import StripeRead, stripe_reads
-from reft.core.placement import Lane, Placement
+from reft.core.coding.placement import Lane, Placement
+from reft.core.recovery.gather import StripeRead, stripe_reads
 
 ALIGNMENT = 64  # bytes that the columns of a band are multiples of, so that XOR works on whole words
 

@@ -13,7 +13,7 @@ import torch
 from reft.client.memory.huge_pages import Room
 from reft.client.state.tensors import Bindings, device_of
 from reft.client.state.tracked_objects import Subjects
-from reft.core.layout import Leaf, align, differences
+from reft.core.layout.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import grpc
 import numpy as np
 
-from reft.core.recovery import Held, Plan
-from reft.core.version import Version
+from reft.core.commit.version import Version
+from reft.core.recovery.recovery import Held, Plan
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header

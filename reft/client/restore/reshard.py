@@ -33,12 +33,12 @@ from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import Bindings
 from reft.client.state.tracked_objects import Subjects
-from reft.core.layout import Layout, Leaf, pack
-from reft.core.placement import Placement
-from reft.core.recovery import Held, Plan
-from reft.core.regather import Regather, Sizes, readers_of
-from reft.core.reshape import Match, Own, is_same, match, pieces_of, wanted_leaves
-from reft.core.wording import counted, more
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Layout, Leaf, pack
+from reft.core.recovery.recovery import Held, Plan
+from reft.core.recovery.regather import Regather, Sizes, readers_of
+from reft.core.recovery.shard_matching import Match, Own, is_same, match, pieces_of, wanted_leaves
+from reft.core.text import counted, more
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire import capsule
 from reft.wire.manifest import layouts_of

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reft.core.coding import Program, decode_program, run
-from reft.core.regather import Band
+from reft.core.coding.erasure import Program, decode_program, run
+from reft.core.recovery.regather import Band
 from reft.wire.slot_format import Bytes
 
 

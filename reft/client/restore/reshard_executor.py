@@ -23,9 +23,9 @@ from reft.client.restore.reshard_decode import Bands, Proof
 from reft.client.restore.tensor_view import CellSpace
 from reft.client.restore.transport import Transport, Work
 from reft.client.restore.verified_slot import Checked
-from reft.core.boxes import Runs
-from reft.core.regather import Band, Parcel, Part, Regather
-from reft.core.reshape import Where
+from reft.core.layout.regions import Runs
+from reft.core.recovery.regather import Band, Parcel, Part, Regather
+from reft.core.recovery.shard_matching import Where
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes
 

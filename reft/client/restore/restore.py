@@ -27,10 +27,10 @@ from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import Bindings, leaf_of
 from reft.client.state.tracked_objects import Subjects
-from reft.core.gather import readers
-from reft.core.layout import Layout, Leaf
-from reft.core.placement import Placement
-from reft.core.recovery import Held, Plan
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import Layout, Leaf
+from reft.core.recovery.gather import readers
+from reft.core.recovery.recovery import Held, Plan
 from reft.errors import FormatError
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap

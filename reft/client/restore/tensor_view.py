@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from reft.client.state.tensors import flat_bytes, is_dense
-from reft.core.layout import Leaf
+from reft.core.layout.layout import Leaf
 from reft.errors import LayoutChanged
 from reft.wire.slot_format import Bytes
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from reft.core.layout import align
-from reft.core.placement import Placement
+from reft.core.coding.placement import Placement
+from reft.core.layout.layout import align
 from reft.errors import FormatError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 

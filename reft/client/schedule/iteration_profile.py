@@ -3,8 +3,8 @@
     mark ─► stretch 0 │ 1 │ 2 │ 3 … ─► fence      told by hooks of the schedule (hooks) and by session.idle()
               │          │
               │          └► engine: enters stretch 2, which is a gap: chunks may go
-              └► next mark: lengths ─► what to expect ─► course of the next snapshot (core/course.py)
-                                    └► profile of gaps (core/profile.py) ─► how far the closed form was off
+              └► next mark: lengths ─► what to expect ─► course of the next snapshot (core/pipeline/course.py)
+                                    └► profile of gaps (core/pipeline/profile.py) ─► how far the closed form was off
 
 The trainer's thread calls, and waits for nothing. Lengths are the device's: the engine stamps the beginning of each stretch
 with a time (CPU) or an event (CUDA) and tells what lay between when the device has passed. Until two windows had the same
@@ -21,12 +21,12 @@ from typing import Any
 
 from reft.client.snapshot.engine import Copier
 from reft.client.snapshot.timeline import STEPS, TRAINING, Event
-from reft.core import bubbles, profile
-from reft.core.actions import Kind, Times
-from reft.core.bubbles import Gap
-from reft.core.course import Course, Lengths
-from reft.core.pacing import Tier
-from reft.core.profile import Comparison, Profile
+from reft.core.pipeline import bubbles, profile
+from reft.core.pipeline.actions import Kind, Times
+from reft.core.pipeline.bubbles import Gap
+from reft.core.pipeline.course import Course, Lengths
+from reft.core.pipeline.pacing import Tier
+from reft.core.pipeline.profile import Comparison, Profile
 
 GUARD_S = 300e-6
 PENDING_MAX = 4  # windows whose lengths the device has not told yet

@@ -1,6 +1,6 @@
 """Which steps the session snapshots, and what that costs: measured from mark to mark, told to the round, heard from it.
 
-    due by its number (core/frequency.py)? ─► in turn while the round lags (core/spacing.py)? ─► taken
+    due by its number (core/commit/snapshot_interval.py)? ─► in turn while the round lags (core/commit/lag_backoff.py)? ─► taken
                                                         └► no: void at the fence, unless a `seal` takes it before
 
     mark ── take: capsule, staging ── forward, backward ── fence: waits? ── optimizer ── mark
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from reft.client.snapshot.snapshotter import Snapshots
 from reft.console import say
-from reft.core.course import Course
-from reft.core.frequency import Cadence, Controls, Frequency, Overhead
+from reft.core.commit.snapshot_interval import Cadence, Controls, Frequency, Overhead
+from reft.core.pipeline.course import Course
 
 log = logging.getLogger("reft")
 

@@ -31,9 +31,9 @@ from reft.client.snapshot.save_plan import Column, Cut, Run
 from reft.client.snapshot.stats import Tally
 from reft.client.snapshot.throttle import Gate
 from reft.client.snapshot.timeline import COPYING, TIERS, Event
-from reft.core import coding
-from reft.core.course import Hands, Passage, Task
-from reft.core.pacing import Tier
+from reft.core.coding import erasure
+from reft.core.pipeline.course import Hands, Passage, Task
+from reft.core.pipeline.pacing import Tier
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 
@@ -248,7 +248,7 @@ def _compute(plan: Plan, column: Column, data: Bytes, scratch: Bytes) -> None:
             used += n
             _compose(plan.sources, runs, inputs[-1])
     rows = [scratch[used + i * n : used + (i + 1) * n] for i in range(program.scratch)]
-    coding.run(program, inputs, [data[offset : offset + n] for offset in column.outputs], rows)
+    erasure.run(program, inputs, [data[offset : offset + n] for offset in column.outputs], rows)
 
 
 def _compose(sources: list[Bytes], runs: tuple[Run, ...], target: Bytes) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from reft.client.snapshot.save_plan import Run, Share
 from reft.client.state.tensors import flat_bytes, is_dense
-from reft.core.layout import align
+from reft.core.layout.layout import align
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes
 

@@ -4,7 +4,8 @@
     side stream                    └► wait(gathered) ► riders          └► wait(gap begins) ► parts ► … ► read ► done
     worker thread                                                       done ► zeros ► intact? ► LANDED ► digests ► SEALED
 
-Without a course all is enqueued at the mark. With one, the plan (core/pacing.py) says for each stretch what it holds; that
+Without a course all is enqueued at the mark. With one, the plan (core/pipeline/pacing.py) says for each stretch what it
+holds; that
 is enqueued when training enqueues the stretch, behind an event of the compute stream: the device is there when its work is,
 not when Python is. What no stretch holds is enqueued at the fence, first of all into scratch memory of the device where it
 was granted: the optimizer then waits for that copy only, and the slot gets the bytes beside what follows.
@@ -44,9 +45,9 @@ from reft.client.snapshot.save_plan import Cut
 from reft.client.snapshot.stats import Tally
 from reft.client.snapshot.timeline import COPYING, Event
 from reft.client.state.tensors import flat_bytes, is_dense
-from reft.core import pacing
-from reft.core.course import Course
-from reft.core.pacing import Tier
+from reft.core.pipeline import pacing
+from reft.core.pipeline.course import Course
+from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from reft.wire.slot_format import chunk_digest
 

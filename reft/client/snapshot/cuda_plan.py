@@ -18,7 +18,7 @@ import torch
 from reft.client.memory import xor
 from reft.client.snapshot.save_plan import Column, Share
 from reft.client.state.tensors import device_of, flat_bytes, is_dense
-from reft.core.layout import ALIGNMENT, SMALL_BYTES, align
+from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
 
 TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full bandwidth, small enough to stop between

@@ -14,8 +14,8 @@ import numpy as np
 from reft.client.snapshot.replica_check import Sample
 from reft.client.snapshot.save_plan import Cut, Share
 from reft.client.snapshot.stats import Tally
-from reft.core.course import Course
-from reft.core.pacing import Tier
+from reft.core.pipeline.course import Course
+from reft.core.pipeline.pacing import Tier
 from reft.wire.slot_format import SlotMap
 
 

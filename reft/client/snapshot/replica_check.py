@@ -3,8 +3,9 @@
     first snapshots of an attach     a digest of all of each cell
     later ones                       a digest of WINDOW_BYTES of it; the window wanders with the step
 
-The digests travel with "sealed" (`reft.core.round`), and lie in each rank's capsule: a restore finds all that is sealed, also
-what the round never heard of or found to differ, so it compares them before it reads any bytes. It does so with what is left
+The digests travel with "sealed" (`reft.core.commit.round`), and lie in each rank's capsule: a restore finds all that is
+sealed, also what the round never heard of or found to differ, so it compares them before it reads any bytes. It does so with
+what is left
 of the steps before its base, too: in steps that were sealed before the ranks had heard of a difference, the window may lie
 elsewhere. What to digest follows from the step's number alone, so that all ranks digest the same. A difference that lasts is
 found within cell / WINDOW_BYTES snapshots; one that spreads, as in weights that were once updated with unlike gradients, with
@@ -31,9 +32,9 @@ import xxhash
 from reft.client.link.rank_group import Exchange
 from reft.client.snapshot.save_plan import CellRuns, Run
 from reft.client.state.tensors import Bindings, flat_bytes, is_dense
-from reft.core.cells import Division
-from reft.core.layout import Leaf
-from reft.core.stages import CONSTANT
+from reft.core.layout.cells import Division
+from reft.core.layout.layout import Leaf
+from reft.core.layout.stage_naming import CONSTANT
 from reft.errors import FormatError
 from reft.wire import capsule
 from reft.wire.slot_format import Bytes

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import torch
 
-from reft.core.cells import RIDERS_MAX
-from reft.core.coding import Program, encode_program
-from reft.core.layout import Layout, Leaf, align, pack
-from reft.core.placement import Block, Lane, Part, Placement
+from reft.core.coding.erasure import Program, encode_program
+from reft.core.coding.placement import Block, Lane, Part, Placement
+from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.layout import Layout, Leaf, align, pack
 from reft.errors import ConfigError
 from reft.wire.messages import table_to
 from reft.wire.v1 import daemon_pb2 as pb

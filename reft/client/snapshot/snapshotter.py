@@ -29,14 +29,14 @@ from reft.client.state import serialization
 from reft.client.state.host_state import HostState
 from reft.client.state.tensors import Bindings
 from reft.client.state.tracked_objects import Subjects
-from reft.core.complaints import Complaints
-from reft.core.course import Course
-from reft.core.layout import Leaf
-from reft.core.placement import Placement, exposed
-from reft.core.round import Answer
-from reft.core.slots import choose
-from reft.core.version import Epoch, Version
-from reft.core.wording import counted
+from reft.core.coding.placement import Placement, exposed
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import choose
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Leaf
+from reft.core.membership.log_debounce import Complaints
+from reft.core.pipeline.course import Course
+from reft.core.text import counted
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap

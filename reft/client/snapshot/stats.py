@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterable
 
 from reft.client.snapshot.timeline import TRAINING, Event, Timeline
-from reft.core.pacing import Tier
-from reft.core.profile import Estimate
+from reft.core.pipeline.pacing import Tier
+from reft.core.pipeline.profile import Estimate
 
 LEAST_S = 1e-4  # shorter than this says nothing about a rate
 

@@ -1,4 +1,4 @@
-"""Where the CPU engine's threads wait until the course lets the next task through (reft.core.course).
+"""Where the CPU engine's threads wait until the course lets the next task through (reft.core.pipeline.course).
 
     trainer's thread   mark ─► enter(0), begin    hooks ─► enter(stretch)    fence ─► lift
     busy threads       open(passage) ─► task ─ …waits… ─► task ─► … ─► none left      beside training, and once lifted
@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from reft.core.course import Hands, Passage, Task
-from reft.core.pacing import Tier
+from reft.core.pipeline.course import Hands, Passage, Task
+from reft.core.pipeline.pacing import Tier
 
 Note = Callable[[Task, float, float, bool], None]
 SHORTEST_WAIT_S = 100e-6  # what a thread needs to wake up anyway

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-from reft.core.pacing import Tier
+from reft.core.pipeline.pacing import Tier
 
 EVENTS_MAX = 16384
 TIERS = {

@@ -21,7 +21,7 @@ from torch import nn
 from reft.client.memory.prefetching import ahead
 from reft.client.state.extract.dtensor import Box, local_piece
 from reft.client.state.parameters import Names
-from reft.core.layout import Layout, Leaf, pack, plain_strides, strides_of
+from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
 WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -15,8 +15,8 @@ from reft.client.memory.huge_pages import Room
 from reft.client.state.extract.registry import Extractor, extractor_of
 from reft.client.state.parameters import Named, Names
 from reft.client.state.tensors import Bindings, clean, device_of
-from reft.core.layout import Leaf
-from reft.core.stages import Naming
+from reft.core.layout.layout import Leaf
+from reft.core.layout.stage_naming import Naming
 
 STAGE = re.compile(r"model\.stage(\d+)\.(.*)", re.DOTALL)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reft.client.attach.reattach import NOTHING, Reviews, _retired, is_due
-from reft.core.version import Epoch, Version
+from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 
 

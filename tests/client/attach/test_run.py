@@ -22,8 +22,8 @@ from reft.client.attach import report
 from reft.client.attach import run as attach_module
 from reft.client.attach.arguments import Request
 from reft.config import Config, Launch
-from reft.core.recovery import Plan, Shortfall
-from reft.core.version import Epoch, Version
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.recovery import Plan, Shortfall
 from reft.wire.findings import Findings
 from reft.wire.slot_format import PAGE, best_header
 from tests.scenarios.test_state_kinds import Keeper, step_once, train

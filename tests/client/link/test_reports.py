@@ -11,8 +11,8 @@ import pytest
 
 from reft.client.link import reports as reporting
 from reft.client.link.reports import CALLS_MAX, Reporter
-from reft.core.round import Said
-from reft.core.version import Epoch, Version
+from reft.core.commit.round import Said
+from reft.core.commit.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire.line import Frames, frame

@@ -15,7 +15,7 @@ from reft.client.memory.huge_pages import Room
 from reft.client.memory.prefault import BLOCK_BYTES
 from reft.client.restore.materialize import live_tensors, room_for
 from reft.client.state.tracked_objects import Subjects
-from reft.core.layout import Leaf
+from reft.core.layout.layout import Leaf
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
 from tests.support.smaps import bytes_of
 

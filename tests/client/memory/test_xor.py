@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory import xor as torch_coding
-from reft.core import coding
-from reft.core.coding import Code, Program, code_for, decode_program, encode_program
+from reft.core.coding import erasure
+from reft.core.coding.erasure import Code, Program, code_for, decode_program, encode_program
 
 SHAPES = [(1, 2), (3, 1), (2, 2), (4, 2), (6, 2), (2, 3), (5, 3), (3, 4)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -54,7 +54,7 @@ def test_same_as_numpy(k, f, dtype, device):
     for program in programs(code_for(k, f)):
         groups = random_groups(program, 33 if dtype == torch.uint8 else 40)
         tensors = [[torch.from_numpy(each.copy()).to(device).view(dtype) for each in group] for group in groups]
-        coding.run(program, *groups)
+        erasure.run(program, *groups)
         torch_coding.run(program, *tensors)
         for group, found in zip(groups, tensors, strict=True):  # inputs too: they must be as before
             for wanted, each in zip(group, found, strict=True):

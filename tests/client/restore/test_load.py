@@ -13,12 +13,12 @@ import torch
 from reft.client.restore.load import Loaded, load, load_kept
 from reft.client.restore.load_plan import Sequencer, Sizes
 from reft.client.restore.restore import Restoration
-from reft.core.cells import RIDERS_MAX
-from reft.core.layout import Layout
-from reft.core.placement import Placement
-from reft.core.recovery import Copy, Held, Plan
-from reft.core.slots import SlotState
-from reft.core.version import Epoch, Version
+from reft.core.coding.placement import Placement
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import RIDERS_MAX
+from reft.core.layout.layout import Layout
+from reft.core.recovery.recovery import Copy, Held, Plan
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import SlotMap
 from tests.support.loads import CHUNK, SMALL, Job, blank, every_loss, few, mixed, random

@@ -15,11 +15,11 @@ from reft.client.restore.reshard_decode import Proof
 from reft.client.restore.reshard_executor import Reflow
 from reft.client.restore.tensor_view import CellSpace
 from reft.client.restore.verified_slot import Source
-from reft.core.gather import alike as lanes_alike
-from reft.core.gather import undecodable
-from reft.core.layout import pack
-from reft.core.regather import Regather, Sizes, readers_of
-from reft.core.reshape import Match, Own, match, pieces_of, wanted_leaves
+from reft.core.layout.layout import pack
+from reft.core.recovery.gather import alike as lanes_alike
+from reft.core.recovery.gather import undecodable
+from reft.core.recovery.regather import Regather, Sizes, readers_of
+from reft.core.recovery.shard_matching import Match, Own, match, pieces_of, wanted_leaves
 from reft.wire.slot_format import chunk_digest
 from tests.support.shapes import Shape, placement_for, random_shape, whole_state
 from tests.support.shards import Postbox, Tensors, make_slot, on_all, plain_bytes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reft.client.restore import verified_slot
 from reft.client.restore.verified_slot import Checked
-from reft.core.version import Epoch, Version
+from reft.core.commit.version import Epoch, Version
 from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
 
 CHUNKS = 11

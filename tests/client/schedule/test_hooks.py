@@ -18,10 +18,10 @@ from reft import schedules
 from reft.client.schedule import hooks
 from reft.client.schedule.iteration_profile import OTHER, Rhythm
 from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.core import actions
-from reft.core.actions import Kind, Times
-from reft.core.course import Hands
-from reft.core.pacing import Tier
+from reft.core.pipeline import actions
+from reft.core.pipeline.actions import Kind, Times
+from reft.core.pipeline.course import Hands
+from reft.core.pipeline.pacing import Tier
 from reft.errors import ConfigError
 from tests.support.daemons import until
 from tests.support.snapshot import Taken

@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from reft.core import actions
-from reft.core.actions import Kind
+from reft.core.pipeline import actions
+from reft.core.pipeline.actions import Kind
 
 KINDS = {
     "FORWARD": Kind.FORWARD,

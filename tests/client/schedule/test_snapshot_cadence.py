@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from reft.core.frequency import PRIOR_S, History, is_due
-from reft.core.spacing import MEMORY, Delays
+from reft.core.commit.lag_backoff import MEMORY, Delays
+from reft.core.commit.snapshot_interval import PRIOR_S, History, is_due
 from reft.errors import ConfigError
 from reft.wire.findings import Findings
 from tests.client.attach.test_run import make
@@ -124,7 +124,7 @@ def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch
 
 
 def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monkeypatch, caplog):
-    """As if the round were 100 steps behind, after a snapshot in vain: see `reft.core.spacing`."""
+    """As if the round were 100 steps behind, after a snapshot in vain: see `reft.core.commit.lag_backoff`."""
     model, optimizer = make()
     session = attach(model, optimizer, every=3)
     snapshots = session._snapshots

@@ -15,8 +15,8 @@ from reft.client.snapshot import cpu_plan, cuda_plan
 from reft.client.snapshot.cpu_engine import CpuCopier
 from reft.client.snapshot.cuda_engine import CudaCopier
 from reft.client.state.tensors import Bindings
-from reft.core.course import Course, Hands, Stretch
-from reft.core.pacing import Tier
+from reft.core.pipeline.course import Course, Hands, Stretch
+from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from tests.support.daemons import until
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on

@@ -22,10 +22,10 @@ from reft.client.snapshot.cpu_plan import TASK_BYTES, Part, Plan, joined
 from reft.client.snapshot.cuda_engine import CudaCopier
 from reft.client.snapshot.save_plan import Run
 from reft.client.state.tensors import Bindings
-from reft.core import coding
-from reft.core.pacing import Tier
-from reft.core.placement import Placement
-from reft.core.slots import SlotState
+from reft.core.coding import erasure
+from reft.core.coding.placement import Placement
+from reft.core.commit.slots import SlotState
+from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline
@@ -127,12 +127,12 @@ def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray
         for shard in set(range(k)) - set(lost):
             whole[stripe, shard] = found[stripe, shard]
         if lost:
-            program = coding.decode_program(
+            program = erasure.decode_program(
                 lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in found]
             )
             inputs = [found[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
             outputs = [whole[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.outputs]
-            coding.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])
+            erasure.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])
     return whole.reshape(-1)
 
 

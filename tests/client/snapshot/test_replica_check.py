@@ -15,8 +15,8 @@ from reft.client.link.rank_group import BROADCAST_BYTES, spoken_alone
 from reft.client.snapshot.replica_check import differing, unequal, value_digests
 from reft.client.state.extract.dtensor import Box
 from reft.client.state.tensors import Bindings
-from reft.core.cells import divide
-from reft.core.stages import CONSTANT
+from reft.core.layout.cells import divide
+from reft.core.layout.stage_naming import CONSTANT
 from reft.errors import AttachError
 
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]

@@ -8,8 +8,8 @@ import pytest
 from reft.client.restore.remote_slots import Remote
 from reft.client.snapshot.replica_check import WINDOW_BYTES, are_unlike, compared, compared_before, digest, samples
 from reft.client.snapshot.save_plan import CellRuns, Run
-from reft.core.recovery import Plan
-from reft.core.version import Epoch, Version
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.recovery import Plan
 from reft.errors import RestoreError
 from reft.wire import capsule
 from reft.wire.v1 import daemon_pb2 as pb

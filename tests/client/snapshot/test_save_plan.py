@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from reft.client.snapshot.save_plan import UNIT, Cut, Share, share_of
 from reft.client.state.tensors import Bindings
-from reft.core.cells import RIDERS_MAX, divide
-from reft.core.layout import Leaf, pack
-from reft.core.placement import Placement, place
+from reft.core.coding.placement import Placement, place
+from reft.core.layout.cells import RIDERS_MAX, divide
+from reft.core.layout.layout import Leaf, pack
 from reft.errors import ConfigError
 from reft.wire.messages import places_from, table_from
 from reft.wire.v1 import daemon_pb2 as pb

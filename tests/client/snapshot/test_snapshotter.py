@@ -15,12 +15,12 @@ from reft.client.snapshot.cpu_engine import CpuCopier
 from reft.client.snapshot.snapshotter import Snapshots
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import Subjects
-from reft.core.cells import divide
-from reft.core.layout import pack
-from reft.core.placement import place
-from reft.core.round import Answer
-from reft.core.slots import Slot, SlotState
-from reft.core.version import Epoch, Version
+from reft.core.coding.placement import place
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import Slot, SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import pack
 from reft.errors import NoRoom
 from reft.failpoints import Failpoints
 from reft.wire import capsule

@@ -25,9 +25,9 @@ from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.parameters import Named
 from reft.client.state.tensors import Bindings, leaf_of
 from reft.client.state.tracked_objects import Subjects
-from reft.core.cells import divide
-from reft.core.layout import pack
-from reft.core.placement import exposed, place
+from reft.core.coding.placement import exposed, place
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import pack
 from reft.errors import UnsupportedState
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.core.layout import Layout, Leaf, pack
-from reft.core.version import Epoch, Version
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Layout, Leaf, pack
 from reft.wire import capsule
 from reft.wire.messages import table_to
 from reft.wire.slot_format import Geometry, SlotMap, chunk_digest

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
-from reft.core.pacing import Tier
+from reft.core.pipeline.pacing import Tier
 
 
 def follow(models: Iterable[Any], rhythm: Rhythm) -> Callable[[], None]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reft.client.schedule.iteration_profile import OTHER, Rhythm
-from reft.core.actions import Kind
-from reft.core.pacing import Tier
+from reft.core.pipeline.actions import Kind
+from reft.core.pipeline.pacing import Tier
 
 IDLE = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 WORK = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}

@@ -4,7 +4,7 @@
 
 The seam: every schedule calls its stages' `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`, each
 time looked up on the instance, so attributes of the instance wrap them and nothing of torch is changed. The number of a
-gap is how many of these were done when it began, as in reft.core.bubbles. What a schedule does between them and what
+gap is how many of these were done when it began, as in reft.core.pipeline.bubbles. What a schedule does between them and what
 computes, the loss and the reduction of gradients, is wrapped too, where it exists.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from reft.client.schedule.iteration_profile import OTHER, Rhythm
 from reft.client.state.extract.modules import is_a
-from reft.core.actions import Kind
-from reft.core.pacing import Tier
+from reft.core.pipeline.actions import Kind
+from reft.core.pipeline.pacing import Tier
 from reft.schedules import GPipe, Interleaved, OneFOneB, ZeroBubbleV
 
 Pipeline = OneFOneB | GPipe | Interleaved | ZeroBubbleV

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
-from reft.core.pacing import Tier
+from reft.core.pipeline.pacing import Tier
 
 
 def follow(rhythm: Rhythm) -> Callable[[], None]:

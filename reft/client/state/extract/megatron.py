@@ -29,8 +29,8 @@ from reft.client.state.extract.wrapping import Wrapped
 from reft.client.state.parameters import Named, Names
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import Bindings
-from reft.core.flattened import run_of
-from reft.core.layout import Leaf
+from reft.core.layout.flat_ranges import run_of
+from reft.core.layout.layout import Leaf
 from reft.errors import LayoutChanged, UnsupportedState
 
 PACKAGE = "megatron.core.optimizer."

@@ -24,7 +24,7 @@ from reft.client.state.extract.dtensor import Box
 from reft.client.state.extract.modules import ModuleExtractor, note_structure
 from reft.client.state.parameters import Named, Names
 from reft.client.state.tensors import Bindings
-from reft.core.flattened import placed
+from reft.core.layout.flat_ranges import placed
 from reft.errors import UnsupportedState
 
 TESTED = "0.16.1"

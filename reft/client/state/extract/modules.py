@@ -21,7 +21,7 @@ from reft.client.state.extract.registry import Removable
 from reft.client.state.extract.zero3 import partitioned_parameters
 from reft.client.state.parameters import Named, Names
 from reft.client.state.tensors import Bindings, clean
-from reft.core.layout import Leaf
+from reft.core.layout.layout import Leaf
 
 
 class Slot(NamedTuple):

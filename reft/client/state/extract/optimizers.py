@@ -29,7 +29,7 @@ from reft.client.state.extract.registry import Removable
 from reft.client.state.parameters import Named, Names
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import Bindings, leaf_of
-from reft.core.layout import Leaf, plain_strides
+from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
 CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(

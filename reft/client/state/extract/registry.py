@@ -16,7 +16,7 @@ from reft.client.state.parameters import Named, Names
 if TYPE_CHECKING:
     from reft.client.memory.huge_pages import Room
     from reft.client.state.tensors import Bindings
-    from reft.core.layout import Leaf
+    from reft.core.layout.layout import Leaf
 
 
 class Removable(Protocol):

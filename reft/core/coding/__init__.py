@@ -1,0 +1,1 @@
+"""Erasure codes, and where data and parity lie."""

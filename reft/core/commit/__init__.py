@@ -1,0 +1,1 @@
+"""The life of a slot, and the round that makes a version whole."""

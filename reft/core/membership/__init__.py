@@ -1,0 +1,1 @@
+"""Which nodes live, who watches whom, and what agents do about a loss."""

@@ -1,0 +1,1 @@
+"""The gaps of an iteration, and when each byte is copied."""

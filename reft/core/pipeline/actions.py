@@ -1,0 +1,211 @@
+"""What a stage of a pipeline does in one step, in order, and when: a simulation for schedules without a closed form.
+
+    1F1B, 3 stages, 4 microbatches             order of stage 0: F0 F1 F2 B0 F3 B1 B2 B3
+    stage 0   F F F . . . . B B F B B . B B . B B
+    stage 1   . F F . . B B F B B F B B . B B . .        (backward takes twice as long as forward)
+    stage 2   . . F B B F B B F B B F B B . . . .
+
+An action waits for its own stage to be free and for its input: a forward for the forward of the virtual stage before, a
+backward for the one behind, the weights' part of a backward for its own first part. Links take no time here; a measured
+run does better than any model of them (core/pipeline/profile.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import islice
+from typing import NamedTuple
+
+from reft.errors import ConfigError
+
+
+class Kind(Enum):
+    """The kinds of work of one microbatch; zero-bubble schedules cut the backward pass in two."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"  # backward: the gradient of the input alone
+    WEIGHT = "W"  # backward: the gradients of the weights, any time after INPUT
+
+
+class Action(NamedTuple):
+    """One piece of a stage's work.
+
+    Attributes:
+        part: which of the stage's parts of the model (virtual stages, model chunks), from 0 in the order of the forward.
+    """
+
+    kind: Kind
+    microbatch: int
+    part: int = 0
+
+
+class Times(NamedTuple):
+    """How long one action takes, in any one unit, the same for all stages.
+
+    Attributes:
+        forward: one forward pass of one microbatch through one part.
+        backward: the whole backward pass of it.
+        weight: what of `backward` makes the weights' gradients; it counts only where a schedule cuts it off.
+    """
+
+    forward: float
+    backward: float
+    weight: float = 0.0
+
+    @property
+    def input(self) -> float:
+        """What of `backward` makes the input's gradient."""
+        return self.backward - self.weight
+
+    def of(self, kind: Kind) -> float:
+        """How long an action of this kind takes."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        if kind is Kind.BACKWARD:
+            return self.backward
+        return self.weight if kind is Kind.WEIGHT else self.input
+
+
+class Span(NamedTuple):
+    """An action and when it runs, from the step's start, in the unit of the times."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def gpipe(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """All forwards, then all backwards, both from microbatch 0 on."""
+    forwards = [Action(Kind.FORWARD, m) for m in range(microbatches)]
+    return (*forwards, *(Action(Kind.BACKWARD, m) for m in range(microbatches)))
+
+
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """As many forwards as there are stages behind, then one backward for each forward."""
+    ahead = min(stages - 1 - stage, microbatches)
+    forwards = [Action(Kind.FORWARD, m) for m in range(microbatches)]
+    backwards = [Action(Kind.BACKWARD, m) for m in range(microbatches)]
+    return _alternating(forwards, backwards, ahead)
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+    """`ahead` forwards, then forward and backward in turn, then the backwards that are left."""
+    pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
+    return (*forwards[:ahead], *pairs, *backwards[len(forwards) - ahead :])
+
+
+def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> tuple[Action, ...]:
+    """1F1B with several parts of the model a stage, which take turns after about as many microbatches as there are stages.
+
+    Raises:
+        ConfigError: the microbatches can't be cut into equal rounds of at least as many as there are stages.
+    """
+    rounds = max(1, microbatches // stages)
+    if microbatches % rounds:
+        raise ConfigError(
+            f"{microbatches} microbatches are no multiple of {rounds} rounds of {stages} stages.",
+            f"take a multiple of {stages} microbatches",
+        )
+    size = microbatches // rounds
+    starts = range(0, microbatches, size)
+    forwards = [Action(Kind.FORWARD, i + m, part) for i in starts for part in range(parts) for m in range(size)]
+    backwards = [Action(Kind.BACKWARD, a.microbatch, parts - 1 - a.part) for a in forwards]
+    ahead = min((parts - 1) * size + 2 * (stages - 1 - stage), len(forwards))
+    return _alternating(forwards, backwards, ahead)
+
+
+def zb_h1(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """1F1B with the backward cut in two: stage p puts off the weights' gradients by p microbatches, so that gradients of
+    inputs go back sooner and the end of the step is filled."""
+    ahead = min(stages - 1 - stage, microbatches)
+    order = [Action(Kind.FORWARD, m) for m in range(ahead)]
+    put_off = 0
+    for m in range(microbatches):
+        if ahead + m < microbatches:
+            order.append(Action(Kind.FORWARD, ahead + m))
+        order.append(Action(Kind.INPUT, m))
+        if m >= stage or ahead + m >= microbatches:
+            order.append(Action(Kind.WEIGHT, put_off))
+            put_off += 1
+    return (*order, *(Action(Kind.WEIGHT, m) for m in range(put_off, microbatches)))
+
+
+def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """Zero bubble with two parts a stage, the second on the way back: stage 0 has the first part and the last.
+
+    Made for at least 2·stages - 1 microbatches; with fewer, what belongs to the missing ones is left out.
+    """
+    behind, many = stages - stage, max(microbatches, 2 * stages - 1)
+    f0, f1, i0, i1, w0, w1 = (
+        iter([Action(kind, m, part) for m in range(many)])
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+        for part in (0, 1)
+    )
+    order = [next(f0) for _ in range(2 * behind - 1)]
+    for _ in range(stage):
+        order += [next(f1), next(f0)]
+    for _ in range(behind):
+        order += [next(f1), next(i1), next(w1)]
+    for _ in range(many - stages):
+        order += [*islice(f0, 1), next(i0), next(w0), next(f1), next(i1), next(w1)]
+    for _ in range(stage):
+        order += [next(i0), next(i1)]
+    for _ in range(behind):
+        order += [next(i0), next(w0)]
+    return tuple(action for action in (*order, *w1, *w0) if action.microbatch < microbatches)
+
+
+def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool = False) -> list[list[Span]]:
+    """When each stage does what: each as soon as its stage is free and its input is there.
+
+    Args:
+        orders: for each stage, what it does in one step.
+        is_v_shaped: the second half of the parts runs backwards through the stages (two parts a stage); else the last
+            stage's part 0 is followed by the first stage's part 1.
+
+    Raises:
+        ConfigError: the orders wait for one another, so that no run can follow them.
+    """
+    stages, parts = len(orders), 1 + max((action.part for order in orders for action in order), default=0)
+    last = stages * parts - 1
+    ended: dict[tuple[Kind, int, int], float] = {}  # by kind, virtual stage and microbatch
+    spans: list[list[Span]] = [[] for _ in orders]
+    progress = True
+    while progress:
+        progress = False
+        for stage, order in enumerate(orders):
+            done = spans[stage]
+            while len(done) < len(order):
+                action = order[len(done)]
+                virtual = action.part * stages + stage
+                if is_v_shaped and action.part:
+                    virtual = last - stage
+                ready = _ready(ended, action, virtual, last)
+                if ready is None:
+                    break
+                start = max(ready, done[-1].end if done else 0)
+                end = start + times.of(action.kind)
+                done.append(Span(action, start, end))
+                # Whoever waits for a gradient doesn't care whether the weights' were made with it.
+                kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+                ended[kind, virtual, action.microbatch] = end
+                progress = True
+    for stage, order in enumerate(orders):
+        if len(spans[stage]) < len(order):
+            stuck = order[len(spans[stage])]
+            raise ConfigError(f"stage {stage} waits for ever before {stuck.kind.value}{stuck.microbatch}.")
+    return spans
+
+
+def _ready(ended: dict[tuple[Kind, int, int], float], action: Action, virtual: int, last: int) -> float | None:
+    """When the action's input is there; None if what makes it has not run yet."""
+    kind, microbatch = action.kind, action.microbatch
+    if kind is Kind.FORWARD:
+        return 0 if virtual == 0 else ended.get((Kind.FORWARD, virtual - 1, microbatch))
+    if kind is Kind.WEIGHT:
+        return ended.get((Kind.INPUT, virtual, microbatch))
+    if virtual == last:
+        return ended.get((Kind.FORWARD, virtual, microbatch))
+    return ended.get((Kind.INPUT, virtual + 1, microbatch))

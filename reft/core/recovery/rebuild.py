@@ -1,0 +1,220 @@
+"""Making the slots of lost ranks again, shard by shard, from the slots that are left.
+
+    stripe of a lane, k = 2, f = 2, slot of member 1 lost      columns a..b of each packet:
+
+      member      0    (1)    2     3                          read    data 0 ─┐          ┌─► data 1    ─► the new slot
+      shard     data 0 [data 1] P0   [P1 elsewhere]            read    P0     ─┴─ decode ─┘     │
+                                                               made: what member 1 had of this stripe, data or parity
+
+Invariants
+  1. Every block of a lost rank is made, each from k surviving shards of its stripe; nothing else is read.
+  2. Data at hand is never decoded; parity is made from data, read or decoded.
+  3. Memory is bounded by the band: all registers of one band take about BAND_BYTES, however large a shard is.
+  4. The bytes are those that the lost slot had: padding and absent leaves are zeros in the surviving shards too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from reft.core.coding.erasure import Packet, Program, decode_program, encode_program, run
+from reft.core.coding.placement import Lane, Part, Placement
+from reft.core.recovery.gather import stripe_reads
+
+BAND_BYTES = 128 << 20  # all registers of a band
+RANGE_MAX = 2 << 20  # bytes of one packet in a band: more would not be faster
+RANGE_UNIT = 64  # bytes: a cache line
+CACHE_BYTES = 512 << 10  # registers at work: half of a core's second cache
+COLUMNS_MIN = 8 << 10  # below this the calls cost more than the work
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """One shard of a stripe, and where its rank's slot has it: an offset in the slot's data, in bytes."""
+
+    shard: int
+    rank: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """What is read and made of one stripe.
+
+    Attributes:
+        lane: index in the placement.
+        stripe: index in the lane.
+        read: k shards, ascending.
+        lost: the data shards to decode, ascending.
+        made: the shards that the new slots get, ascending.
+    """
+
+    lane: int
+    stripe: int
+    read: tuple[Piece, ...]
+    lost: tuple[int, ...]
+    made: tuple[Piece, ...]
+
+
+class Band(NamedTuple):
+    """Columns begin..end of every packet of a stripe."""
+
+    stripe: Stripe
+    begin: int
+    end: int
+
+
+@dataclass
+class Cost:
+    """What it takes to make again what some ranks' slots had of a cell; all in bytes.
+
+    Attributes:
+        cell: index of the cell in the division.
+        read: rank → what is read of its slot.
+        copied: data that another slot holds too.
+        decoded: data that is computed.
+        parity: parity that is computed.
+    """
+
+    cell: int
+    read: dict[int, int] = field(default_factory=dict)
+    copied: int = 0
+    decoded: int = 0
+    parity: int = 0
+
+
+def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) -> Iterator[Stripe]:
+    """The stripes of which lost ranks had a shard.
+
+    Args:
+        placement: of the epoch that wrote the version.
+        have: ranks whose slot is at hand.
+        lost: ranks whose slots are to be made; none of them in `have`.
+
+    Raises:
+        ValueError: a stripe can't be decoded from these slots.
+    """
+    offsets: dict[int, dict[tuple[int, int, int], int]] = {}
+
+    def piece(lane: int, stripe: int, shard: int) -> Piece:
+        it = placement.lanes[lane]
+        rank = it.members[it.member_of(stripe, shard)]
+        if rank not in offsets:
+            blocks = placement.part(rank).blocks
+            offsets[rank] = {(block.lane, block.stripe, block.shard): block.offset for block in blocks}
+        return Piece(shard, rank, offsets[rank][lane, stripe, shard])
+
+    for lane in _lanes_of(placement, lost):
+        it = placement.lanes[lane]
+        for read in stripe_reads(placement, lane, have):
+            mine = [
+                shard for shard in range(it.code.k + it.code.f) if it.members[it.member_of(read.stripe, shard)] in lost
+            ]
+            if mine:
+                taken = tuple(piece(lane, read.stripe, shard) for shard in read.shards)
+                made = tuple(piece(lane, read.stripe, shard) for shard in mine)
+                yield Stripe(lane, read.stripe, taken, read.lost, made)
+
+
+def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
+    division = placement.division
+    cells = {cell for rank in ranks for cell in division.cells_of[division.layout_of[rank]]}
+    lanes = (lane for cell in cells for lane in placement.lanes_of(cell))
+    return sorted(lane for lane in lanes if not set(ranks).isdisjoint(placement.lanes[lane].members))
+
+
+def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[Cost]:
+    """What it takes to make the slots of `lost`, by cells, ascending; arguments and errors as of `stripes`."""
+    found: dict[int, Cost] = {}
+    for each in stripes(placement, have, lost):
+        lane = placement.lanes[each.lane]
+        cost = found.setdefault(lane.cell, Cost(lane.cell))
+        for piece in each.read:
+            cost.read[piece.rank] = cost.read.get(piece.rank, 0) + lane.shard_bytes
+        for piece in each.made:
+            if lane.code.k == 1:
+                cost.copied += lane.shard_bytes
+            elif piece.shard < lane.code.k:
+                cost.decoded += lane.shard_bytes
+            else:
+                cost.parity += lane.shard_bytes
+    return [found[cell] for cell in sorted(found)]
+
+
+def bands(placement: Placement, stripe: Stripe, limit: int = BAND_BYTES) -> Iterator[Band]:
+    """The stripe cut so that all registers of a band take at most `limit` bytes, as far as RANGE_UNIT allows."""
+    lane = placement.lanes[stripe.lane]
+    shards = len(stripe.read) + len({*stripe.lost, *(piece.shard for piece in stripe.made)}) + 1
+    width = min(limit // (shards * lane.code.w), RANGE_MAX) // RANGE_UNIT * RANGE_UNIT
+    width = max(width, RANGE_UNIT)
+    for begin in range(0, lane.packet_bytes, width):
+        yield Band(stripe, begin, min(begin + width, lane.packet_bytes))
+
+
+@dataclass
+class Maker:
+    """Computes bands, and remembers the programs; may be used by several threads.
+
+    Args:
+        placement: of the epoch that wrote the version.
+    """
+
+    placement: Placement
+    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+
+    def make(self, band: Band, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
+        """Fills the band of the shards that are made.
+
+        Args:
+            read: (shard, packet) → the columns that were read, for all of `stripe.read`.
+            made: (shard, packet) → where they belong, for all of `stripe.made`.
+        """
+        stripe = band.stripe
+        lane = self.placement.lanes[stripe.lane]
+        registers = dict(read)
+        width = band.end - band.begin
+        if stripe.lost:
+            parities = tuple(piece.shard - lane.code.k for piece in stripe.read if piece.shard >= lane.code.k)
+            self._run(self._decoding(lane, stripe.lost, parities), registers, made, width)
+        for piece in stripe.made:
+            if piece.shard >= lane.code.k:
+                self._run(self._encoding(lane, piece.shard - lane.code.k), registers, made, width)
+
+    def _run(self, program: Program, registers: dict[Packet, Bytes], made: Mapping[Packet, Bytes], width: int) -> None:
+        for packet in program.outputs:
+            registers[packet] = made[packet] if packet in made else np.empty(width, np.uint8)
+        count = len(program.inputs) + len(program.outputs) + program.scratch
+        step = max(CACHE_BYTES // count, COLUMNS_MIN)
+        scratch = np.empty((program.scratch, min(step, width)), np.uint8)
+        for first in range(0, width, step):
+            last = min(first + step, width)
+            run(
+                program,
+                [registers[packet][first:last] for packet in program.inputs],
+                [registers[packet][first:last] for packet in program.outputs],
+                [row[: last - first] for row in scratch],
+            )
+
+    def _decoding(self, lane: Lane, lost: tuple[int, ...], parities: tuple[int, ...]) -> Program:
+        return self._remembered(lane, (lost, parities), lambda: decode_program(lane.code, lost, parities))
+
+    def _encoding(self, lane: Lane, parity: int) -> Program:
+        return self._remembered(lane, (parity,), lambda: encode_program(lane.code, parity))
+
+    def _remembered(self, lane: Lane, what: tuple[object, ...], make: Any) -> Program:
+        # Not the code itself: its tables are thousands of entries to hash.
+        key = (lane.code.kind, lane.code.k, lane.code.f, lane.code.w, *what)
+        if key not in self._programs:
+            self._programs[key] = make()
+        return self._programs[key]
+
+
+def lane_at(part: Part, offset: int) -> int | None:
+    """The lane whose shard lies at, or first after, an offset of a slot's data; None behind the last of them."""
+    return next((block.lane for block in part.blocks if offset < block.offset + block.nbytes), None)

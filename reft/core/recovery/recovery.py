@@ -1,0 +1,298 @@
+"""The recovery plan: from the headers of all surviving slots and capsules to what every rank loads, or what is missing.
+
+    headers of every reachable daemon ─► plan ─► decision record (new epoch, base) on every daemon ─► load
+                                           ▲                                                           │
+                                           └──────────── a slot that failed its digest is an erasure ──┘
+
+    a version:   rank        0        1        2        3       each lane needs k shards of every stripe,
+                 slot      sealed   sealed   erased   sealed    each rank its own slot, or its capsule if that is
+                 capsule                     node 3             all that its own slot held alone
+
+Invariants
+  1. The same inputs give the same plan on every rank; the order of the inputs does not matter.
+  2. A version can be restored only if every lane can be decoded from slots that are sealed at exactly that (epoch, step),
+     and every rank has such a slot, or a capsule of exactly that version and no kept leaves. The newest one is the base.
+  3. A slot that is torn, stale, damaged or of a foreign history is an erasure: it counts as if its node were lost.
+  4. Only versions of the epoch of the decision in force count, and its base with what led to it: whatever an older history
+     wrote after the base, on a node that came back or in an orphan, is dropped. Capsules count by the same rule.
+     Which one is in force: reft/core/recovery/lineage.py.
+  5. A version is read by the placement of the epoch that wrote it, whatever the nodes are called now: a rank's slot may
+     be found on any node.
+  6. The plan never looks at what the round announced.
+  7. One more slot or capsule never gives an older base.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reft.core.coding.placement import Placement
+from reft.core.commit.decision import Decision, counts
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.gather import Alike, alike, undecodable
+from reft.core.text import more
+
+RUNS_MAX = 8  # runs of ranks, or nodes, that one line names
+
+
+@dataclass(frozen=True)
+class Held:
+    """One slot's header as its daemon read it.
+
+    Attributes:
+        node: id of the node whose daemon holds the slot.
+        rank: the rank that wrote it.
+        slot: name of the slot in that daemon's arena.
+        layout: digest of the leaf table.
+        data_bytes: size of its data.
+    """
+
+    node: str
+    rank: int
+    slot: str
+    state: SlotState
+    version: Version | None
+    layout: bytes = b""
+    data_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One capsule in the store of a node that is not its rank's.
+
+    Attributes:
+        node: id of the node whose daemon has it.
+        rank: the rank that it belongs to.
+        kept_bytes: size of the leaves that only the rank's own slot had: with any, the capsule does not replace the slot.
+    """
+
+    node: str
+    rank: int
+    version: Version
+    kept_bytes: int
+
+    @property
+    def slot(self) -> str:
+        """What stands for a slot's name where a damaged capsule is reported."""
+        return f"capsule-{self.rank}"
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """Why a version can't be restored.
+
+    Attributes:
+        ranks: those without a sealed slot of it, ascending.
+        lanes: indices of the lanes that can't be decoded, ascending.
+        bare: of `ranks`, those that no capsule stands in for.
+        kept: of `bare`, those whose capsule is there, but whose slot held leaves that nobody else has.
+        is_placed: whether it is known how its bytes were placed; if not, all else is empty.
+    """
+
+    version: Version
+    ranks: tuple[int, ...] = ()
+    lanes: tuple[int, ...] = ()
+    bare: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    is_placed: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does.
+
+    Attributes:
+        base: the version to load; None means a fresh start, if nothing was whole before.
+        sources: rank → its sealed slot of the base, for the ranks that have one.
+        capsules: rank → where its capsule of the base is, for all other ranks.
+        dropped: slots that must be emptied before anyone writes: open, or newer than the base, or of a dead history.
+        partial: newer versions that can't be restored, newest first.
+        earlier: rank → the older versions of the base's epoch of which its capsule is left, and the node that has it.
+    """
+
+    base: Version | None
+    sources: dict[int, Held] = field(default_factory=dict)
+    capsules: dict[int, Copy] = field(default_factory=dict)
+    dropped: tuple[Held, ...] = ()
+    partial: tuple[Shortfall, ...] = ()
+    earlier: dict[int, tuple[tuple[Version, str], ...]] = field(default_factory=dict)
+
+
+def plan(
+    held: Collection[Held],
+    copies: Collection[Copy],
+    placements: Mapping[Epoch, Placement],
+    decision: Decision | None,
+    erased: Collection[tuple[str, str, Version]] = (),
+) -> Plan:
+    """The newest version that can be restored, and where each rank's part of it is.
+
+    Args:
+        held: the headers of all slots of the job on all reachable daemons.
+        copies: all capsules in the stores of those daemons.
+        placements: by the epoch that wrote a version, where its bytes lie. Versions of other epochs are not usable.
+        decision: the newest decision record, None if the job never attached.
+        erased: (node, slot, version) of slots and capsules that failed their digests: as if they were not there.
+    """
+    found = _by_version(held, copies, erased)
+    groups: dict[Epoch, list[Alike]] = {}
+    partial = []
+    for version in sorted(found, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
+        slots, capsules = found[version].slots(), found[version].capsules()
+        if not counts(version, decision) or not (slots or capsules):
+            continue
+        placement = placements.get(version.epoch)
+        if placement is None:
+            partial.append(Shortfall(version, is_placed=False))
+            continue
+        if version.epoch not in groups:
+            groups[version.epoch] = alike(placement.lanes)
+        world = len(placement.domains)
+        shortfall = _shortfall(version, slots, capsules, groups[version.epoch], world)
+        if shortfall.lanes or shortfall.bare:
+            partial.append(shortfall)
+            continue
+        sources = {rank: slots[rank] for rank in range(world) if rank in slots}
+        chosen = {rank: capsules[rank] for rank in shortfall.ranks}
+        return Plan(version, sources, chosen, _dropped(found, version), tuple(partial), _earlier(found, version))
+    return Plan(None, {}, {}, _dropped(found, None), tuple(partial))
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What there is of one version: slots in any state, capsules, and (node, slot) of what is damaged."""
+
+    held: list[Held] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    erased: set[tuple[str, str]] = field(default_factory=set)
+
+    def slots(self) -> dict[int, Held]:
+        """rank → its sealed slot; of two, the lexically first (node, slot)."""
+        found: dict[int, Held] = {}
+        for slot in self.held:
+            if slot.state is SlotState.SEALED and not self._is_erased(slot):
+                other = found.setdefault(slot.rank, slot)
+                if other is not slot and (slot.node, slot.slot) < (other.node, other.slot):
+                    found[slot.rank] = slot
+        return found
+
+    def capsules(self) -> dict[int, Copy]:
+        """rank → a capsule of it; of two, one that stands in for the slot, on the lexically first node."""
+        found: dict[int, Copy] = {}
+        for copy in self.copies:
+            if not self._is_erased(copy):
+                other = found.setdefault(copy.rank, copy)
+                if other is not copy and (copy.kept_bytes > 0, copy.node) < (other.kept_bytes > 0, other.node):
+                    found[copy.rank] = copy
+        return found
+
+    def dead(self, is_newer: bool) -> list[Held]:
+        """What must be emptied. Older sealed slots are kept: if the base turns out to be damaged, they are what is left."""
+        return [slot for slot in self.held if is_newer or slot.state is not SlotState.SEALED or self._is_erased(slot)]
+
+    def _is_erased(self, each: Held | Copy) -> bool:
+        return bool(self.erased) and (each.node, each.slot) in self.erased
+
+
+def _by_version(
+    held: Iterable[Held], copies: Iterable[Copy], erased: Iterable[tuple[str, str, Version]]
+) -> dict[Version, _Evidence]:
+    found: defaultdict[Version, _Evidence] = defaultdict(_Evidence)
+    for slot in held:
+        if slot.version is not None and slot.state is not SlotState.EMPTY:
+            found[slot.version].held.append(slot)
+    for copy in copies:
+        found[copy.version].copies.append(copy)
+    for node, name, version in erased:
+        found[version].erased.add((node, name))
+    return found
+
+
+def _dropped(found: Mapping[Version, _Evidence], base: Version | None) -> tuple[Held, ...]:
+    dead = []
+    for version, evidence in found.items():
+        dead += evidence.dead(base is None or not (version == base or version.is_older_than(base)))
+    return tuple(sorted(dead, key=lambda slot: (slot.node, slot.slot)))
+
+
+def _earlier(found: Mapping[Version, _Evidence], base: Version) -> dict[int, tuple[tuple[Version, str], ...]]:
+    earlier: defaultdict[int, list[tuple[Version, str]]] = defaultdict(list)
+    for version in sorted(found, key=lambda version: version.order):
+        if version.epoch == base.epoch and version.step < base.step:
+            holders: dict[int, Held | Copy] = {**found[version].capsules(), **found[version].slots()}
+            for rank, each in holders.items():
+                earlier[rank].append((version, each.node))
+    return {rank: tuple(versions) for rank, versions in sorted(earlier.items())}
+
+
+def _shortfall(
+    version: Version, slots: Collection[int], capsules: Mapping[int, Copy], groups: Sequence[Alike], world: int
+) -> Shortfall:
+    """What the version lacks; it can be restored if that is no lane and no bare rank."""
+    have = np.zeros(world, np.bool_)
+    have[[rank for rank in slots if 0 <= rank < world]] = True
+    lost = tuple(np.flatnonzero(~have).tolist())
+    bare = tuple(rank for rank in lost if rank not in capsules or capsules[rank].kept_bytes)
+    kept = tuple(rank for rank in bare if rank in capsules)
+    return Shortfall(version, lost, undecodable(groups, have), bare, kept)
+
+
+def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[int, str]) -> list[str]:
+    """Why a version can't be restored, in lines for a person; the first names the version.
+
+    Args:
+        shortfall: from the plan.
+        placement: of the version's epoch; None only if it is not known.
+        nodes: rank → name of the node where it ran; ranks may be missing.
+    """
+    if placement is None or not shortfall.is_placed:
+        return [f"{shortfall.version}: no daemon that answers knows how its bytes were placed."]
+    lines = [f"{shortfall.version}: no sealed slot of {_ranks(shortfall.ranks)}{_on(shortfall.ranks, nodes)}."]
+    if shortfall.lanes:
+        lines.append(cells_lost(placement, shortfall.lanes, shortfall.ranks))
+    without = sorted(set(shortfall.bare) - set(shortfall.kept))
+    if without:
+        lines.append(f"No capsule of {_ranks(without)} is left.")
+    if shortfall.kept:
+        lines.append(f"The slots of {_ranks(shortfall.kept)} held leaves that nobody else has.")
+    return lines
+
+
+def cells_lost(placement: Placement, lanes: Sequence[int], ranks: Collection[int]) -> str:
+    """A sentence on cells that can't be decoded without the slots of these ranks."""
+    cells = sorted({placement.lanes[lane].cell for lane in lanes})
+    first, lane = placement.division.cells[cells[0]], placement.lanes[lanes[0]]
+    lost = sum(member in ranks for member in lane.members)
+    others = more(len(first.leaves) - 1, "leaf", "leaves") + more(len(cells) - 1, "cell")
+    return (
+        f"the cell of {first.leaves[0].name}{others} can't be decoded: {lost} of {lane.D} slots are gone, "
+        f"and with them more than {lane.code.f} of the {lane.code.k + lane.code.f} shards of a stripe."
+    )
+
+
+def _on(ranks: Iterable[int], nodes: Mapping[int, str]) -> str:
+    names = list(dict.fromkeys(nodes[rank] for rank in ranks if rank in nodes))
+    if not names:
+        return ""
+    more = f" and {len(names) - RUNS_MAX} more" if len(names) > RUNS_MAX else ""
+    return f" (on {', '.join(names[:RUNS_MAX])}{more})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """E.g. "ranks 0-7, 9": runs of ranks, the first few of them."""
+    if not ranks:
+        return "no rank"
+    runs = [[ranks[0], ranks[0]]]
+    for rank in ranks[1:]:
+        if rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs[:RUNS_MAX])
+    rest = sum(last - first + 1 for first, last in runs[RUNS_MAX:])
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}" + (f" and {rest} more" if rest else "")

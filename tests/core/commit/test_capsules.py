@@ -1,0 +1,186 @@
+"""Capsules that are owed, acknowledged, and let go of; lost, late and repeated messages; and a random history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reft.core.commit.capsules import Deposits, surplus
+from reft.core.commit.decision import Decision, counts
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, Said
+from reft.core.commit.version import Epoch, Version
+from tests.support.saying import SEALED, VOID, says
+
+NOW, BEFORE, OTHER = Epoch(2, b"n" * 16), Epoch(1, b"b" * 16), Epoch(1, b"o" * 16)
+
+
+# What is owed
+
+
+def pending(*steps: int, until: int | None = None) -> Said:
+    return Said(until=max(steps) if until is None else until, pending=frozenset(steps))
+
+
+def test_without_holders_every_answer_counts_at_once():
+    deposits = Deposits(())
+    assert deposits.hear_rank(0, says({1: SEALED, 2: VOID})) == says({1: SEALED, 2: VOID})
+    assert deposits.owed(0) == []
+
+
+def test_sealed_counts_once_every_holder_has_it():
+    deposits = Deposits((4, 7))
+    assert deposits.hear_rank(0, says({1: SEALED})) == pending(1)
+    assert deposits.owed(4) == deposits.owed(7) == [(0, 1)]
+    assert deposits.acknowledge(7, [(0, 1)]) == {}
+    assert deposits.owed(7) == [] and deposits.owed(4) == [(0, 1)]
+    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
+    assert deposits.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # said again, it still counts
+
+
+def test_a_void_counts_at_once_and_is_owed_to_nobody():
+    deposits = Deposits((4,))
+    assert deposits.hear_rank(0, says({1: VOID})) == says({1: VOID})
+    assert deposits.hear_rank(0, says({1: SEALED})) == says({1: VOID})
+    assert deposits.owed(4) == []
+
+
+def test_the_first_answer_holds():
+    deposits = Deposits((4,))
+    deposits.hear_rank(0, says({1: SEALED}))
+    assert deposits.hear_rank(0, says({1: VOID})) == pending(1)
+    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
+
+
+def test_acknowledgements_that_are_late_repeated_or_of_strangers_change_nothing():
+    deposits = Deposits((4, 7))
+    deposits.hear_rank(0, says({1: SEALED}))
+    assert deposits.acknowledge(4, [(0, 1), (0, 9), (5, 1)]) == {}
+    assert deposits.acknowledge(4, [(0, 1)]) == deposits.acknowledge(9, [(0, 1)]) == {}
+    assert deposits.owed(7) == [(0, 1)]
+    assert deposits.acknowledge(7, [(0, 1)]) == {0: says({1: SEALED})}
+    assert deposits.acknowledge(7, [(0, 1)]) == {}
+
+
+def test_what_is_decided_is_owed_no_more_and_not_again():
+    deposits = Deposits((4,))
+    deposits.hear_rank(0, says({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
+    deposits.settle(Outcome(2, 4, frozenset({3})))
+    assert deposits.owed(4) == [(0, 3)]
+    assert deposits.hear_rank(0, says({1: SEALED, 4: SEALED})) == Said(2, 4, pending=frozenset({3}))
+    assert deposits.owed(4) == [(0, 3)]
+    assert deposits.acknowledge(4, [(0, 2)]) == {}
+
+
+def test_digests_enter_the_round_with_the_answer_and_go_with_it():
+    deposits = Deposits((4,))
+    deposits.hear_rank(0, says({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
+    deposits.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer holds
+    assert deposits.acknowledge(4, [(0, 1)]) == {0: Said(-1, 2, frozenset({1}), frozenset({2}))}
+    assert deposits.digests_of(0)[1] == {7: 11} and not deposits.digests_of(5)
+    deposits.settle(Outcome(1, 1))
+    assert deposits.digests_of(0) == {2: {7: 12}}
+
+
+def test_what_the_slots_lost_never_counts_unless_it_is_found_again():
+    """A memfd that a restarted daemon does not have yet: the rank says sealed, and gives the slot back a moment later."""
+    deposits = Deposits((4,))
+    deposits.hear_rank(0, says({1: SEALED}))
+    deposits.forget(0, 1)
+    deposits.forget(3, 1)
+    assert deposits.owed(4) == [] and deposits.acknowledge(4, [(0, 1)]) == {}
+    assert deposits.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void: that could not be taken back"
+    assert deposits.hear_rank(0, Said(sealed=frozenset({1}))) == pending(1, until=2)
+    assert deposits.owed(4) == [(0, 1)]
+    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED, 2: VOID})}
+
+
+def test_a_capsule_of_before_a_long_silence_still_counts_once_it_is_kept():
+    deposits = Deposits((4,))
+    for newest in range(10, 1000):
+        deposits.hear_rank(0, says({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
+    assert [step for _, step in deposits.owed(4)] == [1, 7]
+    assert deposits.acknowledge(4, [(0, 1), (0, 7)]) == {0: says({1: SEALED, 7: SEALED, 999: VOID})}
+    assert deposits.digests_of(0) == {1: {0: 11}, 7: {0: 22}}
+
+
+def test_the_oldest_step_of_all_ranks_goes_first_and_the_list_is_bounded():
+    deposits = Deposits((4,))
+    deposits.hear_rank(1, says({5: SEALED, 3: SEALED}))
+    deposits.hear_rank(0, says({5: SEALED}))
+    assert deposits.owed(4) == [(1, 3), (0, 5), (1, 5)]
+    deposits.hear_rank(0, says(dict.fromkeys(range(10, 90), SEALED)))
+    assert len([pair for pair in deposits.owed(4) if pair[0] == 0]) == UNDECIDED_MAX
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_lost_or_repeated_an_answer_counts_exactly_if_all_holders_have_the_capsule(seed):
+    chance = random.Random(seed)
+    holders, ranks, steps = (1, 2, 3), range(3), range(6)
+    deposits = Deposits(holders)
+    kept: dict[int, set[tuple[int, int]]] = {holder: set() for holder in holders}
+    counted: set[tuple[int, int]] = set()
+    for _ in range(300):
+        rank, step, holder = chance.choice(ranks), chance.choice(steps), chance.choice(holders)
+        if chance.random() < 0.3:
+            counted |= {(rank, step) for step in deposits.hear_rank(rank, Said(sealed=frozenset({step}))).sealed}
+        sent = deposits.owed(holder)[: chance.randrange(4)]
+        if chance.random() < 0.5:  # else the message is lost
+            kept[holder] |= set(sent)
+            if chance.random() < 0.5:  # else the acknowledgement is
+                due = deposits.acknowledge(holder, sent)
+                counted |= {(rank, step) for rank, said in due.items() for step in said.sealed}
+        for pair in counted:
+            assert all(pair in kept[each] for each in holders)
+    for holder in holders:
+        for rank, said in deposits.acknowledge(holder, deposits.owed(holder)).items():
+            counted |= {(rank, step) for step in said.sealed}
+    assert counted == {(rank, step) for rank in ranks for step in steps}
+
+
+# What a holder lets go of
+
+
+def at(step: int, epoch: Epoch = NOW) -> Version:
+    return Version(epoch, step)
+
+
+def test_older_than_the_newest_whole_version_goes():
+    kept = [at(3), at(4), at(5), at(6)]
+    assert surplus(kept, Decision(NOW, None), Outcome()) == set()
+    assert surplus(kept, Decision(NOW, None), Outcome(5, 5)) == {at(3), at(4)}
+    assert surplus([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0, 0)) == {at(7, BEFORE)}
+
+
+def test_voids_go():
+    assert surplus([at(3), at(4)], Decision(NOW, None), Outcome(-1, 4, frozenset({3}))) == {at(4)}
+
+
+def test_the_base_stays_until_a_version_of_the_new_epoch_is_whole():
+    decision = Decision(NOW, at(8, BEFORE))
+    kept = [at(7, BEFORE), at(8, BEFORE), at(9)]
+    assert surplus(kept, decision, Outcome()) == set()
+    assert surplus(kept, decision, Outcome(-1, 8)) == set()  # a void of this epoch, not of the base's
+    assert surplus(kept, decision, Outcome(9, 9)) == {at(7, BEFORE), at(8, BEFORE)}
+
+
+def test_newer_than_the_base_and_dead_histories_go():
+    decision = Decision(NOW, at(8, BEFORE))
+    kept = [at(9, BEFORE), at(8, OTHER), at(1, Epoch(3, b"l" * 16)), at(8, BEFORE), at(9)]
+    assert surplus(kept, decision, Outcome()) == set(kept[:3])
+    assert surplus(kept, Decision(NOW, None), Outcome()) == set(kept[:4])
+
+
+def test_so_many_undecided_ones_and_no_more():
+    base = at(50, BEFORE)
+    kept = [base, *(at(step) for step in range(UNDECIDED_MAX + 3))]
+    assert surplus(kept, Decision(NOW, base), Outcome()) == {at(0), at(1), at(2)}
+    whole = Outcome(1, 1)
+    assert surplus(kept, Decision(NOW, base), whole) == {base, at(0), at(2)}  # step 1 is whole, and stays
+
+
+def test_what_counts():
+    decision = Decision(NOW, at(8, BEFORE))
+    assert counts(at(99), decision) and counts(at(8, BEFORE), decision) and counts(at(1, BEFORE), decision)
+    assert not counts(at(9, BEFORE), decision) and not counts(at(8, OTHER), decision)
+    assert not counts(at(8, BEFORE), Decision(NOW, None))

@@ -1,0 +1,166 @@
+"""How often: from stalls to wishes, from wishes to one pace, and what control steps say of the whole cost."""
+
+import math
+import random
+from statistics import NormalDist
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.core.commit.snapshot_interval import (
+    CONTROL,
+    EVERY_MAX,
+    LEAD,
+    MEASURED,
+    PRIOR_S,
+    SKIPPED,
+    Cadence,
+    Controls,
+    Frequency,
+    History,
+    Pace,
+    daly,
+    is_control,
+    is_due,
+    next_pace,
+)
+
+
+def measured(stall_s, step_s, budget=0.001, mtbf_s=0.0, snapshots=40):
+    frequency = Frequency(budget, mtbf_s)
+    for _ in range(snapshots):
+        frequency.observe(step_s, stall_s)
+    return frequency
+
+
+@pytest.mark.parametrize(
+    ("stall_ms", "every"), [(0.0, 1), (0.4, 1), (1.0, 1), (1.01, 2), (5.0, 5), (30.0, 30), (1e9, EVERY_MAX)]
+)
+def test_each_step_is_taken_while_the_stall_is_within_the_budget(stall_ms, every):
+    assert measured(stall_ms / 1000, 1.0).wish() == every
+
+
+def test_the_first_snapshots_of_a_process_say_nothing():
+    frequency = Frequency(0.001)
+    for index in range(MEASURED):
+        assert frequency.wish() == 0
+        frequency.observe(1.0, 10.0 if index < SKIPPED else 0.002)
+        frequency.observe(1.0, None)  # an iteration without a snapshot is none
+    assert frequency.wish() == 2
+
+
+def test_a_known_mtbf_asks_for_dalys_interval_if_that_is_longer():
+    hours = 3 * 3600.0
+    assert daly(0.010, hours) == pytest.approx(math.sqrt(2 * 0.010 * hours), rel=0.01)
+    assert measured(0.010, 1.0, budget=0.01).wish() == 1
+    assert measured(0.010, 1.0, budget=0.01, mtbf_s=hours).wish() == 15
+    assert measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).wish() == 100  # the budget is the stricter one
+    assert daly(10.0, 4.0) == 4.0  # a snapshot that takes longer than training lasts
+
+
+@pytest.mark.parametrize("cost", [0.001, 1.0, 30.0])
+def test_dalys_interval_loses_the_least_time(cost):
+    """Against the exact expectation for exponential failures."""
+    mtbf = 3600.0
+
+    def wall_time(interval):  # for each second of work
+        return mtbf * math.expm1((interval + cost) / mtbf) / interval
+
+    best = wall_time(daly(cost, mtbf))
+    assert all(best <= wall_time(daly(cost, mtbf) * factor) for factor in (0.5, 0.8, 1.25, 2))
+
+
+def test_the_measured_mtbf_comes_from_failures_over_training_time():
+    assert History().after(1e6, False).mtbf_s == 0.0, "nothing has failed yet: the budget alone decides"
+    young = History().after(600.0, True)
+    assert young == History(600.0, 1) and young.mtbf_s == pytest.approx(PRIOR_S / 2, rel=0.01)
+    old = History()
+    for _ in range(300):
+        old = old.after(3 * 3600.0, True)
+    assert old.mtbf_s == pytest.approx(3 * 3600.0, rel=0.03)
+    assert old.after(10 * 3600.0, False).mtbf_s > old.mtbf_s
+
+
+def test_a_wish_rises_at_once_and_falls_only_by_half():
+    frequency = measured(0.010, 1.0)
+    assert frequency.wish() == 10
+    for _ in range(200):
+        frequency.observe(1.0, 0.012)
+    assert frequency.wish() == 12
+    for _ in range(400):
+        frequency.observe(1.0, 0.008)
+    assert frequency.wish() == 12
+    for _ in range(400):
+        frequency.observe(1.0, 0.003)
+    assert frequency.wish() <= 6
+
+
+def test_a_pace_begins_some_way_ahead_and_one_after_the_other():
+    assert next_pace(Pace(), 0, 100) == Pace()
+    pace = next_pace(Pace(), 5, 100)
+    assert pace == Pace(100 + LEAD, 5)
+    assert next_pace(pace, 7, 100 + LEAD - 1) == pace  # not before the last one has begun
+    assert next_pace(pace, 5, 500) == pace
+    assert next_pace(pace, 7, 500) == Pace(500 + LEAD, 7)
+    assert next_pace(pace, 1 << 40, 500).every == EVERY_MAX
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), max_size=4), st.randoms())
+def test_ranks_that_know_the_paces_take_the_same_steps(changes, chance):
+    paces, start = [], 0
+    for ahead, every in changes:
+        start += ahead
+        paces.append(Pace(start, every))
+    prompt, repeated = Cadence(1, True), Cadence(1, True)
+    for pace in paces:
+        assert prompt.hear(pace)
+        assert repeated.hear(pace)
+        assert not repeated.hear(chance.choice(paces[: paces.index(pace) + 1]))  # late and repeated news change nothing
+    for step in range(1, 500):
+        assert prompt.due(step) == repeated.due(step)
+        known = [pace.every for pace in paces if pace.start <= step]
+        assert prompt.due(step) == is_due(step, known[-1] if known else 1)
+
+
+def test_a_fixed_interval_is_taken_as_it_is():
+    cadence = Cadence(3, False)
+    assert not cadence.hear(Pace(10, 7))
+    assert [step for step in range(1, 400) if cadence.due(step)] == list(range(3, 400, 3))
+
+
+def test_control_steps_are_few_and_in_no_rhythm():
+    controls = [step for step in range(100_000) if is_control(step)]
+    assert len(controls) == pytest.approx(100_000 / CONTROL, rel=0.1)
+    assert controls[0] >= CONTROL
+    for period in (2, 3, 4, 5, 8, 10, 100):
+        assert len([step for step in controls if step % period == 0]) == pytest.approx(len(controls) / period, rel=0.4)
+
+
+def controls_of(steps, cost, noise, drift=0.0, every=1, seed=0):
+    chance, controls = random.Random(seed), Controls()
+    for step in range(steps):
+        has = is_due(step, every)
+        controls.observe(1.0 + drift * step + chance.gauss(0, noise) + (cost if has else 0), has)
+    return controls.overhead()
+
+
+def test_the_bounds_hold_the_true_cost_as_often_as_they_say():
+    hits = [o.low <= 0.01 <= o.high for o in (controls_of(3000, 0.01, 0.02, seed=seed) for seed in range(80))]
+    spread = 4 * math.sqrt(0.95 * 0.05 / len(hits))
+    assert sum(hits) / len(hits) == pytest.approx(0.95, abs=spread)
+    assert NormalDist().inv_cdf(0.975) == pytest.approx(1.96, abs=0.001)
+
+
+def test_what_drifts_is_no_cost():
+    """Steps that get longer all the time would look cheap or dear, if those with and without were only averaged."""
+    found = controls_of(4000, 0.0, 0.001, drift=0.001)
+    assert abs(found.mean) < 0.001 and found.low < 0 < found.high
+
+
+def test_the_cost_is_that_of_the_steps_that_are_taken():
+    assert controls_of(6000, 0.08, 0.01, every=1).mean == pytest.approx(0.08, rel=0.1)
+    assert controls_of(6000, 0.08, 0.01, every=4).mean == pytest.approx(0.02, rel=0.1)
+    assert controls_of(70, 0.08, 0.01) is None  # too few to say
+    assert "of training time (95 %:" in str(controls_of(6000, 0.08, 0.01))

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reft.core.membership.gossip_targets import REACH, neighbours, passers, ring_of
+
+NODES = st.integers(1, 70).map(lambda n: [f"node-{i}" for i in range(n)])
+
+
+@given(NODES)
+def test_watching_is_mutual_and_bounded(nodes):
+    ring = ring_of(nodes)
+    assert sorted(ring) == sorted(nodes)
+    for own in ring:
+        found = neighbours(own, ring)
+        assert len(found) == min(2 * REACH, len(ring) - 1) == len(set(found)) and own not in found
+        assert all(own in neighbours(other, ring) for other in found)
+
+
+@given(NODES)
+def test_news_reach_everybody_within_the_logarithm(nodes):
+    ring = ring_of(nodes)
+    reached, hops = {ring[0]}, 0
+    while len(reached) < len(ring):
+        reached |= {other for own in reached for other in passers(own, ring)}
+        hops += 1
+    assert hops <= max(len(ring) - 1, 1).bit_length()
+    assert len(passers(ring[0], ring)) <= 2 * (REACH + len(ring).bit_length())
+
+
+def test_a_rack_does_not_stand_together():
+    """Of 16 racks of 8 nodes each, named in order: in the order of names all neighbours would be of one rack."""
+    ring = ring_of(f"rack-{i // 8:02}-{i % 8}" for i in range(128))
+    together = [sum(other[:7] == own[:7] for other in neighbours(own, ring)) for own in ring]
+    assert sum(together) / len(together) < 0.5 and max(together) <= REACH
+
+
+def test_the_order_does_not_depend_on_who_asks():
+    nodes = [f"n{i}" for i in range(20)]
+    assert ring_of(nodes) == ring_of(reversed(nodes))

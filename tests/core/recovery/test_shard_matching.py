@@ -1,0 +1,196 @@
+"""Old pieces and new leaves: what goes where, and what is refused by name."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from reft.core.layout.layout import Leaf
+from reft.core.recovery.regather import readers_of
+from reft.core.recovery.shard_matching import Own, Piece, Seat, Where, is_same, match, pieces_of, wanted_leaves
+from tests.support.shapes import placement_for
+
+
+def rows(name: str, begin: int, count: int, whole: int = 8, width: int = 4, dtype: str = "float32") -> Leaf:
+    """Rows of a matrix."""
+    return Leaf(name, dtype, (count, width), (width, 1), 4 * count * width, False, (whole, width), (begin, 0))
+
+
+def at(leaf: Leaf, *ranks: int) -> Piece:
+    return Piece(leaf, tuple(Seat(Where.SLOT, rank, 64) for rank in ranks))
+
+
+def in_cell(leaf: Leaf) -> Piece:
+    return Piece(leaf, (Seat(Where.CELL, 0, 0),))
+
+
+def test_rows_of_four_ranks_become_those_of_three():
+    pieces = [at(rows("w", 2 * rank, 2), rank) for rank in range(4)]
+    wanted = [[rows("w", 0, 3)], [rows("w", 3, 3)], [rows("w", 6, 2)]]
+    found = match(pieces, wanted)
+    assert not found.problems and not found.own
+    assert [(need.seat.owner, need.receivers, need.copy[:3]) for need in found.needs] == [
+        (0, (0,), (0, 0, 32)), (1, (0,), (0, 32, 16)), (1, (1,), (16, 0, 16)), (2, (1,), (0, 16, 32)), (3, (2,), (0, 0, 32)),
+    ]  # fmt: skip
+
+
+def test_replicas_of_a_cell_come_from_the_cell():
+    found = match([in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]] * 3)
+    assert [(need.seat.where, need.receivers) for need in found.needs] == [(Where.CELL, (0, 1, 2))]
+
+
+def test_of_own_copies_each_rank_takes_its_own_and_a_new_one_that_of_the_lowest():
+    found = match([at(rows("w", 0, 8), 2, 1, 4)], [[rows("w", 0, 8)]] * 4)
+    assert {need.receivers: need.seat.owner for need in found.needs} == {(0, 1, 3): 1, (2,): 2}
+    assert found.own == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "wanted", "said"),
+    [
+        ([], [[rows("w", 0, 8)]], "w: not held, float32 [8, 4] in the new job"),
+        ([in_cell(rows("w", 0, 8))], [[]], "w: held float32 [8, 4], not in the new job"),
+        ([in_cell(rows("w", 0, 4))], [[rows("w", 0, 8)]], "w: 64 of the 128 bytes of float32 [8, 4] are not held"),
+        ([in_cell(rows("w", 0, 8))], [[rows("w", 0, 4)]], "w: 64 bytes of held float32 [8, 4] find no rank"),
+        ([in_cell(rows("w", 0, 8, dtype="int32"))], [[rows("w", 0, 8)]], "w: held int32 [8, 4], float32 [8, 4] in the new job"),
+        ([in_cell(rows("w", 0, 9, 9))], [[rows("w", 0, 8)]], "w: held float32 [9, 4], float32 [8, 4] in the new job"),
+        ([at(rows("w", 0, 5), 0), at(rows("w", 4, 4), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
+        ([at(rows("w", 0, 3), 0), at(rows("w", 2, 3), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(pieces, wanted, said):
+    assert match(pieces, wanted).problems == [said]
+
+
+def test_leaves_that_were_found_unlike_are_refused_in_another_shape():
+    found = match([at(rows("w", 0, 8), 0, 1)], [[rows("w", 0, 8)]], unequal=["w"])
+    assert "unlike bytes" in found.problems[0]
+    assert not match([at(rows("w", 0, 8), 0)], [[rows("w", 0, 8)]], unequal=["w"]).problems, "only one had it"
+
+
+def test_the_same_piece_in_other_strides_is_no_second_piece():
+    turned = replace(rows("w", 0, 8), stride=(1, 8))
+    found = match([at(turned, 1), in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]])
+    assert not found.problems and [need.seat.where for need in found.needs] == [Where.CELL]
+
+
+def test_empty_pieces_need_nothing_and_are_no_gap():
+    pieces = [at(rows("w", 0, 8), 0)]
+    assert not match(pieces, [[rows("w", 0, 8)], [rows("w", 8, 0)]]).problems
+    assert not match([], [[rows("w", 8, 0)]]).problems
+
+
+def test_optimizer_state_that_was_never_made_is_not_wanted():
+    leaves = [rows("model.w", 0, 8), rows("optimizer.0.m.model.w", 0, 8)]
+    assert wanted_leaves([leaves], [in_cell(leaves[0])]) == [(leaves[0],)]
+    assert wanted_leaves([leaves], [in_cell(leaf) for leaf in leaves]) == [tuple(leaves)]
+
+
+def test_a_layer_that_is_new_is_wanted_and_named():
+    """Without it the layer would train on from random values, and nobody would know."""
+    leaves, held = [rows("model.w", 0, 8), rows("model.new", 0, 8)], [in_cell(rows("model.w", 0, 8))]
+    wanted = wanted_leaves([leaves], held)
+    assert wanted == [tuple(leaves)]
+    assert match(held, wanted).problems == ["model.new: not held, float32 [8, 4] in the new job"]
+
+
+def test_the_same_shape_is_told_from_another():
+    four = [[rows("w", 2 * rank, 2)] for rank in range(4)]
+    assert is_same(four, four)
+    assert not is_same(four, four[:3])
+    assert not is_same(four, [four[1], four[0], *four[2:]]), "ranks that change their places in the mesh"
+    assert is_same(four, [[*each, rows("optimizer.0.m.w", 0, 8)] for each in four]), (
+        "state that appears is no other shape"
+    )
+    other = [[rows("w", 3 * rank, 3, 12)] for rank in range(4)]
+    assert is_same(four, other), "another model: refused elsewhere, by name"
+
+
+def lines_run(work: Any) -> int:
+    """How many lines of Python some work takes: what a clock would measure, without the machine's mood."""
+    count = 0
+
+    def each(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return each
+
+    before = sys.gettrace()
+    sys.settrace(each)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def grid(rows: int, columns: int) -> list[Leaf]:
+    """The blocks of a matrix of which each rank has one."""
+    whole = (840, 840)
+    high, wide = whole[0] // rows, whole[1] // columns
+    return [
+        Leaf("w", "float32", (high, wide), (wide, 1), 4 * high * wide, False, whole, (i * high, j * wide))
+        for i in range(rows) for j in range(columns)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", [((60, 1), (84, 1)), ((6, 10), (7, 12)), ((1, 60), (1, 84))])
+def test_the_work_grows_as_the_ranks_do(shapes):
+    """Twice the ranks, twice the work: not each piece with each leaf."""
+
+    def work(factor: int) -> int:
+        (rows, columns), (more, others) = shapes
+        pieces = [at(leaf, rank) for rank, leaf in enumerate(grid(factor * rows, columns))]
+        wanted = [[leaf] for leaf in grid(factor * more, others)]
+        found = match(pieces, wanted)
+        assert not found.problems and len(found.needs) >= len(pieces)
+        return lines_run(lambda: match(pieces, wanted))
+
+    assert work(2) < 2.4 * work(1)
+
+
+# What old ranks say of their own
+
+
+def test_leaves_that_lie_elsewhere_than_foreseen_are_found_there():
+    leaves = [[rows("a", 0, 8), rows("b", 0, 8), rows(f"own{rank}", 0, 8)] for rank in range(2)]
+    placement = placement_for(leaves, [0, 0], "none", None, 4096)
+    tables = [{leaf.name: leaf for leaf in each} for each in leaves]
+    late = rows("late", 0, 8)
+    owns = {0: Own(frozenset({"b"}), ((late, 8192),)), 1: Own(frozenset({"b", "own1"}), ((late, None),))}
+    pieces, problems = pieces_of(placement, lambda rank: tables[rank], owns)
+    assert not problems
+    found = {piece.leaf.name: [seat[:2] for seat in piece.seats] for piece in pieces}
+    assert found == {
+        "a": [(Where.CELL, 0)], "own0": [(Where.SLOT, 0)], "late": [(Where.SLOT, 0), (Where.CAPSULE, 1)],
+    }  # fmt: skip
+
+
+def test_small_leaves_that_did_not_exist_are_in_no_capsule():
+    leaves = [[rows("a", 0, 8), rows(f"own{rank}", 0, 8), rows(f"more{rank}", 0, 8)] for rank in range(2)]
+    placement = placement_for(leaves, [0, 1], "none", None, 4096)
+    tables = [{leaf.name: leaf for leaf in each} for each in leaves]
+    owns = {0: Own(frozenset({"own0"})), 1: Own()}
+    pieces, _ = pieces_of(placement, lambda rank: tables[rank], owns)
+    capsules = {piece.leaf.name for piece in pieces if piece.seats[0].where is Where.CAPSULE}
+    assert capsules == {"more0", "own1", "more1"}
+
+
+def test_a_replica_that_some_holders_did_not_have_is_a_contradiction():
+    leaves = [[rows("a", 0, 8)]] * 2
+    placement = placement_for(leaves, [0, 1], "none", None, 4096)
+    _, problems = pieces_of(placement, lambda rank: {}, {0: Own(frozenset({"a"})), 1: Own()})
+    assert problems == ["a: some of the ranks that should have had it did not"]
+
+
+# Readers
+
+
+def test_slots_are_read_where_they_lie_and_else_shared_out():
+    sources = {0: "a", 1: "a", 2: "b", 3: "gone", 4: "gone", 5: "gone"}
+    assert readers_of(sources, {"a": [0], "b": [1]}, 2) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
+    assert set(readers_of(sources, {"new": [0, 1]}, 2).values()) == {0, 1}

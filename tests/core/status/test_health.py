@@ -1,0 +1,84 @@
+"""The one word and the one sentence of `status`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reft.core.commit.version import Epoch, Version
+from reft.core.status.health import LAG_STEPS, Health, JobFacts, RankFacts, judge, survival
+
+EPOCH = Epoch(1, b"1" * 16)
+
+
+def at(step: int) -> Version:
+    return Version(EPOCH, step)
+
+
+RANKS = tuple(RankFacts(rank, "n0", True, False, 10, at(10)) for rank in range(2))
+GOOD = JobFacts(2, RANKS, at(10), "tmpfs")
+
+
+def ranks(**changes: object) -> tuple[RankFacts, ...]:
+    """The good ranks, the second one changed."""
+    return (RANKS[0], replace(RANKS[1], **changes))
+
+
+def test_all_is_well():
+    assert judge(GOOD) == (Health.OK, "step 10 is held by all 2 ranks.")
+
+
+def test_a_silent_node_comes_first():
+    word, sentence = judge(replace(GOOD, silent_nodes=["n1", "n2"], whole=None))
+    assert word is Health.WARN and "n1, n2" in sentence
+
+
+def test_nothing_whole_yet():
+    word, sentence = judge(replace(GOOD, whole=None))
+    assert word is Health.WARN and "nothing is whole yet" in sentence
+
+
+def test_a_rank_in_trouble_is_named_with_its_reason():
+    word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.")))
+    assert word is Health.WARN
+    assert sentence == "rank 1 skips snapshots: no room. Held is step 10."
+
+
+def test_the_trouble_of_a_dead_rank_is_not_its_epitaph():
+    word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.", alive=False)))
+    assert word is Health.WARN and "trainers gone: 1 of 2; step 10 is held." in sentence
+
+
+def test_lag_is_measured_in_snapshots():
+    for interval in (1, 5):
+        edge = 10 + LAG_STEPS * interval
+        facts = replace(GOOD, interval=interval)
+        assert judge(replace(facts, ranks=ranks(step=edge)))[0] is Health.OK
+        word, sentence = judge(replace(facts, ranks=ranks(step=edge + 1)))
+        assert word is Health.WARN and f"training is at step {edge + 1}" in sentence
+
+
+def test_the_end_of_training_is_well():
+    closed = tuple(replace(rank, alive=False, closed=True) for rank in RANKS)
+    assert judge(replace(GOOD, ranks=closed)) == (Health.OK, "training has ended; step 10 is still held.")
+
+
+def test_all_dead_is_a_warning_that_says_what_is_held():
+    dead = tuple(replace(rank, alive=False) for rank in RANKS)
+    assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 2 of 2; step 10 is held.")
+
+
+def test_what_survives_which_loss():
+    held = {loss: survives for loss, survives, _ in survival(GOOD)}
+    assert held == {
+        "any number of trainers": True, "a daemon, trainers alive": True, "daemons and trainers": True, "a node": False,
+    }  # fmt: skip
+    weaker = {loss: (survives, lost) for loss, survives, lost in survival(replace(GOOD, backing="memfd"))}
+    assert weaker["daemons and trainers"] == (False, "all steps of this run")
+    gone = {loss: survives for loss, survives, _ in survival(replace(GOOD, backing="unlinked"))}
+    assert [loss for loss, survives in gone.items() if survives] == ["any number of trainers"]
+    assert not any(survives for _, survives, _ in survival(replace(GOOD, whole=None)))
+
+
+def test_removed_files_are_a_warning():
+    word, sentence = judge(replace(GOOD, backing="unlinked"))
+    assert word is Health.WARN and "files were removed" in sentence

@@ -1,0 +1,160 @@
+"""What may be lost now: every verdict against what the recovery plan finds after that loss."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reft.core.coding.placement import Placement, capsule_holders, place
+from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.cells import divide
+from reft.core.layout.layout import Leaf, pack
+from reft.core.recovery.recovery import Copy, Held, plan
+from reft.core.status import loss_analysis
+from reft.core.status.loss_analysis import Outlook, Pairs, survives
+
+EPOCH = Epoch(1, b"e" * 16)
+VERSION = Version(EPOCH, 1)
+
+
+def placed(domains: Collection[int], f: int | None, scheme: str = "aec", stages: int = 1) -> Placement:
+    """Rank r holds the leaf of stage r mod stages, so a cell has every so many-th rank."""
+    layouts = [
+        pack([Leaf(f"w{i}", "float32", (1 << 16,), (1,), 1 << 18, False, (1 << 16,), (0,))]) for i in range(stages)
+    ]
+    keys = [layout.digest for layout in layouts]
+    division = divide(dict(zip(keys, layouts, strict=True)), [keys[r % stages] for r in range(len(domains))])
+    return place(division, list(domains), scheme, f, 64)
+
+
+def intact(per_node: int, nodes: int, f: int, scheme: str = "aec", racks: int = 1, stages: int = 1) -> Outlook:
+    """All that a job has; so many nodes a rack, and capsules with f holders."""
+    domain = [node // racks for node in range(nodes)]
+    placement = placed([domain[rank // per_node] for rank in range(nodes * per_node)], f, scheme, stages)
+    slots = {rank: f"n{rank // per_node}" for rank in range(nodes * per_node)}
+    copies = {rank: {f"n{node}" for node in capsule_holders(rank // per_node, domain, f)} for rank in slots}
+    return Outlook(placement, slots, copies, {}, {f"n{node}": f"rack {domain[node]}" for node in range(nodes)})
+
+
+def by_plan(it: Outlook, lost: Collection[str]) -> bool:
+    """Whether recovery finds the version after that loss."""
+    held = [Held(n, r, f"{r}", SlotState.SEALED, VERSION) for r, n in it.slots.items() if n not in lost]
+    copies = [Copy(n, r, VERSION, it.kept.get(r, 0)) for r, nodes in it.copies.items() for n in nodes if n not in lost]
+    return plan(held, copies, {EPOCH: it.placement}, Decision(EPOCH, None)).base is not None
+
+
+def check(it: Outlook) -> None:
+    """Everything that is said of it, by brute force."""
+    assert {verdict.unit: verdict.survives for verdict in it.nodes()} == {n: by_plan(it, {n}) for n in it.all_nodes}
+    fatal = tuple(pair for pair in itertools.combinations(it.all_nodes, 2) if not by_plan(it, pair))
+    assert it.pairs() == Pairs(not fatal, fatal, True)
+    members: dict[str, set[str]] = {}
+    for node in it.all_nodes:
+        members.setdefault(it.domains.get(node, f"node {node}"), set()).add(node)
+    verdicts = {name: by_plan(it, nodes) for name, nodes in members.items()}
+    assert {verdict.unit: verdict.survives for verdict in it.each_domain()} == verdicts
+    assert it.tolerated() == greatest(it, members)
+    for lost in [(), *itertools.combinations(it.all_nodes, 1), *itertools.combinations(it.all_nodes, 3)]:
+        loss = it.what_if(lost)
+        assert (loss is None) == by_plan(it, lost)
+        assert loss is None or (loss.words and (loss.lanes or loss.bare or loss.kept))
+
+
+def greatest(it: Outlook, members: Mapping[str, set[str]]) -> int:
+    for f in range(len(members) + 1):
+        if not all(by_plan(it, set().union(*lost)) for lost in itertools.combinations(members.values(), f)):
+            return f - 1
+    raise AssertionError("nothing is ever lost")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 3, 1), (1, 6, 2), (2, 4, 1), (1, 5, 1, "arc"), (1, 7, 2, "arc"), (1, 6, 1, "aec", 2), (2, 6, 2, "aec", 2),
+        (2, 6, 1, "aec", 1, 3), (1, 3, 0), (2, 2, 1, "none"), (4, 1, 0), (1, 8, 1, "aec", 3), (2, 4, 1, "aec", 1, 4),
+    ],
+)  # fmt: skip
+def test_intact_jobs(shape):
+    check(intact(*shape))
+
+
+def test_what_an_intact_job_bears_is_what_was_asked_for():
+    for nodes, f in [(3, 1), (6, 2), (8, 3)]:
+        assert intact(2, nodes, f).tolerated() == f
+    assert intact(1, 6, 1, racks=2).tolerated() == 1
+    assert intact(2, 2, 0, "none").tolerated() == 0
+
+
+def test_after_a_loss_less_is_borne():
+    it = intact(1, 6, 2)
+    after = Outlook(it.placement, {r: n for r, n in it.slots.items() if r != 2}, it.copies, {}, it.domains)
+    check(after)
+    assert it.tolerated() == 2 and after.tolerated() == 1
+    gone = Outlook(it.placement, {r: n for r, n in it.slots.items() if r > 2}, it.copies, {}, it.domains)
+    check(gone)
+    assert gone.tolerated() == -1 and not any(verdict.survives for verdict in gone.nodes())
+
+
+def test_kept_leaves_and_missing_capsules_are_named():
+    it = intact(1, 4, 1)
+    check(kept := Outlook(it.placement, it.slots, it.copies, {2: 9}, it.domains))
+    assert [v.words for v in kept.nodes()] == ["", "", "leaves that only rank 2 held are gone", ""]
+    assert kept.tolerated() == 0 and kept.what_if(["n2"]).kept == (2,)
+    check(bare := Outlook(it.placement, it.slots, {**it.copies, 1: ()}, {}, it.domains))
+    assert [v.words for v in bare.nodes()] == ["", "no capsule of rank 1 is left", "", ""]
+    loss = it.what_if(["n0", "n1"])
+    assert (
+        loss.lanes == (0,) and loss.bare == (0,) and loss.words == "w0 can't be decoded; no capsule of rank 0 is left"
+    )
+    assert survives(it.placement, it.slots, it.copies, {}, ["n0", "n1"]) == loss
+    assert survives(it.placement, it.slots, it.copies, {}, ["n0"]) is None
+
+
+def test_verdicts_count_what_is_lost():
+    it = intact(2, 2, 0, "none", stages=2)
+    assert (
+        it.nodes()[0].words
+        == "w0 and what else lies in 2 parts can't be decoded; no capsule of rank 0 and 1 more is left"
+    )
+    assert it.nodes()[0].words == it.what_if(["n0"]).words
+
+
+NAMES = st.sampled_from(["n0", "n1", "n2", "n3", "n4"])
+
+
+@settings(max_examples=150)
+@given(
+    st.sampled_from([(1, "aec"), (2, "aec"), (2, "arc"), (1, "arc"), (0, "none")]),
+    st.dictionaries(st.integers(0, 5), NAMES, min_size=3),
+    st.dictionaries(st.integers(0, 5), st.frozensets(NAMES, min_size=1, max_size=3), min_size=5),
+    st.dictionaries(st.integers(0, 5), st.sampled_from([0, 0, 0, 7]), max_size=2),
+    st.dictionaries(NAMES, st.sampled_from(["r0", "r1", "r2"]), max_size=3),
+)
+def test_whatever_lies_wherever(code, slots, copies, kept, domains):
+    """Also slots of several domains on one node, as nobody places them."""
+    check(Outlook(placed(range(6), *code), slots, copies, kept, domains))
+
+
+def test_wide_stripes():
+    """Wider than a stripe: two losses far apart are survived, two near each other are not, with f = 1."""
+    it = intact(1, 70, 1)
+    lane = it.placement.lanes[0]
+    assert lane.code.k + lane.code.f == 64 < lane.D
+    fatal = set(it.pairs().fatal)
+    for i, j in [(0, 1), (0, 35), (0, 63), (0, 64), (3, 69)]:
+        names = tuple(sorted((f"n{i}", f"n{j}")))
+        assert (names in fatal) != by_plan(it, names)
+    assert it.tolerated() == 1 and it.pairs().is_listed
+
+
+def test_beyond_the_limit_pairs_are_judged_by_the_formula(monkeypatch):
+    monkeypatch.setattr(loss_analysis, "PAIRS_MAX", 4)
+    assert intact(1, 6, 2).pairs() == Pairs(True, (), False)
+    assert intact(1, 6, 1).pairs() == Pairs(False, (), False)
+    assert intact(1, 4, 1).pairs().is_listed
