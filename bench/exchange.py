@@ -34,7 +34,7 @@ from reft.core.coding.placement import exposed
 from reft.core.layout import symbolic
 from reft.core.layout.cells import RIDERS_MAX
 from reft.core.layout.layout import Leaf, pack
-from reft.wire import symbols
+from reft.wire import manifest as symbols
 from reft.wire.manifest import division_of, layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 

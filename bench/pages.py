@@ -28,7 +28,7 @@ from bench.common import SHM, median
 from reft.client.link.slots import MappedSlot
 from reft.client.memory import prefault
 from reft.client.memory.huge_pages import Room
-from reft.wire.mapped import map_file
+from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes, Geometry, SlotMap
 from reft_daemon.huge import make_huge
 

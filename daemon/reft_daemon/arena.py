@@ -33,8 +33,8 @@ import numpy as np
 from reft.core.budget import Limit, refusal
 from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
-from reft.wire.mapped import advise, map_file
 from reft.wire.messages import MANIFEST_MAX
+from reft.wire.shm import advise, map_file
 from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import memory

@@ -17,7 +17,7 @@ from reft.core.commit.round import Outcome
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ConfigError, FormatError
-from reft.wire import capsule, messages
+from reft.wire import capsule_format, messages
 from reft.wire.manifest import node_domains, placement_of
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -137,7 +137,7 @@ class Custody:
             try:
                 header = slot.map.reread()
                 if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
-                    compared = capsule.decode(slot.map.capsule())["compared"]
+                    compared = capsule_format.decode(slot.map.capsule())["compared"]
                     found[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
             except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
                 log.error("slot=%s is damaged, or does not say what its replicas should hold: %s", slot.name, error)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from reft.wire.mapped import advise, huge_bytes
+from reft.wire.shm import advise, huge_bytes
 
 _COLLAPSE = 25  # MADV_COLLAPSE; Python has no name for it
 _PLACES = 32  # are asked for at a time
@@ -31,7 +31,7 @@ def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
     Blocks, but not Python. The first lasting refusal ends it: memory is in pieces, and each further try would search it again.
 
     Args:
-        pages: uint8 [n], the file's mapping from its first byte on, see `reft.wire.mapped`.
+        pages: uint8 [n], the file's mapping from its first byte on, see `reft.wire.shm`.
 
     Returns:
         How many bytes are surely in huge pages now.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.core.budget import Limit, refusal, size
-from reft.wire.mapped import map_file
+from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes
 from reft_daemon.huge import make_huge
 

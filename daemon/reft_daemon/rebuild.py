@@ -29,9 +29,9 @@ from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
 from reft.core.recovery.rebuild import Band, Bytes, Maker, Stripe, bands, lane_at, stripes
 from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
-from reft.wire import capsule, messages
+from reft.wire import capsule_format, messages
 from reft.wire.manifest import layouts_of, placement_of
-from reft.wire.rebuilt import layout_mark, rebuilt_table
+from reft.wire.rebuild_request import layout_mark, rebuilt_table
 from reft.wire.slot_format import PAGE, Geometry, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -172,7 +172,7 @@ class Rebuild:
         part = placement.part(lost.rank)
         chunks = -(-part.data_bytes // placement.chunk_bytes)
         try:
-            tree = capsule.decode(record.capsule)
+            tree = capsule_format.decode(record.capsule)
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
             raise Damaged(node, what, str(error)) from error

@@ -19,7 +19,7 @@ def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.Surveyed]) -> list[
     """The replies without the manifests that the asker's own inventory has, or an earlier reply.
 
     A manifest belongs to an epoch: that of its reply's decision, or of the decision's base. Whoever reads the replies
-    finds it in one of them (`reft.wire.findings`).
+    finds it in one of them (`reft.wire.inventory`).
 
     Args:
         own: the asker's record of the job.

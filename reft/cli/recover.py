@@ -16,8 +16,8 @@ from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire import messages
-from reft.wire.findings import Findings
-from reft.wire.rebuilt import rebuild_request
+from reft.wire.inventory import Findings
+from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
 
 TRIES_MAX = 16  # each but the last finds another slot damaged, or something lost meanwhile

@@ -14,7 +14,7 @@ from reft.core.recovery import rebuild, recovery
 from reft.core.recovery.recovery import Plan
 from reft.core.status.health import Health
 from reft.core.text import counted, every, more
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 CELLS_SHOWN = 8  # of a lost node; --json shows all

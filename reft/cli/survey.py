@@ -1,4 +1,4 @@
-"""What all daemons of a job hold, as one of them was told it. Blocks; what follows from it is pure (`reft.wire.findings`)."""
+"""What all daemons of a job hold, as one of them was told it. Blocks; what follows from it is pure (`reft.wire.inventory`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.errors import ReftError
-from reft.wire.findings import Findings, is_itself
+from reft.wire.inventory import Findings, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 SURVEY_DEADLINE_S = 8.0  # the daemon gives the others three seconds

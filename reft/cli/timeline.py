@@ -10,7 +10,7 @@ from typing import Any
 
 from reft.cli.ask import ask
 from reft.errors import ReftError
-from reft.wire import tracing
+from reft.wire import timeline_socket
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -50,7 +50,7 @@ def collect(address: str, job: str, rank: int | None) -> Collected:
     silent: dict[int, str] = {}
     for each in here:
         try:
-            traces[each.rank] = tracing.fetch(each.pid)
+            traces[each.rank] = timeline_socket.fetch(each.pid)
         except ReftError as error:
             silent[each.rank] = str(error)
     if not traces:

@@ -14,7 +14,7 @@ from reft.core.status.health import Health, JobFacts, RankFacts, judge, survival
 from reft.core.status.loss_analysis import Loss
 from reft.core.status.protection import Protection
 from reft.wire import messages
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.manifest import holders_of_unequal
 from reft.wire.v1 import daemon_pb2 as pb
 

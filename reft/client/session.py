@@ -41,7 +41,7 @@ from reft.core.commit.snapshot_interval import Overhead
 from reft.core.pipeline.course import Course
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
-from reft.wire import tracing
+from reft.wire import timeline_socket
 
 log = logging.getLogger("reft")
 
@@ -126,7 +126,7 @@ class Session:
             self._hooks += extractor(optimizer).hook(optimizer, partial(self._before_optimizer, index), after)
         self._rhythm: Rhythm | None = None
         self._unfollow: Callable[[], None] = lambda: None
-        self._teller: tracing.Teller | None = None
+        self._teller: timeline_socket.Teller | None = None
         self._strangers: Strangers | None = None
         if snapshots is not None:
             self._strangers = Strangers(optimizers, self._holds, self._before_stranger)
@@ -451,10 +451,10 @@ class Session:
         raise TypeError("a Session can't be copied or sent to another process")
 
 
-def _teller(snapshots: Snapshots, rhythm: Rhythm) -> tracing.Teller | None:
+def _teller(snapshots: Snapshots, rhythm: Rhythm) -> timeline_socket.Teller | None:
     """Answers `reft-cli timeline`; where no socket can be had, only `Session.timeline` tells."""
     try:
-        return tracing.Teller(lambda: rhythm.trace(snapshots.rank))
+        return timeline_socket.Teller(lambda: rhythm.trace(snapshots.rank))
     except OSError as error:
         log.warning("reft-cli timeline will not find rank %d: %s", snapshots.rank, error)
         return None

@@ -45,7 +45,7 @@ from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, 
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
 from reft.elastic.state import Facts, State
 from reft.elastic.warm import Warm, begin
-from reft.wire.revival import Reviver
+from reft.wire.daemon_launcher import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 
 SILENCE_S = 2.0  # of the store, before a person is told

@@ -20,7 +20,7 @@ from reft.core.membership.agent_policy import Reaction, react
 from reft.core.membership.failure_detector import BEAT_S, Agent, Sign
 from reft.core.membership.gossip_targets import neighbours, ring_of
 from reft.wire import messages, rpc
-from reft.wire.revival import Reviver
+from reft.wire.daemon_launcher import Reviver
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

@@ -14,9 +14,9 @@ from reft.console import say
 from reft.elastic.options import text
 from reft.elastic.state import Facts
 from reft.errors import ConfigError, ReftError
-from reft.wire import handout, rpc, starter
+from reft.wire import daemon_launcher, handout, rpc
+from reft.wire.daemon_launcher import Reviver
 from reft.wire.process import Process, machine, mark_of
-from reft.wire.revival import Reviver
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -53,9 +53,9 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver]
         return Facts(process), None
     flags = _flags(parameters)
     try:
-        address, hello = starter.find(settings, flags)
-        pid = handout.introduce(hello.handout, starter.HELLO_DEADLINE_S).process.pid
-        starter.hello(address, agent_pid=pid)
+        address, hello = daemon_launcher.find(settings, flags)
+        pid = handout.introduce(hello.handout, daemon_launcher.HELLO_DEADLINE_S).process.pid
+        daemon_launcher.hello(address, agent_pid=pid)
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
         return Facts(process), None
@@ -116,7 +116,7 @@ def free_under_slurm(address: str, job: str) -> None:
         return
     with rpc.channel(address) as channel:
         try:
-            pb_grpc.DaemonStub(channel).Purge(pb.PurgeRequest(job=job), timeout=starter.HELLO_DEADLINE_S)
+            pb_grpc.DaemonStub(channel).Purge(pb.PurgeRequest(job=job), timeout=daemon_launcher.HELLO_DEADLINE_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 say(f"what is held of job {job} stays in /dev/shm: {rpc.error_of(error, address)}")

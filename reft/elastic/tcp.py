@@ -29,7 +29,7 @@ from reft.console import say
 from reft.elastic.options import number
 from reft.elastic.store_host import BEATS
 from reft.errors import ConfigError
-from reft.wire.starter import own_folder
+from reft.wire.daemon_launcher import own_folder
 
 BEATS_IN_PATIENCE = 8  # signs of life that may be late or lost before the store's process leaves
 PROBE_S = 2.0

@@ -5,7 +5,7 @@
     4096              header, copy 1      4096
     8192              leaf table          table_capacity       protobuf LeafTable, the same for all versions of a layout
     …                 digests             8 × chunks           xxh3_64 of each chunk of the data, little-endian
-    …                 capsule             CAPSULE_MAX          see reft.wire.capsule
+    …                 capsule             CAPSULE_MAX          see reft.wire.capsule_format
     …                 data                data_capacity        data shards | parity shards | kept leaves; the table says
                                                                what is where, with the placement of the version's epoch
     every part begins at a multiple of 4096

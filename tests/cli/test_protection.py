@@ -15,7 +15,7 @@ from reft.core.coding.placement import capsule_holders
 from reft.core.layout.layout import Leaf
 from reft.core.status.health import Health
 from reft.errors import ConfigError
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.cli.test_tables import job, rank, reply
 from tests.support.manifests import described

@@ -15,7 +15,7 @@ import reft
 from reft.cli.main import main
 from reft.cli.timeline import write
 from reft.errors import ReftError
-from reft.wire import tracing
+from reft.wire import timeline_socket
 from tests.support.daemons import DaemonProcess
 
 
@@ -96,11 +96,11 @@ def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path):
 
 def test_the_name_is_free_again_when_a_session_has_ended():
     for _ in range(2):
-        teller = tracing.Teller(lambda: {"x": 1})
-        assert tracing.fetch(os.getpid()) == {"x": 1}
+        teller = timeline_socket.Teller(lambda: {"x": 1})
+        assert timeline_socket.fetch(os.getpid()) == {"x": 1}
         teller.close()
     with pytest.raises(ReftError, match="gives no timeline"):
-        tracing.fetch(os.getpid())
+        timeline_socket.fetch(os.getpid())
 
 
 class Line:
@@ -114,5 +114,5 @@ class Line:
 
 
 def test_only_the_same_user_and_root_are_answered(monkeypatch):
-    monkeypatch.setattr(tracing.os, "getuid", lambda: 1000)
-    assert [tracing._is_ours(Line(uid)) for uid in (1000, 0, 1001)] == [True, True, False]
+    monkeypatch.setattr(timeline_socket.os, "getuid", lambda: 1000)
+    assert [timeline_socket._is_ours(Line(uid)) for uid in (1000, 0, 1001)] == [True, True, False]

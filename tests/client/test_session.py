@@ -15,7 +15,7 @@ from reft import errors
 from reft.client.session import _drain
 from reft.client.snapshot.cpu_engine import CpuCopier
 from reft.core.pipeline.pacing import Tier
-from reft.wire import tracing
+from reft.wire import timeline_socket
 from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
 
@@ -254,7 +254,7 @@ def test_an_idle_time_that_ends_in_an_exception_is_over_too(attach):
 
 def test_where_the_name_of_its_timeline_is_taken_a_rank_trains_without(attach, caplog):
     """Containers with the host's network share these names, and each may have a process of this number."""
-    other = tracing.Teller(dict)
+    other = timeline_socket.Teller(dict)
     with caplog.at_level(logging.WARNING, "reft"):
         session = attach(*make())
     other.close()

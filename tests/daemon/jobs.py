@@ -20,7 +20,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.failpoints import Failpoints
-from reft.wire import capsule, handout, line, messages, rpc
+from reft.wire import capsule_format, handout, line, messages, rpc
 from reft.wire.process import stat_of
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
@@ -32,7 +32,7 @@ from tests.support.daemons import DaemonProcess
 from tests.support.saying import says
 
 CHUNK = 4096
-CAPSULE = capsule.encode({"compared": {}})
+CAPSULE = capsule_format.encode({"compared": {}})
 Code = grpc.StatusCode
 
 
@@ -233,7 +233,7 @@ def write(
     data = data_of(version.step, nbytes)
     layout = layout_of(len(data))
     slot.begin(version, layout.digest, messages.table_to(layout), len(data))
-    slot.put_capsule(CAPSULE if compared is None else capsule.encode({"compared": dict(compared)}))
+    slot.put_capsule(CAPSULE if compared is None else capsule_format.encode({"compared": dict(compared)}))
     slot.data[: len(data)] = np.frombuffer(data, np.uint8)
     if upto >= SlotState.LANDED:
         slot.landed()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reft.client.link.slots import MappedSlot
-from reft.wire.mapped import huge_bytes, map_file
+from reft.wire.shm import huge_bytes, map_file
 from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon import huge
 from reft_daemon.arena import Arena

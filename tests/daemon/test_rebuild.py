@@ -21,9 +21,9 @@ from reft.client.state.tensors import leaf_of
 from reft.core.commit.round import Answer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
-from reft.wire import capsule, messages
+from reft.wire import capsule_format, messages
 from reft.wire.manifest import placement_of
-from reft.wire.rebuilt import rebuild_request
+from reft.wire.rebuild_request import rebuild_request
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
@@ -82,7 +82,7 @@ class Held:
         slot.begin(self.job.version(step), share.digest, share.table, share.data_bytes)
         slot.data[: share.data_bytes] = slot_data(self.placement, rank, tensors)
         riders = {RIDER: plain_bytes(tensors[RIDER]).tobytes()}
-        slot.put_capsule(capsule.encode({"rank": rank, "riders": riders, "absent": ["late"]}))
+        slot.put_capsule(capsule_format.encode({"rank": rank, "riders": riders, "absent": ["late"]}))
         slot.landed()
         slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
         self.job.report(rank, {step: Answer.SEALED})

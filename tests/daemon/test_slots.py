@@ -14,7 +14,7 @@ from reft.core.commit.round import Answer
 from reft.core.commit.slots import SlotState
 from reft.errors import AttachError
 from reft.wire import handout, messages
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.daemon.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
 from tests.support.daemons import DaemonProcess, until

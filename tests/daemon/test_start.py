@@ -18,7 +18,7 @@ import pytest
 
 from reft.config import Config
 from reft.errors import ConfigError, DaemonUnavailable
-from reft.wire import messages, starter
+from reft.wire import daemon_launcher, messages
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import Arena
 from reft_daemon.main import check_listen
@@ -146,7 +146,7 @@ def test_it_serves_where_trainers_look_for_it(tmp_path):
     )
     try:
         until(lambda: (tmp_path / "run/daemon.sock").exists(), what="the socket")
-        address, answer = starter.find(Config.load(place))
+        address, answer = daemon_launcher.find(Config.load(place))
         assert answer.pid == process.pid and address == f"unix:{tmp_path}/run/daemon.sock"
     finally:
         process.terminate()
@@ -160,8 +160,8 @@ def test_a_daemon_that_stands_still_is_waited_for_as_long_as_attach_may_wait(tmp
         began = time.monotonic()
         place = {"REFT_DAEMON": f"unix:{tmp_path}/d.sock", "REFT_ATTACH_DEADLINE_S": "0.3"}
         with pytest.raises(DaemonUnavailable, match="in time"):
-            starter.find(Config.load(place))
-        assert time.monotonic() - began < starter.START_DEADLINE_S / 2
+            daemon_launcher.find(Config.load(place))
+        assert time.monotonic() - began < daemon_launcher.START_DEADLINE_S / 2
 
 
 def test_insecure_must_be_said_and_is_repeated_at_each_start(start):

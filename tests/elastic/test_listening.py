@@ -14,7 +14,7 @@ from reft.core.membership.agent_policy import Reaction
 from reft.core.membership.failure_detector import Agent
 from reft.elastic.listening import Listener, Term
 from reft.wire import messages
-from reft.wire.revival import Reviver
+from reft.wire.daemon_launcher import Reviver
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.certificates import Certificates, why_not

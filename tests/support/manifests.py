@@ -9,7 +9,7 @@ from reft.client.attach.rank_table import Roster, layout_facts
 from reft.client.link.rank_group import text_of
 from reft.core.layout import symbolic
 from reft.core.layout.layout import Leaf, pack
-from reft.wire.symbols import table_to
+from reft.wire.manifest import table_to
 
 
 def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:

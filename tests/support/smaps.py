@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.wire.mapped import huge_bytes
+from reft.wire.shm import huge_bytes
 
 _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import FormatError
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.messages import places_from, table_from, table_to
 from reft.wire.slot_format import (
     CAPSULE_MAX,
@@ -54,14 +54,14 @@ def read_all(slot: np.ndarray) -> tuple[object, object, bytes] | None:
     if map_.header.state is not SlotState.SEALED:
         return None
     held = table_from(map_.table())
-    tree = capsule.decode(map_.capsule())
+    tree = capsule_format.decode(map_.capsule())
     if map_.bad_chunks():
         raise FormatError("a chunk is damaged")
     return held, tree, map_.data[: map_.header.data_bytes].tobytes()
 
 
 def same(one: object, other: object) -> bool:
-    return capsule.encode(one) == capsule.encode(other)
+    return capsule_format.encode(one) == capsule_format.encode(other)
 
 
 def filled(data: bytes, chunk_bytes: int = 4096) -> tuple[np.ndarray, SlotMap]:

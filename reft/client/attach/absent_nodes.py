@@ -9,7 +9,7 @@ from typing import Any
 from reft.client.link.rank_group import Exchange, bytes_of, text_of
 from reft.core.commit.version import Version
 from reft.core.recovery.survey_timeout import is_settled
-from reft.wire.findings import Findings, is_itself
+from reft.wire.inventory import Findings, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans

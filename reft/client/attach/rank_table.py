@@ -20,7 +20,7 @@ from reft.core.layout.layout import Layout
 from reft.core.layout.symbolic import Symbolic
 from reft.core.membership.job_identity import Job, identify
 from reft.errors import ConfigError
-from reft.wire import messages, symbols
+from reft.wire import manifest, messages
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -126,5 +126,5 @@ def job_of(facts: Mapping[str, Any]) -> Job:
 
 def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:
     """What a rank says of its layout: digests of it and of its symbolic table, and its cuts, as numbers in a row."""
-    table = xxhash.xxh3_128_hexdigest(symbols.table_to(form.table))
+    table = xxhash.xxh3_128_hexdigest(manifest.table_to(form.table))
     return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}

@@ -18,7 +18,7 @@ from reft.core.coding.placement import Placement, exposed
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import Plan, describe
 from reft.core.text import counted
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 

@@ -63,10 +63,10 @@ from reft.core.layout.layout import pack
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import handout, messages, rpc, starter, symbols
-from reft.wire.findings import Findings
+from reft.wire import daemon_launcher, handout, manifest, messages, rpc
+from reft.wire.daemon_launcher import Reviver
+from reft.wire.inventory import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
-from reft.wire.revival import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -139,7 +139,7 @@ class Attachment:
         leaves = [*self.bindings.leaves(), *self.subjects.predict()]
         self.predicted = pack(leaves)
         identity = rank_table.identity_facts(self.settings, self.launch)
-        self.address, self.hello = starter.find(self.settings, job=rank_table.job_of(identity).id)
+        self.address, self.hello = daemon_launcher.find(self.settings, job=rank_table.job_of(identity).id)
         self.own = handout.introduce(self.hello.handout, self.settings.attach_deadline_s)
         if self.hello.held:
             self._make_room()
@@ -162,7 +162,7 @@ class Attachment:
 
     def _description(self) -> dict[str, Any]:
         is_mine = self.roster.describes(self.exchange.rank)
-        return {"table": text_of(symbols.table_to(self.symbolic.table))} if is_mine else {}
+        return {"table": text_of(manifest.table_to(self.symbolic.table))} if is_mine else {}
 
     def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
         """What the new manifest says of layouts."""

@@ -22,7 +22,7 @@ from reft.core.commit.slots import Slot
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import align
 from reft.wire import handout, messages, rpc
-from reft.wire.mapped import map_file
+from reft.wire.shm import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reft.client.memory.machine_code import address_of, mapped
-from reft.wire.mapped import advise
+from reft.wire.shm import advise
 from reft.wire.slot_format import Bytes
 
 log = logging.getLogger("reft")

@@ -9,7 +9,7 @@
     … unlike, as many ranks     that of old rank r
     … unlike, other ranks       refused, by name
 
-Everything here is trees of plain values (reft.wire.capsule); nothing is loaded.
+Everything here is trees of plain values (reft.wire.capsule_format); nothing is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xxhash
 from reft.client.state.serialization import GROUPED, to_plain
 from reft.core.text import every
 from reft.errors import LayoutChanged
-from reft.wire import capsule
+from reft.wire import capsule_format
 
 Tree = dict[str, Any]
 ITEMS = ("subjects", "scalers", "state")  # parts of a tree, each with parts that are compared one by one
@@ -44,7 +44,7 @@ def parts(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(value: Any) -> str:
     """Equal for equal values, whoever has them."""
-    return xxhash.xxh3_128_hexdigest(capsule.encode(value))
+    return xxhash.xxh3_128_hexdigest(capsule_format.encode(value))
 
 
 def parent(rank: int, old_world: int) -> int:

@@ -40,7 +40,7 @@ from reft.core.recovery.regather import Regather, Sizes, readers_of
 from reft.core.recovery.shard_matching import Match, Own, is_same, match, pieces_of, wanted_leaves
 from reft.core.text import counted, more
 from reft.errors import FormatError, LayoutChanged, RestoreError
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.manifest import layouts_of
 from reft.wire.messages import places_from, table_from, table_to
 from reft.wire.slot_format import SlotMap
@@ -230,7 +230,7 @@ class Reshaping:
                 if part == "random" and not is_shared and (old >= self._world or keepers[old] == old):
                     continue  # nobody else goes on with these generators
                 if digest not in seen and keepers[old] == self.rank:
-                    mine[digest] = text_of(capsule.encode(host_state_resharding.parts(self._trees[old])[part]))
+                    mine[digest] = text_of(capsule_format.encode(host_state_resharding.parts(self._trees[old])[part]))
                 seen.add(digest)
         return mine
 
@@ -264,7 +264,7 @@ class Reshaping:
         return found
 
     def _inherit(self, facts: Mapping[int, Mapping[str, Any]], published: Mapping[str, str]) -> None:
-        values = {digest: capsule.decode(bytes_of(text)) for digest, text in published.items()}
+        values = {digest: capsule_format.decode(bytes_of(text)) for digest, text in published.items()}
         for old, tree in self._trees.items():
             parts = host_state_resharding.parts(tree)
             values |= {digest: parts[part] for part, digest in facts[old]["digests"].items()}

@@ -36,7 +36,7 @@ from reft.core.layout.cells import Division
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import CONSTANT
 from reft.errors import FormatError
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.slot_format import Bytes
 
 WINDOW_BYTES = 1 << 20
@@ -82,7 +82,7 @@ def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
     found = []
     for each in capsules:
         with contextlib.suppress(FormatError):
-            found += compared(capsule.decode(each))
+            found += compared(capsule_format.decode(each))
     return found
 
 

@@ -19,7 +19,7 @@ from reft.client.state.parameters import Names
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tracked_objects import Subjects
 from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
-from reft.wire.capsule import TensorBytes
+from reft.wire.capsule_format import TensorBytes
 from reft.wire.slot_format import CAPSULE_MAX
 
 

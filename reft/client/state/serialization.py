@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from reft.errors import RestoreError, UnsupportedState
-from reft.wire import capsule
-from reft.wire.capsule import TensorBytes
+from reft.wire import capsule_format
+from reft.wire.capsule_format import TensorBytes
 
 _DICTS = (dict, Counter, OrderedDict)
 
@@ -76,7 +76,9 @@ def encode(tree: Mapping[str, Any]) -> bytes:
     Raises:
         UnsupportedState: a value is of a type that is not stored.
     """
-    return capsule.encode({**tree, "subjects": {prefix: _short(held) for prefix, held in tree["subjects"].items()}})
+    return capsule_format.encode(
+        {**tree, "subjects": {prefix: _short(held) for prefix, held in tree["subjects"].items()}}
+    )
 
 
 def decode(data: bytes) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def decode(data: bytes) -> dict[str, Any]:
     Raises:
         FormatError: these are no capsule's bytes.
     """
-    tree = capsule.decode(data)
+    tree = capsule_format.decode(data)
     return {**tree, "subjects": {prefix: _long(held) for prefix, held in tree["subjects"].items()}}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.client.attach import absent_nodes
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}

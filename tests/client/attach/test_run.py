@@ -24,7 +24,7 @@ from reft.client.attach.arguments import Request
 from reft.config import Config, Launch
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import Plan, Shortfall
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.slot_format import PAGE, best_header
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
 from tests.support.daemons import purge_and_stop, until

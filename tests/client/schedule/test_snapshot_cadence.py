@@ -9,7 +9,7 @@ import pytest
 from reft.core.commit.lag_backoff import MEMORY, Delays
 from reft.core.commit.snapshot_interval import PRIOR_S, History, is_due
 from reft.errors import ConfigError
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import step_once
 from tests.support.daemons import until

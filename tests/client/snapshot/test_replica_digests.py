@@ -11,7 +11,7 @@ from reft.client.snapshot.save_plan import CellRuns, Run
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.recovery import Plan
 from reft.errors import RestoreError
-from reft.wire import capsule
+from reft.wire import capsule_format as capsule
 from reft.wire.v1 import daemon_pb2 as pb
 
 A, B = 3 * WINDOW_BYTES + 100, 77

@@ -23,7 +23,7 @@ from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
 from reft.errors import NoRoom
 from reft.failpoints import Failpoints
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.messages import places_from
 from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -117,13 +117,13 @@ def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
     assert rank.take(1) == (Answer.SEALED, "")
     before = {name: tensor.numpy().tobytes() for name, tensor in rank.model.named_buffers()}
     slot = rank.slot(1)
-    tree = capsule.decode(slot.capsule())
+    tree = capsule_format.decode(slot.capsule())
     assert {name.removeprefix("model.0."): data for name, data in tree["riders"].items()} == before
     assert len(tree["absent"]) == 12 and all(name.startswith("optimizer.0.") for name in tree["absent"])
     assert set(places_from(slot.table()).values()) == {pb.CELL, pb.RIDER} and not slot.bad_chunks()
     rank.step()
     assert rank.take(2) == (Answer.SEALED, "")
-    assert capsule.decode(rank.slot(2).capsule())["absent"] == []
+    assert capsule_format.decode(rank.slot(2).capsule())["absent"] == []
     assert rank.slot(2).header.layout != slot.header.layout and rank.slot(2).header.data_bytes == slot.header.data_bytes
 
 

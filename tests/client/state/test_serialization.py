@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from reft.client.state import serialization
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.slot_format import CAPSULE_MAX
 from tests.scenarios.test_state_kinds import state_bytes
 
@@ -46,7 +46,7 @@ def sorted_of(value) -> str:
 def test_what_is_written_is_what_is_read(scalars, is_short):
     for given in (tree(scalars), tree(scalars, shared=[["a", "b", "c", "d"]])):
         data = serialization.encode(given)
-        held = capsule.decode(data)["subjects"]["optimizer.0"]
+        held = capsule_format.decode(data)["subjects"]["optimizer.0"]
         assert ("scalars" not in held) == is_short
         assert same(serialization.decode(data), given)
 
@@ -55,7 +55,7 @@ def test_groups_without_names_are_left_alone():
     given = tree({name: {"step": 3} for name in NAMES})
     given["subjects"]["optimizer.0"]["groups"] = [{"lr": 0.1}]
     assert same(serialization.decode(serialization.encode(given)), given)
-    assert same(capsule.decode(serialization.encode(given)), given)
+    assert same(capsule_format.decode(serialization.encode(given)), given)
 
 
 class Counting(torch.optim.Optimizer):

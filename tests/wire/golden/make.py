@@ -14,7 +14,7 @@ import numpy as np
 
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf, pack
-from reft.wire import capsule
+from reft.wire import capsule_format
 from reft.wire.messages import table_to
 from reft.wire.slot_format import Geometry, SlotMap, chunk_digest
 
@@ -55,7 +55,7 @@ def make(state: str) -> np.ndarray:
         return slot
     held = layout()
     map_.begin(VERSION, held.digest, table_to(held, PLACES), held.data_bytes)
-    map_.put_capsule(capsule.encode(TREE))
+    map_.put_capsule(capsule_format.encode(TREE))
     map_.data[: held.data_bytes // 2] = payload()[: held.data_bytes // 2]
     if state == "writing":
         return slot

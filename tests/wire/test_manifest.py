@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from reft.core.layout.layout import pack
 from reft.core.layout.symbolic import of
 from reft.errors import FormatError
-from reft.wire.manifest import layouts_of, placement_of
-from reft.wire.symbols import BYTES_MAX, table_from, table_to
+from reft.wire.manifest import BYTES_MAX, layouts_of, placement_of, table_from, table_to
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.core.layout.test_symbolic import LEAVES, MESHES, WILD, piece, ranks_of
 from tests.support.manifests import described

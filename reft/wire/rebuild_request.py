@@ -9,7 +9,7 @@ from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout
 from reft.core.recovery.recovery import Plan
 from reft.wire import messages
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.messages import table_to
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -9,8 +9,8 @@ import pytest
 
 from reft.config import Config
 from reft.errors import DaemonUnavailable
-from reft.wire import revival
-from reft.wire.revival import Reviver
+from reft.wire import daemon_launcher
+from reft.wire.daemon_launcher import Reviver
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def tried(monkeypatch) -> list:
             raise DaemonUnavailable("no", "none")
         return "unix:/d.sock", SimpleNamespace(pid=7)
 
-    monkeypatch.setattr(revival.starter, "find", find)
-    monkeypatch.setattr(revival.starter, "hello", lambda address, agent_pid: found.append(agent_pid))
+    monkeypatch.setattr(daemon_launcher.starter, "find", find)
+    monkeypatch.setattr(daemon_launcher.starter, "hello", lambda address, agent_pid: found.append(agent_pid))
     return found
 
 
@@ -67,7 +67,7 @@ def test_not_again_and_again(tried, address, monkeypatch, caplog):
     for _ in range(3):
         refuse(reviver, address)
     assert len(tried) == 1 and "can't be started again" in caplog.text
-    now_s = revival.time.monotonic()
-    monkeypatch.setattr(revival.time, "monotonic", lambda: now_s + revival.PAUSE_S)
+    now_s = daemon_launcher.time.monotonic()
+    monkeypatch.setattr(daemon_launcher.time, "monotonic", lambda: now_s + daemon_launcher.PAUSE_S)
     refuse(reviver, address)
     assert len(tried) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reft.wire import mapped
-from reft.wire.mapped import huge_bytes, map_file
+from reft.wire import shm
+from reft.wire.shm import huge_bytes, map_file
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_it_begins_at_a_huge_page_and_is_the_file(descriptor):
 
 
 def test_a_system_without_huge_pages_has_pages(descriptor, monkeypatch, tmp_path):
-    monkeypatch.setattr(mapped, "_SIZE", tmp_path / "missing")
+    monkeypatch.setattr(shm, "_SIZE", tmp_path / "missing")
     _, pages = map_file(descriptor, 100_000)
     pages[0] = 7
     assert os.pread(descriptor, 1, 0) == b"\x07"

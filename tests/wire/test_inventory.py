@@ -8,7 +8,7 @@ from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 from reft.wire import messages
-from reft.wire.findings import Findings
+from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 
 BASE = Version(Epoch(7, b"7" * 16), 100)

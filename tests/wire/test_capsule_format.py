@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from reft.errors import FormatError, UnsupportedState
-from reft.wire.capsule import DEPTH_MAX, INT_BITS_MAX, TensorBytes, decode, encode
+from reft.wire.capsule_format import DEPTH_MAX, INT_BITS_MAX, TensorBytes, decode, encode
 
 BITS = st.integers(0, (1 << 64) - 1).map(lambda bits: struct.unpack("<d", struct.pack("<Q", bits))[0])
 PLAIN = st.one_of(
