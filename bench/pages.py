@@ -30,7 +30,7 @@ from reft.client.memory import prefault
 from reft.client.memory.huge_pages import Room
 from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes, Geometry, SlotMap
-from reft_daemon.huge import make_huge
+from reft_daemon.arena.huge_pages import make_huge
 
 ROUNDS = 5
 UNIT = 4 << 20  # bytes read or copied at a time

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
 
 from bench.options import count
 from reft.wire.slot_format import PAGE, Geometry
-from reft_daemon.arena import Arena
-from reft_daemon.pool import Spare
+from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.pool import Spare
 
 SLOTS = 3
 

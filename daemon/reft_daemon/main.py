@@ -27,14 +27,15 @@ from reft.failpoints import Failpoints
 from reft.wire import rpc
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon import __version__, servers
-from reft_daemon.arena import Arena
-from reft_daemon.couriers import Peers
-from reft_daemon.doors import Doors
-from reft_daemon.pool import Pool, Spare
+from reft_daemon import __version__
+from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.pool import Pool, Spare
+from reft_daemon.arena.shortage import take_all_descriptors
+from reft_daemon.peers.round_replicator import Peers
 from reft_daemon.registry import Registry, TimeToLive
-from reft_daemon.service import DaemonService, Identity, PeerService
-from reft_daemon.shortage import take_all_descriptors
+from reft_daemon.server import grpc_server
+from reft_daemon.server.service import DaemonService, Identity, PeerService
+from reft_daemon.server.socket_keeper import Doors
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
@@ -144,7 +145,7 @@ async def serve(settings: Settings) -> None:
     doors = Doors(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    far = servers.server()
+    far = grpc_server.server()
     addresses = _addresses(far, settings, arena)
     own = {*addresses, _unix(settings)}
     peers, beats = Peers(settings.tls, own), Peers(settings.tls, own, apart=True)

@@ -19,11 +19,11 @@ from reft.wire.messages import MANIFEST_MAX
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.arena import UNLINKED, Arena, SlotFile
-from reft_daemon.couriers import KEEP_DEADLINE_S, Couriers, Peers, reason_of
-from reft_daemon.custody import holders_of
-from reft_daemon.job import HeldJob
-from reft_daemon.signalling import Signalling
+from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
+from reft_daemon.jobs.capsule_replication import holders_of
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.membership.heartbeats import Signalling
+from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, Couriers, Peers, reason_of
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.jobs import Trainer
 from tests.support.daemons import DaemonProcess
+from tests.support.jobs import Trainer
 
 
 @pytest.fixture

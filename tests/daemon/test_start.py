@@ -20,12 +20,12 @@ from reft.config import Config
 from reft.errors import ConfigError, DaemonUnavailable
 from reft.wire import daemon_launcher, messages
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.arena import Arena
+from reft_daemon.arena.arena import Arena
 from reft_daemon.main import check_listen
 from reft_daemon.registry import PAUSE_S, Registry
-from reft_daemon.service import DaemonService, Identity
-from tests.daemon.jobs import Job, registry_of, slot_path
+from reft_daemon.server.service import DaemonService, Identity
 from tests.support.daemons import ROOT, DaemonProcess, until
+from tests.support.jobs import Job, registry_of, slot_path
 
 IS_ROOT = os.getuid() == 0
 

@@ -24,8 +24,8 @@ from reft.core.membership.failure_detector import BEAT_S
 from reft.core.membership.gossip_targets import REACH
 from reft.wire.slot_format import Header, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.daemon.jobs import slot_path
 from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import slot_path
 from tests.support.trainers import Spec, Trainers
 
 WARM = 5  # snapshots before the count begins: connections are made, replicas are compared in whole

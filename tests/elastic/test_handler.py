@@ -49,17 +49,17 @@ def test_workers_restart_under_the_reft_backend(tmp_path):
 KILLING = """
 import os, signal, time
 from reft.errors import DaemonUnavailable
-from reft.wire import starter
+from reft.wire import daemon_launcher
 
 if os.environ["RANK"] != "0":
     raise SystemExit
 address = os.environ["REFT_DAEMON"]
-first = starter.hello(address).pid
+first = daemon_launcher.hello(address).pid
 os.kill(first, signal.SIGKILL)
 end = time.monotonic() + 60
 while time.monotonic() < end:
     try:
-        if (second := starter.hello(address).pid) != first:
+        if (second := daemon_launcher.hello(address).pid) != first:
             print("again", second)
             break
     except DaemonUnavailable:

@@ -24,8 +24,8 @@ def tried(monkeypatch) -> list:
             raise DaemonUnavailable("no", "none")
         return "unix:/d.sock", SimpleNamespace(pid=7)
 
-    monkeypatch.setattr(daemon_launcher.starter, "find", find)
-    monkeypatch.setattr(daemon_launcher.starter, "hello", lambda address, agent_pid: found.append(agent_pid))
+    monkeypatch.setattr(daemon_launcher, "find", find)
+    monkeypatch.setattr(daemon_launcher, "hello", lambda address, agent_pid: found.append(agent_pid))
     return found
 
 

@@ -247,11 +247,11 @@ def test_without_a_daemon_one_is_started_and_outlives_the_trainer(tmp_path):
 
 def test_a_daemon_that_attach_had_started_and_that_died_is_started_again(tmp_path):
     home = tmp_path / "run"
-    pid = "starter.hello(address).pid"
+    pid = "daemon_launcher.hello(address).pid"
     loop = LOOP.replace(
         "    optimizer.step()\n", f"    optimizer.step()\n    step == 3 and os.kill({pid}, signal.SIGKILL)\n"
     )
-    address = f"import signal, threading; from reft.wire import starter; address = 'unix:{home}/daemon.sock'\n"
+    address = f"import signal, threading; from reft.wire import daemon_launcher; address = 'unix:{home}/daemon.sock'\n"
     more = f"print('whole', session.seal(timeout=60).step, session.step, {pid} > 0)\n"
     # It may seal before the thread that had it started says so; the end of the process would cut that thread short.
     more += "[thread.join() for thread in threading.enumerate() if thread.name == 'reft-revive']\n"

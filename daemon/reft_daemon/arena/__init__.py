@@ -1,0 +1,1 @@
+"""Memory: the slots of a node, their pages, and the limits on them."""

@@ -1,0 +1,453 @@
+"""The arena: the slots of a node as files of a tmpfs, or as memfds where the tmpfs has no room.
+
+    DIR/                     0700, one daemon (flock on DIR/lock)
+      node-id                random; an arena that starts empty is another node
+      port                   of the daemon, where it may take any; other nodes know it
+      JOB/record             JobRecord, replaced whole
+      JOB/rank-3.slot-0      see reft.wire.slot_format; none for memfds
+      JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
+
+Everything here blocks, so the daemon runs it in threads. A daemon that starts adopts what it finds; a file that is no
+valid slot is renamed to *.bad, reported, and never offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from reft.core.budget import Limit, refusal
+from reft.core.membership.job_identity import check_name
+from reft.errors import AttachError, ConfigError, FormatError, NoRoom
+from reft.wire.messages import MANIFEST_MAX
+from reft.wire.shm import advise, map_file
+from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import limits
+from reft_daemon.arena.huge_pages import make_huge
+from reft_daemon.arena.pool import Pool, Spare
+from reft_daemon.arena.reserve import Reserve
+from reft_daemon.arena.shortage import is_shortage
+
+log = logging.getLogger("reft.daemon")
+RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
+TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
+WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
+_OWN = ("lock", "node-id", "port")  # files beside the jobs' folders
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass
+class SlotFile:
+    """One slot that the daemon holds: its open file and its mapping."""
+
+    name: str
+    rank: int
+    descriptor: int
+    path: Path | None  # None: a memfd
+    file_bytes: int
+    _map: SlotMap
+
+    @property
+    def map(self) -> SlotMap:
+        """Its parts.
+
+        Raises:
+            FormatError: see `check_size`.
+        """
+        self.check_size()
+        return self._map
+
+    @property
+    def backing(self) -> str:
+        """UNLINKED: somebody else removed the file; what it holds stays as long as this process."""
+        if not self.path:
+            return MEMFD
+        return TMPFS if os.fstat(self.descriptor).st_nlink else UNLINKED
+
+    def check_size(self) -> None:
+        """Raises FormatError if the slot was freed, or its file cut: touching the mapping would kill the daemon."""
+        if self.descriptor < 0:
+            raise FormatError(f"slot {self.name} was freed.")
+        if os.fstat(self.descriptor).st_size < self.file_bytes:
+            raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
+
+    def digests(self) -> np.ndarray:
+        """Of all of its chunks, computed from its bytes."""
+        return np.fromiter(self.map.digests_of(0, self.map.chunks), np.uint64, self.map.chunks)
+
+    def free(self) -> None:
+        """Gives the memory back, once the trainer's mapping is gone too."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+        os.close(self.descriptor)
+        self.descriptor = -1  # whoever still reads it must not meet another file
+
+
+def fits(have: Geometry, want: Geometry) -> bool:
+    """Whether what `want` describes can be written into a slot that has `have`."""
+    return (
+        have.chunk_bytes == want.chunk_bytes
+        and have.table_capacity >= want.table_capacity
+        and have.data_capacity >= want.data_capacity
+    )
+
+
+def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
+    """Names for further slots of a rank."""
+    mine = [name for name in taken if name.startswith(f"rank-{rank}.")]
+    serial = 1 + max((int(name.rpartition("-")[2]) for name in mine), default=-1)
+    return [f"rank-{rank}.slot-{serial + i}" for i in range(count)]
+
+
+def claim_folder(folder: Path) -> Path:
+    """A folder that only this user can enter, made if missing.
+
+    Raises:
+        ConfigError: it is a link, belongs to another user, or others may write it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise ConfigError(f"{folder} is not a folder.", "name another one")
+    if facts.st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder} belongs to uid {facts.st_uid}, you are {os.getuid()}.", "name a folder of your own"
+        )
+    if facts.st_mode & 0o022:
+        raise ConfigError(f"others may write {folder} (mode {facts.st_mode & 0o777:o}).", f"chmod 700 {folder}")
+    return folder
+
+
+class Arena:
+    """The slots below one folder.
+
+    Args:
+        folder: made if missing.
+        budget_bytes: --memory; 0 means bounded by the machine alone.
+        spare: see `reft_daemon.arena.pool`.
+
+    Raises:
+        ConfigError: the folder can't be used, or has what no arena has made.
+        AttachError: another daemon uses it.
+    """
+
+    def __init__(self, folder: Path, budget_bytes: int, spare: Spare = Spare()) -> None:  # noqa: B008  frozen
+        self.folder = claim_folder(folder)
+        if foreign := _foreign(folder):
+            raise ConfigError(
+                f"{folder} has what is not reft's, such as {foreign}, and would be mixed up with slots.",
+                "name an empty folder of a tmpfs, or one that does not exist yet",
+            )
+        self.budget_bytes = budget_bytes
+        self.held_bytes = 0
+        self.turn = asyncio.Lock()  # of who makes slots: what there is room for is asked and taken by one at a time
+        self.pool = Pool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
+        self._lock = lock_file(folder / "lock", "arena")
+        self.reserve = Reserve(folder)
+        self.node_id = self._node_id()
+        if not limits.is_tmpfs(folder):
+            log.warning("slots lie in %s, which is no tmpfs: the kernel writes them to its disk", folder)
+
+    def _node_id(self) -> str:
+        path = self.folder / "node-id"
+        if not path.exists():
+            self._write(path, secrets.token_hex(8).encode())
+        return path.read_text()
+
+    @property
+    def port(self) -> int:
+        """The TCP port of the daemon before this one, at which other nodes still look for it; 0 if there was none."""
+        try:
+            return int((self.folder / "port").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    @port.setter
+    def port(self, port: int) -> None:
+        self._write(self.folder / "port", str(port).encode())
+
+    def records(self) -> list[pb.JobRecord]:
+        """What earlier daemons of this folder left; a record that can't be right is reported and left where it is.
+
+        Raises:
+            OSError: one can't be opened for now.
+        """
+        found = []
+        for path in sorted(self.folder.glob("*/record")):
+            try:
+                if path.stat().st_size > RECORD_MAX:
+                    raise ValueError(f"{path.stat().st_size} bytes; the limit is {RECORD_MAX}")
+                record = pb.JobRecord.FromString(path.read_bytes())
+                if check_name(record.manifest.job) != path.parent.name:
+                    raise ValueError(f"it says job {record.manifest.job!r}")
+                if record.node_index >= max(len(record.manifest.nodes), 1):
+                    raise ValueError(f"its manifest has no node {record.node_index}")
+                found.append(record)
+            except Exception as error:
+                if is_shortage(error):
+                    raise
+                log.error("record %s can't be read, its job is not offered: %s", path, error)
+        return found
+
+    def write_record(self, record: pb.JobRecord) -> None:
+        """Replaces a job's record whole: a reader sees the old one or the new one."""
+        self.write_file(record.manifest.job, "record", record.SerializeToString())
+
+    def write_file(self, job: str, name: str, data: bytes) -> Path:
+        """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it.
+
+        Raises:
+            NoRoom, AttachError: it can't be written, for lack of room or for another reason.
+        """
+        path = claim_folder(self.folder / job) / name
+        self._write(path, data)
+        return path
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            _replace(path, data)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if error.errno == errno.ENOSPC and self.reserve.give():
+                    _replace(path, data)
+                    return
+            free = limits.file_system_free(self._lock)
+            raise _failure(
+                error,
+                f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
+                f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
+            ) from error
+
+    def adopt(self, job: str) -> list[SlotFile]:
+        """The slots that earlier daemons left of `job`.
+
+        Raises:
+            OSError: they can't be opened for now.
+        """
+        found = []
+        for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
+            try:
+                found.append(self._open(job, path))
+            except (OSError, FormatError) as error:
+                if is_shortage(error):
+                    raise
+                log.error("slot %s can't be used, it is kept as *.bad: %s", path, error)
+                path.rename(path.with_name(path.name + ".bad"))
+        return found
+
+    def _open(self, job: str, path: Path) -> SlotFile:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            slot = self._mapped(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            header = slot.map.header
+            if header.job != job or not path.name.startswith(f"rank-{header.rank}."):
+                raise FormatError(f"it says job {header.job!r}, rank {header.rank}.")
+            self.held_bytes += slot.file_bytes
+            return slot
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+        if size < 2 * PAGE:
+            raise FormatError(f"{size} bytes are no slot.")
+        header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
+        return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
+
+    def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
+        """A memfd that its trainer kept while the daemon was down; the descriptor is ours only if nothing is raised.
+
+        Raises:
+            FormatError: it is not a sealed memfd with a slot of that rank.
+        """
+        facts = os.fstat(descriptor)
+        try:
+            is_fixed = stat.S_ISREG(facts.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            if not is_fixed or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name):
+                raise FormatError(f"the descriptor for {name!r} is no memfd of fixed size of rank {rank}.")
+            slot = self._mapped(name, None, descriptor, facts.st_size)
+        except OSError as error:
+            raise FormatError(f"the descriptor for {name!r} is no memfd that can be written: {error}.") from error
+        if slot.map.header.job != job or slot.rank != rank:
+            raise FormatError(f"the memfd says job {slot.map.header.job!r}, rank {slot.rank}.")
+        self.held_bytes += slot.file_bytes
+        return slot
+
+    def check_room(self, need_bytes: int, slots: int = 0) -> None:
+        """Raises NoRoom if `need_bytes` more, as so many slots, would endanger the machine; touches nothing.
+
+        What is no slot is a capsule: some KiB, without which nothing becomes whole however many slots there are. It may have of
+        the margin that is left alone when slots are made, since training takes from that too.
+        """
+        margin = limits.MARGIN if slots else 0.0
+        spare_bytes = self.pool.ready_bytes(slots)
+        bounds = limits.limits(self.budget_bytes, self.held_bytes, spare_bytes=spare_bytes, margin=margin)
+        reason = refusal(need_bytes, bounds, "the slots need" if slots else "the capsule needs")
+        if reason:
+            raise NoRoom(reason)
+
+    def _limits_of_spare(self) -> list[Limit]:
+        return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
+
+    def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
+        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere). Whoever calls has `turn`.
+
+        Raises:
+            NoRoom: they don't fit; nothing is left behind.
+            AttachError: they can't be made for another reason; nothing is left behind.
+        """
+        size = geometry.file_bytes
+        self.check_room(size * len(names), len(names))
+        folder = claim_folder(self.folder / job)
+        in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
+        self.held_bytes += size * len(names)  # at once: spare memory must not be made beside it
+        made: list[SlotFile] = []
+        try:
+            with _running_on(cpus):
+                for name in names:
+                    made.append(self._made(job, rank, folder / name if in_tmpfs else None, name, geometry))
+        except OSError as error:
+            self.held_bytes -= size * (len(names) - len(made))
+            for slot in made:
+                self.free(slot)
+            raise _failure(
+                error, f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
+            ) from error
+        return made
+
+    def _made(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
+        size = geometry.file_bytes
+        if path:
+            # The final name appears with the header: a daemon that dies here leaves no file that looks like a slot.
+            draft = path.with_name(f"{name}.new")
+            ready = self.pool.take(draft, size)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(draft, flags, 0o600) if ready is None else ready
+        else:
+            descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            pages = self._filled(descriptor, size, name)
+            if not path:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
+            if path:
+                draft.rename(path)
+        except OSError:
+            os.close(descriptor)
+            if path:
+                draft.unlink(missing_ok=True)
+            raise
+        return slot
+
+    def _filled(self, descriptor: int, size: int, name: str) -> Bytes:
+        """The mapping of a file with all its pages, huge ones as far as they can be had."""
+        present = os.fstat(descriptor).st_size  # of a file of the pool
+        if present < size:
+            os.ftruncate(descriptor, size)
+        pages = map_file(descriptor, size)[1]
+        huge = make_huge(descriptor, pages, present)
+        os.posix_fallocate(descriptor, 0, size)
+        advise(pages, mmap.MADV_DONTNEED)  # what is mapped counts as ours when the kernel looks for somebody to kill
+        log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
+        return pages
+
+    def free(self, slot: SlotFile) -> None:
+        """Gives one slot back."""
+        self.held_bytes -= slot.file_bytes
+        slot.free()
+
+    def forget(self, job: str) -> None:
+        """Removes what is left of a job whose slots are free."""
+        shutil.rmtree(self.folder / job, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets go of the folder; removes it if it holds no job any more."""
+        self.pool.close()
+        self.reserve.close()
+        if not any(path.is_dir() for path in self.folder.glob("*")):  # nor where somebody has removed it
+            for name in _OWN:
+                (self.folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is not ours keeps it
+                self.folder.rmdir()
+        os.close(self._lock)
+
+
+def _foreign(folder: Path) -> str:
+    """The name of something in a folder that no arena has made; empty if there is nothing, or an arena was here before."""
+    if (folder / "node-id").exists():
+        return ""
+    drafts = {f"{name}.new" for name in _OWN}
+    for path in sorted(folder.iterdir()):
+        is_jobs = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
+        if path.name not in {*_OWN, *drafts} and not is_jobs:
+            return path.name
+    return ""
+
+
+def lock_file(path: Path, what: str) -> int:
+    """A descriptor that holds the lock on `path` until it is closed.
+
+    Raises:
+        AttachError: another process holds it; the message names it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        os.close(descriptor)
+        raise AttachError(
+            f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.", "stop it"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, too
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
+
+
+class _running_on:
+    """Binds this thread to CPUs while pages are touched: the kernel places a page where it is first touched."""
+
+    def __init__(self, cpus: list[int]) -> None:
+        self._before = os.sched_getaffinity(0)
+        self._wanted = set(cpus) & self._before or self._before
+
+    def __enter__(self) -> None:
+        os.sched_setaffinity(0, self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        os.sched_setaffinity(0, self._before)
+
+
+def _failure(error: OSError, message: str, hint: str) -> AttachError:
+    """NoRoom only if memory is short: for that other jobs give way, which would help against nothing else."""
+    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+        return NoRoom(message, hint)
+    return AttachError(message)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(path.name + ".new")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        draft.rename(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

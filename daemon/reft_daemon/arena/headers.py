@@ -1,0 +1,50 @@
+"""Headers of a job's slots as they are now. A slot that was damaged has none: it is an erasure, and a line in the log says so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.errors import FormatError
+from reft.wire import messages
+from reft.wire.slot_format import Header
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import SlotFile
+
+log = logging.getLogger("reft.daemon")
+
+
+def header_of(job: str, slot: SlotFile) -> Header | None:
+    """A slot's header; None if the slot was damaged."""
+    try:
+        slot.check_size()
+        return slot.map.reread()
+    except FormatError as error:
+        log.error("job=%s slot=%s is damaged: %s", job, slot.name, error)
+        return None
+
+
+def sealed_versions(job: str, slots: Iterable[SlotFile]) -> list[Version]:
+    """What slots hold sealed, oldest first."""
+    headers = [header_of(job, slot) for slot in slots]
+    found = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
+    return sorted(found, key=lambda version: version.order)
+
+
+def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
+    """The headers for an inventory."""
+    found = []
+    for slot in slots:
+        header = header_of(job, slot)
+        if header is None:
+            continue
+        message = pb.SlotHeader(
+            rank=header.rank, slot=slot.name, state=pb.SlotState.Name(header.state), layout=header.layout,
+            data_bytes=header.data_bytes,
+        )  # fmt: skip
+        if header.version:
+            message.version.CopyFrom(messages.version_to(header.version))
+        found.append(message)
+    return found

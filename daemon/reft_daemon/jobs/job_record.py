@@ -1,0 +1,497 @@
+"""One job on this node: its record, its ranks' leases and slots, its part in the round, and the capsules it keeps.
+
+attach ─► inventory (orphans ended) ─► decide (epoch, base) ─► lease (slots, watched trainer) ─► reports … ─► release
+                                                                    │ trainer dies
+                                                                    └► LANDED slots are digested and SEALED here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from reft.core.commit.capsules import DIGESTS_MAX, Deposits
+from reft.core.commit.round import Digests, Outcome, Round, Said
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
+from reft.wire import messages
+from reft.wire.process import Process
+from reft.wire.slot_format import Geometry
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena import headers
+from reft_daemon.arena.allocator import Making
+from reft_daemon.arena.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile, fits, next_names
+from reft_daemon.arena.capsule_store import CapsuleStore
+from reft_daemon.arena.headers import header_of
+from reft_daemon.jobs.capsule_replication import Custody
+from reft_daemon.jobs.degraded import Degraded
+from reft_daemon.jobs.leases import Lease, Watch, end_orphans, refuse_living
+
+log = logging.getLogger("reft.daemon")
+
+
+@dataclass
+class HeldJob:
+    """Everything this daemon knows of one job. Used in the event loop only; what blocks runs in threads.
+
+    Args:
+        arena: where its slots lie.
+        record: manifest, decision and leases, as they are kept in the arena.
+        on_change: called when the round has something to pass on or to tell.
+    """
+
+    arena: Arena
+    record: pb.JobRecord
+    on_change: Callable[[HeldJob], None]
+    slots: dict[str, SlotFile] = field(default_factory=dict)
+    retired: dict[str, SlotFile] = field(default_factory=dict)
+    drafts: dict[str, SlotFile] = field(default_factory=dict)  # of a rebuild: nobody's yet
+    leases: dict[int, Lease] = field(default_factory=dict)
+    since_s: float = field(default_factory=time.monotonic)
+    ended_s: float = field(default_factory=time.monotonic)
+    sealed_s: dict[int, float] = field(default_factory=dict)
+    listeners: set[Callable[[], None]] = field(default_factory=set)
+    round: Round | None = None
+    degraded: Degraded = field(default_factory=Degraded)
+    custody: Custody = field(init=False)
+    making: Making = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.custody = Custody(CapsuleStore(self.arena, self.id))
+        self.making = Making(self.arena, self.id)
+
+    @property
+    def id(self) -> str:
+        return self.record.manifest.job
+
+    @property
+    def epoch(self) -> Epoch:
+        return messages.epoch_from(self.record.decision.epoch)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that train on this node."""
+        nodes = self.record.manifest.nodes
+        return list(nodes[self.record.node_index].ranks) if nodes else []
+
+    @property
+    def backing(self) -> str:
+        return min((slot.backing for slot in self.slots.values()), key=WEAKEST_FIRST.index, default=TMPFS)
+
+    @property
+    def all_slots(self) -> dict[str, SlotFile]:
+        return {**self.drafts, **self.retired, **self.slots}
+
+    @property
+    def held_bytes(self) -> int:
+        return self.custody.store.held_bytes + sum(slot.file_bytes for slot in self.all_slots.values())
+
+    @property
+    def is_live(self) -> bool:
+        return any(lease.watch is not None for lease in self.leases.values())
+
+    @property
+    def trained_s(self) -> float:
+        """From the decision in force, or from this daemon's start, to the newest seal of a rank of this node."""
+        return max(0.0, max(self.sealed_s.values(), default=0.0) - self.since_s)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a trainer of this epoch ended without closing its session."""
+        return any(not lease.closed and lease.watch is None for lease in self.leases.values())
+
+    # Adoption
+
+    def adopt(self) -> None:
+        """Takes over what an earlier daemon of this arena left: slots, living trainers, the epoch's round."""
+        for slot in self.arena.adopt(self.id):
+            self.slots[slot.name] = slot
+        self.custody.store.adopt()
+        self._start_round()
+        for entry in self.record.leases:
+            lease = self.leases[entry.rank] = Lease(
+                Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed
+            )
+            lease.handed.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
+        for rank, lease in list(self.leases.items()):  # all are known: who has ended has the record written anew
+            if not lease.closed:
+                self._begin(rank, lease)
+        for rank in self.ranks:
+            self._answer_from_slots(rank)
+
+    def _begin(self, rank: int, lease: Lease) -> None:
+        """Watches the rank's trainer.
+
+        Raises:
+            OSError: it can't be watched, so nothing was changed.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            lease.watch = Watch(lease.process, lambda: self._trainer_ended(rank, lease))
+        self.leases[rank] = lease
+        if lease.watch is None:
+            self._trainer_ended(rank, lease)
+
+    # Attach
+
+    async def fence(self, launch: str, pids: Iterable[int]) -> None:
+        """Ends orphans of this job, so that nobody writes its slots while a new attach reads them.
+
+        Raises:
+            AlreadyAttached, AttachError: see `end_orphans`.
+        """
+        await end_orphans(self.id, self.leases, launch == self.record.manifest.launch, set(pids))
+        await asyncio.gather(*(self.seal_landed(rank) for rank in list(self.leases)))
+
+    def decide(self, request: pb.DecideRequest, holders: Iterable[int]) -> None:
+        """Takes the decision of a new attach; repeated, it changes nothing.
+
+        Args:
+            holders: the nodes that keep the capsules of this node's ranks from now on.
+
+        Raises:
+            StaleEpoch: a decision of a newer epoch is in force.
+            AlreadyAttached: a trainer lives by the one in force, and might write what this one's are to read.
+        """
+        new = messages.decision_from(request.decision)
+        if self.record.HasField("decision"):
+            if new.epoch == self.epoch:
+                return
+            if new.epoch.counter <= self.epoch.counter:
+                raise StaleEpoch(
+                    f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
+                )
+        refuse_living(self.id, self.leases)
+        held = self.all_slots
+        for name in request.dropped:
+            if name in held and header_of(self.id, held[name]):
+                held[name].map.empty()
+        self.record = pb.JobRecord(
+            manifest=request.manifest,
+            decision=request.decision,
+            node_index=request.node_index,
+            had_whole=self.record.had_whole or new.base is not None,
+            base_manifest=self._base_manifest(request, new.base),
+            holders=holders,
+        )
+        self.leases.clear()
+        self._start_round()
+        self.save()
+        self.since_s = self.ended_s = time.monotonic()
+        self._tell()
+
+    def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
+        """The manifest under which the base was written: as the decision says, or as this daemon knows by itself."""
+        if request.HasField("base_manifest"):
+            return request.base_manifest
+        if base is None or not self.record.HasField("decision"):
+            return None
+        if base.epoch == self.epoch:
+            return self.record.manifest
+        # Nothing became whole since the last attach, and so it has the same base.
+        before = messages.decision_from(self.record.decision).base
+        is_same = before is not None and before.epoch == base.epoch and self.record.HasField("base_manifest")
+        return self.record.base_manifest if is_same else None
+
+    def _start_round(self) -> None:
+        if not self.record.HasField("decision"):
+            return
+        nodes = len(self.record.manifest.nodes)
+        self.round = Round(self.record.node_index, nodes, frozenset(self.ranks))
+        self.custody.deposits = Deposits(tuple(self.record.holders))
+        self._settle_capsules(self.round)
+        for name in [name for name, slot in self.slots.items() if slot.rank not in self.round.ranks]:
+            self.retired[name] = self.slots.pop(name)  # its rank trains on another node now
+
+    def _settle_capsules(self, round: Round) -> None:
+        self.custody.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all trainers here closed their sessions: they may go on from what was whole by then, so it stays held."""
+        return bool(self.leases) and all(lease.closed for lease in self.leases.values())
+
+    async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
+        """Slots for one rank, every page present; those of an earlier trainer of the rank if they are large enough.
+
+        Raises:
+            StaleEpoch, AlreadyAttached, NoRoom: see each class.
+            AttachError: the process has closed its session, or is not there.
+            OSError: whether it lives can't be known now.
+        """
+        self.check_epoch(request.epoch)
+        if request.rank not in self.ranks:
+            raise AttachError(f"rank {request.rank} is not one of this node's ranks {self.ranks} in the manifest.")
+        digest_bytes = 8 * -(-request.data_bytes // max(request.chunk_bytes, 1))
+        if self.record.holders and digest_bytes > DIGESTS_MAX:
+            raise ConfigError(
+                f"rank {request.rank} has {digest_bytes} bytes of digests, which travel with its capsule; "
+                f"the limit is {DIGESTS_MAX}.",
+                "attach with a larger chunk_bytes",
+            )
+        process = Process(request.pid, request.pid_start)
+        self._check_free(request.rank, process)
+        if not process.is_alive:
+            raise AttachError(
+                f"process {request.pid}, which started at {request.pid_start}, is not there: it can't hold a lease.",
+            )
+        slots = await self.making.alone(lambda: self._slots_for(request))
+        self.check_epoch(request.epoch)  # memory has taken its time: there may be a newer attach, or the session closed
+        self._check_free(request.rank, process)
+        before = self.leases.get(request.rank)
+        if before is None or before.watch is None:
+            self._begin(request.rank, Lease(process, request.parent))
+            self.save()
+        self.leases[request.rank].handed.update(slot.name for slot in slots)
+        return slots
+
+    def _check_free(self, rank: int, process: Process) -> None:
+        """Raises unless the process is the rank's trainer, or may become it: not again, once it has closed its session."""
+        lease = self.leases.get(rank)
+        if lease and lease.watch and lease.process != process:
+            raise AlreadyAttached(f"rank {rank} of job {self.id} is attached by process {lease.process.pid}.")
+        if lease and lease.closed and lease.process == process:
+            raise AttachError(f"process {process.pid} has closed its session as rank {rank} of job {self.id}.")
+
+    async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
+        wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+        mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
+        sound = [slot for slot in mine if header_of(self.id, slot)]
+        fitting = [slot for slot in sound if fits(slot.map.header.geometry, wanted)][: request.slots]
+        if len(fitting) == request.slots:
+            return fitting
+        for slot in mine:
+            header = header_of(self.id, slot)
+            if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
+                self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
+        names = next_names(self.all_slots, request.rank, request.slots)
+        made = await self.making.create(request.rank, names, wanted, list(request.cpus))
+        # Only now: if there is no room, the trainer goes on with what it has.
+        for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
+            self.retired[slot.name] = self.slots.pop(slot.name)
+        self.slots.update({slot.name: slot for slot in made})
+        return made
+
+    def _is_written(self, slot: SlotFile) -> bool:
+        """Whether a living trainer may write it: it has it mapped, and has begun nothing in slots that came later."""
+        lease = self.leases.get(slot.rank)
+        if lease is None or lease.watch is None or slot.name not in lease.handed:
+            return False
+        later = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
+        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in later)
+
+    def take_back(self, slot: SlotFile) -> None:
+        """A memfd that a trainer returned after this daemon's restart."""
+        if slot.name in self.slots:
+            self.arena.free(slot)
+            return
+        self.slots[slot.name] = slot
+        if slot.rank in self.leases:
+            self.leases[slot.rank].handed.add(slot.name)
+        self._answer_from_slots(slot.rank)
+
+    # Training
+
+    def check_epoch(self, epoch: pb.Epoch) -> None:
+        """Raises StaleEpoch unless `epoch` is the one in force."""
+        if messages.epoch_from(epoch) != self.epoch:
+            raise StaleEpoch(
+                f"epoch {epoch.counter} of job {self.id} is over: a newer attach has taken the job (epoch {self.epoch.counter})."
+            )
+
+    def report(self, request: pb.ReportRequest) -> None:
+        """What a rank says.
+
+        Raises:
+            StaleEpoch: the rank belongs to an older attach.
+            AttachError: it holds no lease.
+        """
+        self.check_epoch(request.epoch)
+        lease = self.leases.get(request.rank)
+        if lease is None or self.round is None:
+            raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
+        said = messages.said_from(request.said)
+        lease.trouble = request.trouble
+        self.round.hear_wish(request.rank, request.wish)
+        lease.step = max(lease.step, said.until)
+        if said.sealed:
+            self.sealed_s[request.rank] = time.monotonic()
+        self._answer_for(request.rank, said, messages.digests_from(request.said))
+
+    def hear_node(self, request: pb.GatherRequest) -> Outcome:
+        """What a child says, in the round; what is decided already."""
+        if self.round is None:
+            raise AttachError(f"job {self.id} has no round here.")
+        said, digests = messages.said_from(request.said), messages.digests_from(request.said)
+        if self.round.hear_node(request.node_index, said, digests, request.unlike, request.wish):
+            self._changed()
+        return self.round.outcome
+
+    def hear_outcome(self, outcome: Outcome) -> None:
+        """The parent's news, in the round."""
+        if self.round is not None and self.round.hear_outcome(outcome):
+            self._changed()
+
+    def _answer_for(self, rank: int, said: Said, digests: Digests) -> None:
+        """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
+        if self.round is None or rank not in self.round.ranks:
+            return
+        due = self.custody.deposits.hear_rank(rank, said, digests)
+        if self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)):
+            self._changed()
+        else:
+            self.on_change(self)
+
+    # Capsules
+
+    def keep(self, request: pb.KeepRequest) -> None:
+        """Keeps capsules of another node's ranks.
+
+        Raises:
+            StaleEpoch, ConfigError, NoRoom: see CapsuleStore.keep.
+        """
+        self.check_epoch(request.epoch)
+        if request.HasField("outcome"):  # else a newer capsule might push out one that is whole
+            self.hear_outcome(messages.outcome_from(request.outcome))
+        decision = messages.decision_from(self.record.decision)
+        outcome = self.round.outcome if self.round else Outcome()
+        # The base may be of a job of more ranks than this one has.
+        world = max(self.record.manifest.world, self.record.base_manifest.world)
+        for record in request.capsules:
+            self.custody.store.keep(record, decision, outcome, world)
+        if self.round is not None:
+            self._settle_capsules(self.round)
+
+    def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
+        """What a holder of this node's capsules lacks, as much as fits into a message."""
+        return self.custody.batch(self.all_slots.values(), self.epoch, holder)
+
+    def acknowledged(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
+        """A holder keeps these now."""
+        if self.round is None or epoch != self.epoch:
+            return
+        kept = [(record.rank, record.version.step) for record in records]
+        changed = False
+        for rank, due in self.custody.deposits.acknowledge(holder, kept).items():
+            changed = self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)) or changed
+        if changed:
+            self._changed()
+
+    def capsule(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
+        """A rank's record, from its own slot or from what is kept for other nodes."""
+        return self.custody.record(self.all_slots.values(), rank, version)
+
+    def _changed(self) -> None:
+        self._free_retired()
+        if self.round is not None:
+            self._settle_capsules(self.round)
+        if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
+            self.record.had_whole = True
+            self._note()
+        self._tell()
+        self.on_change(self)
+
+    def _tell(self) -> None:
+        for listener in list(self.listeners):
+            listener()
+
+    def _free_retired(self) -> None:
+        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._is_over:
+            return
+        whole = Version(self.epoch, self.round.outcome.whole)
+        for name, slot in list(self.retired.items()):
+            if self._is_written(slot):
+                continue
+            header = header_of(self.id, slot)
+            if header is None or header.version is None or header.version.is_older_than(whole):
+                self.arena.free(self.retired.pop(name))
+
+    # The end of a trainer
+
+    def release(self, request: pb.ReleaseRequest) -> None:
+        """The session was closed; its slots stay for the job's time to live."""
+        self.check_epoch(request.epoch)
+        lease = self.leases.get(request.rank)
+        if lease:
+            lease.closed = True
+            if lease.watch:
+                lease.watch.close()
+            self._trainer_ended(request.rank, lease)
+
+    def _trainer_ended(self, rank: int, lease: Lease) -> None:
+        lease.watch = None
+        self.ended_s = time.monotonic()
+        how = "closed" if lease.closed else "died"
+        log.info("job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
+        self._note()
+        self.on_change(self)
+        task = asyncio.ensure_future(self.seal_landed(rank))
+        task.add_done_callback(_log_failure)
+
+    async def seal_landed(self, rank: int) -> None:
+        """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
+        for slot in [slot for slot in self.all_slots.values() if slot.rank == rank]:
+            header = header_of(self.id, slot)
+            if header is None or header.state is not SlotState.LANDED:
+                continue
+            try:
+                digests = await asyncio.to_thread(slot.digests)
+                if slot.map.reread().state is SlotState.LANDED:
+                    slot.map.sealed(digests)
+                    log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
+            except FormatError as error:
+                log.error("job=%s rank=%d %s is not sealed: %s", self.id, rank, header.version, error)
+        self._answer_from_slots(rank)
+
+    def _answer_from_slots(self, rank: int) -> None:
+        found = self.custody.sealed([slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch)
+        self._answer_for(rank, Said(sealed=frozenset(found)), found)
+
+    def sealed_versions(self, rank: int) -> list[Version]:
+        """What the rank's slots hold sealed, oldest first."""
+        return headers.sealed_versions(self.id, (slot for slot in self.all_slots.values() if slot.rank == rank))
+
+    # What is shown
+
+    def headers(self) -> list[pb.SlotHeader]:
+        """The headers of all slots; one that was damaged is left out."""
+        return headers.messages_of(self.id, self.all_slots.values())
+
+    def save(self) -> None:
+        """Writes the record, so that a restarted daemon knows what this one knew."""
+        del self.record.leases[:]
+        for rank, lease in self.leases.items():
+            pid, start = lease.process.pid, lease.process.start
+            self.record.leases.add(rank=rank, pid=pid, pid_start=start, parent=lease.parent, closed=lease.closed)
+        self.arena.write_record(self.record)
+
+    def _note(self) -> None:
+        """Saves what only a restarted daemon would miss: that it can't be written keeps this one from nothing."""
+        try:
+            self.save()
+        except AttachError as error:
+            log.error("job=%s %s", self.id, error)
+
+    def free(self) -> int:
+        """Gives everything back; the number of bytes."""
+        freed = self.held_bytes
+        self.making.drop()
+        for lease in self.leases.values():
+            if lease.watch:
+                lease.watch.close()
+        for slot in self.all_slots.values():
+            self.arena.free(slot)
+        self.custody.store.free()
+        for each in (self.slots, self.retired, self.drafts):
+            each.clear()
+        self.arena.forget(self.id)
+        return freed
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("sealing for a dead trainer failed: %s", task.exception())

@@ -1,0 +1,98 @@
+"""Bytes of a sealed slot, for whoever may have them: a rank or a daemon of another node, or this daemon itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+import numpy as np
+
+from reft.core.commit.slots import SlotState
+from reft.errors import AttachError, FormatError, ReftError
+from reft.wire import messages, rpc
+from reft.wire.slot_format import Bytes
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import SlotFile
+from reft_daemon.jobs.job_record import HeldJob
+
+READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
+
+
+class Unreadable(ReftError):
+    """The slot is not there, or does not hold the version.
+
+    Args:
+        status: what the call ends with.
+    """
+
+    def __init__(self, status: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read(job: HeldJob | None, request: pb.ReadRequest) -> AsyncIterator[bytes]:
+    """What was asked for, in pieces of READ_CHUNK.
+
+    Raises:
+        Unreadable: the slot is not there, or holds another version.
+        FormatError: the slot was cut, can't be read, its header is damaged, or a chunk of a checked read.
+    """
+    slot = job.all_slots.get(request.slot) if job else None
+    if slot is None:
+        raise Unreadable(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
+    header = slot.map.reread()
+    if header.state is not SlotState.SEALED or header.version != messages.version_from(request.version):
+        raise Unreadable(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
+    end = min(request.offset + request.size, slot.file_bytes)
+    if request.checked:
+        await asyncio.to_thread(_check, slot, request.offset, end)
+    for at in range(request.offset, end, READ_CHUNK):
+        try:
+            data = os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
+        except OSError as error:  # a page whose memory has failed
+            raise FormatError(f"byte {at} of slot {slot.name} can't be read: {error}.") from error
+        yield data
+
+
+async def read_here(job: HeldJob, request: pb.ReadRequest, into: Bytes) -> None:
+    """The same for this daemon itself; fills `into`."""
+    whole = b"".join([data async for data in read(job, request)])
+    if len(whole) != into.nbytes:
+        raise FormatError(f"slot {request.slot} gave {len(whole)} of {into.nbytes} bytes.")
+    into[:] = np.frombuffer(whole, np.uint8)
+
+
+def status_of(error: ReftError) -> grpc.StatusCode:
+    """What a failed read ends with."""
+    return error.status if isinstance(error, Unreadable) else rpc.status_of(error)
+
+
+def _check(slot: SlotFile, begin: int, end: int) -> None:
+    """Raises FormatError if a chunk of the data between two offsets of the file is damaged."""
+    header = slot.map.header
+    size, data = header.geometry.chunk_bytes, header.geometry.data_offset
+    first, last = max(begin - data, 0) // size, min(-(-max(end - data, 0) // size), slot.map.chunks)
+    digests = slot.map.digests
+    for index, digest in enumerate(slot.map.digests_of(first, last), first):
+        if digest != int(digests[index]):
+            raise FormatError(f"chunk {index} of slot {slot.name}, {header.version}, has a wrong digest.")
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a failed read means that the slot is no source any more: damaged, gone, or of another version."""
+    if isinstance(error, (FormatError, Unreadable)):
+        return True
+    codes = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
+    return isinstance(error, grpc.RpcError) and error.code() in codes
+
+
+def refuse_living(job: HeldJob) -> None:
+    """Raises AttachError while trainers of the job live."""
+    living = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
+    if living:
+        raise AttachError(
+            f"rank {living[0]} of job {job.id} is being trained, by process {job.leases[living[0]].process.pid}.",
+            "end the job's trainers first; an attach finds lost nodes by itself",
+        )

@@ -1,0 +1,1 @@
+"""Signs of life: heartbeats, and the watch over a job's nodes."""

@@ -1,0 +1,360 @@
+"""Heartbeats between daemons, from agents, and to agents: the shell around `reft.core.membership`.
+
+    every TICK_S     look: judge all nodes by what was heard
+    every BEAT_S     a beat to each neighbour in the ring; none waits for the reply of the one before
+    at once          when something final became known: a beat to all who pass news on, at most one every NEWS_S
+
+Beats have connections of their own, so that they never stand behind megabytes of slots and capsules, and can be made anew:
+a connection that survived a cut link only speaks again when TCP feels like it.
+
+Agents know a job by the name that their launcher has, trainers by what `job=` said: they are paired by the launch, which
+reft's agents hand to their trainers and these write into the manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+
+import grpc
+
+from reft.core.membership.failure_detector import BEAT_S, MISSES, Agent
+from reft.core.membership.job_identity import check_name
+from reft.core.recovery.survey_timeout import GivenUp
+from reft.errors import AlreadyAttached, AttachError, ConfigError, NoRoom, ReftError
+from reft.wire import messages, rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.membership.job_monitor import TICK_S, Term, Vigil
+from reft_daemon.peers.round_replicator import Peers, reason_of
+
+log = logging.getLogger("reft.daemon")
+NEWS_S = 0.05
+DEADLINE_S = BEAT_S * MISSES
+UNDER_WAY_MAX = 3  # beats to one node without a reply
+FAILED_MAX = 5  # beats in a row that nobody answered, before the connection is made anew
+WAIT_MAX_S = 10.0
+NODES_MAX = 1 << 14
+ADDRESSES_MAX = 8
+VIGILS_MAX = 256
+
+
+class Signalling:
+    """See the module.
+
+    Args:
+        own: id of this node.
+        peers: channels for beats alone.
+        jobs: name → what this daemon holds of a job, as its trainers call it.
+        kills_hung: whether a rank that stands still is to be killed, so that its agent restarts the job.
+    """
+
+    def __init__(self, own: str, peers: Peers, jobs: Mapping[str, HeldJob], kills_hung: bool = False) -> None:
+        self._own = own
+        self.peers = peers
+        self._jobs = jobs
+        self._kills_hung = kills_hung
+        self._vigils: dict[str, Vigil] = {}
+        self._under_way: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._failed: collections.Counter[str] = collections.Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news_due: set[str] = set()
+        self.beats_sent = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._vigils
+
+    def vigil(self, job: str) -> Vigil | None:
+        """The watch over a job, by the name that its agents or its trainers have for it; None if it is not watched."""
+        held = self._jobs.get(job)
+        launch = held.record.manifest.launch if held else ""
+        paired = [each for each in self._vigils.values() if launch and each.term.launch == launch]
+        return self._vigils.get(job) or (paired[0] if paired else None)
+
+    def _held(self, job: str, launch: str) -> HeldJob | None:
+        """What is held of a job, by the name that its agents have for it, or by their launch."""
+        paired = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
+        return self._jobs.get(job) or (paired[0] if paired else None)
+
+    def token(self, job: str) -> bytes:
+        """What admits agents and daemons of a job's term over TCP; empty if it is not watched."""
+        vigil = self.vigil(job)
+        return vigil.term.token if vigil else b""
+
+    def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
+        """The nodes that are missing from this round because the one before lost them → seconds since; none if another one is
+        watched."""
+        vigil = self.vigil(job)
+        known = vigil.given_up if vigil else GivenUp()
+        now_s = time.monotonic()
+        is_it = (known.launch, known.round) == (launch, round)
+        return {node: now_s - at_s for node, at_s in known.nodes.items()} if is_it else {}
+
+    # Terms
+
+    def decided(self, held: HeldJob) -> None:
+        """An attach has decided, or was found in the arena: without agents, its manifest makes a term."""
+        manifest = held.record.manifest
+        vigil = self.vigil(held.id)
+        if vigil is not None and vigil.term.launch:
+            vigil.attached()
+            return
+        if not held.record.HasField("decision"):
+            return
+        round = held.epoch.counter
+        if manifest.nodes[held.record.node_index].id != self._own or (vigil and vigil.term.round >= round):
+            return
+        self._begin(held.id, Term("", round, manifest.token, {node.id: node for node in manifest.nodes}))
+
+    def _begin(self, job: str, term: Term) -> None:
+        if job in self._vigils:
+            self._vigils[job].begin(term)
+            return
+        if len(self._vigils) >= VIGILS_MAX:
+            raise NoRoom(f"this daemon watches {len(self._vigils)} jobs; the limit is {VIGILS_MAX}.")
+        self._vigils[job] = Vigil(job, self._own, term, lambda launch: self._held(job, launch), self._final)
+        held = self._held(job, term.launch)
+        if term.launch and held is not None and held.id != job:
+            self.forget(held.id)  # a daemon that was started anew meets the trainers before it hears of their agents
+
+    def forget(self, job: str) -> None:
+        """The job was purged, or nobody works on it any more; an agent that lives is heard of again."""
+        vigil = self._vigils.pop(job, None)
+        if vigil is not None:
+            vigil.close()
+
+    def wake(self, job: str) -> None:
+        """Something of this node changed: a trainer ended, a step was decided."""
+        vigil = self.vigil(job)
+        if vigil is not None:
+            vigil.look(time.monotonic())
+
+    # Agents
+
+    def agent_beat(self, request: pb.AgentBeatRequest) -> pb.AgentBeatReply:
+        """A beat of this node's agent or of another's.
+
+        Raises:
+            StaleEpoch: the round is over.
+            AlreadyAttached: another launch of the job is alive here.
+            AttachError: the job is watched for another launch.
+            ConfigError: what the agent says can't be.
+            NoSuchJob: another node's agent speaks of a job that is not watched here.
+        """
+        said = messages.agent_from(request.phase)
+        if request.node_id != self._own:
+            return self._others_agent(request, said)
+        vigil = self._vigils.get(request.job)
+        if vigil is not None and vigil.has_other_agent(request.pid) and vigil.term.launch != request.launch:
+            raise AlreadyAttached(f"job {request.job} has another agent on this node.", "end that launch first")
+        is_known = vigil is not None and vigil.term.launch == request.launch
+        if not is_known or (vigil is not None and not vigil.check_round(request.launch, request.round)):
+            if not request.nodes:
+                return pb.AgentBeatReply(unknown_round=True)
+            self._begin(request.job, _term_of(request, self._own))
+            vigil = self._vigils[request.job]
+        assert vigil is not None
+        vigil.agent_beat(request.pid, said)
+        return pb.AgentBeatReply(watchers=[vigil.term.nodes[node] for node in vigil.lookout.watched()])
+
+    def _others_agent(self, request: pb.AgentBeatRequest, said: Agent) -> pb.AgentBeatReply:
+        vigil = self._expect(request.job)
+        vigil.lives(request.node_id)
+        vigil.check_round(request.launch, request.round)
+        if request.node_id not in vigil.term.nodes:
+            raise AttachError(f"node {request.node_id} is no member of round {vigil.term.round} of job {request.job}.")
+        vigil.changed(vigil.lookout.agent_spoke(request.node_id, said, time.monotonic()))
+        return pb.AgentBeatReply()
+
+    async def signals(self, request: pb.SignalsRequest) -> pb.SignalsReply:
+        """All nodes of a job, as soon as that is another answer than the one with the asker's version.
+
+        Raises:
+            NoSuchJob: it is not watched here.
+        """
+        end_s = time.monotonic() + min(request.wait_ms / 1000, WAIT_MAX_S)
+        while True:
+            vigil = self._expect(request.job)
+            left_s = end_s - time.monotonic()
+            if vigil.version != request.version or left_s <= 0:
+                term = vigil.term
+                return pb.SignalsReply(
+                    version=vigil.version, launch=term.launch, round=term.round, nodes=self.status(request.job)
+                )
+            try:
+                await asyncio.wait_for(vigil.news.wait(), left_s)
+            except asyncio.TimeoutError:
+                continue
+
+    def status(self, job: str) -> list[pb.NodeSignal]:
+        """The signals of a job's nodes as this daemon sees them; nothing if it is not watched."""
+        vigil = self.vigil(job)
+        if vigil is None:
+            return []
+        now_s = time.monotonic()
+        return [
+            pb.NodeSignal(
+                node_id=node, node=each.name, signal=messages.signal_to(each.signal), reason=each.reason,
+                age_s=now_s - each.since_s, agent=each.agent.last_s is not None,
+            )
+            for node, each in vigil.lookout.members.items()
+        ]  # fmt: skip
+
+    # Daemons
+
+    def beat(self, request: pb.BeatRequest) -> pb.BeatReply:
+        """Another daemon's beat.
+
+        Raises:
+            StaleEpoch: it is of an older round: the others went on without that node.
+            AttachError: it is of another launch, or meant for another node.
+            NoSuchJob: the job is not watched here.
+        """
+        vigil = self._expect(request.job)
+        vigil.lives(request.source)
+        is_current = vigil.check_round(request.launch, request.round)
+        if request.target != self._own or request.source not in vigil.term.nodes:
+            raise AttachError(f"a beat of node {request.source} for {request.target} reached {self._own}.")
+        now_s = time.monotonic()
+        if not is_current:
+            # It lives, and knows more than this node of the newer round; what it says is about that one.
+            vigil.changed(vigil.lookout.spoke(request.source, [], {}, now_s))
+            return pb.BeatReply()
+        signs = messages.signs_from(request.signs)
+        vigil.changed(vigil.lookout.spoke(request.source, signs, messages.heard_from(request.heard), now_s))
+        return pb.BeatReply(
+            signs=messages.signs_to(vigil.lookout.signs(vigil.word)),
+            heard=messages.heard_to(vigil.lookout.heard_s(now_s)),
+        )
+
+    def _expect(self, job: str) -> Vigil:
+        vigil = self.vigil(check_name(job))
+        if vigil is None:
+            raise NotWatched(f"this daemon watches no job {job!r}.")
+        return vigil
+
+    # The loop
+
+    async def run(self) -> None:
+        """Looks and beats, for ever."""
+        beaten_s = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            is_due = now_s - beaten_s >= BEAT_S - TICK_S / 2
+            if is_due:
+                beaten_s = now_s
+            for job, vigil in list(self._vigils.items()):
+                vigil.look(now_s)
+                if vigil.is_over(now_s):
+                    self.forget(job)
+                elif is_due:
+                    self._send(vigil, vigil.lookout.watched())
+                    self._kill_hung(vigil)
+
+    def _kill_hung(self, vigil: Vigil) -> None:
+        stall = vigil.to_kill() if self._kills_hung else None
+        held = self._held(vigil.job, vigil.term.launch)
+        lease = held.leases.get(stall.rank) if held is not None and stall is not None else None
+        if stall is not None and lease is not None and lease.watch is not None:
+            log.warning("job=%s killing pid=%d: rank %d stands still", vigil.job, lease.process.pid, stall.rank)
+            self._spawn(_kill(lease.watch.kill))
+
+    def _final(self, vigil: Vigil) -> None:
+        """Passes news on; what becomes known within NEWS_S goes along."""
+        if vigil.job not in self._news_due:
+            self._news_due.add(vigil.job)
+            asyncio.get_running_loop().call_soon(self._pass_on, vigil)
+
+    def _pass_on(self, vigil: Vigil) -> None:
+        self._send(vigil, vigil.lookout.passers(), is_news=True)
+        asyncio.get_running_loop().call_later(NEWS_S, self._news_due.discard, vigil.job)
+
+    def _send(self, vigil: Vigil, nodes: Iterable[str], is_news: bool = False) -> None:
+        for node in nodes:
+            key = (vigil.job, node)
+            if is_news or self._under_way[key] < UNDER_WAY_MAX:
+                self._under_way[key] += 1
+                self._spawn(self._beat(vigil, vigil.term, node))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _beat(self, vigil: Vigil, term: Term, node: str) -> None:
+        lookout = vigil.lookout
+        request = pb.BeatRequest(
+            job=vigil.job, launch=term.launch, round=term.round, source=self._own, target=node,
+            signs=messages.signs_to(lookout.signs(vigil.word)),
+            heard=messages.heard_to(lookout.heard_s(time.monotonic())),
+        )  # fmt: skip
+        try:
+            reply = await self.peers.call(term.nodes[node], term.token, pb_grpc.PeerStub, "Beat", request, DEADLINE_S)
+            assert isinstance(reply, pb.BeatReply)
+            self._failed.pop(node, None)
+            self.beats_sent += 1
+            if vigil.lookout is lookout:
+                signs, heard = messages.signs_from(reply.signs), messages.heard_from(reply.heard)
+                vigil.changed(lookout.answered(node, signs, heard, time.monotonic()))
+        except grpc.RpcError as error:
+            await self._failed_to(vigil, lookout is vigil.lookout, node, error)
+        except (OSError, ReftError) as error:
+            log.debug("job=%s node=%s no beat: %s", vigil.job, node, reason_of(error))
+        finally:
+            self._under_way[(vigil.job, node)] -= 1
+
+    async def _failed_to(self, vigil: Vigil, is_current: bool, node: str, error: grpc.RpcError) -> None:
+        code = error.code()
+        if code is grpc.StatusCode.ABORTED and is_current:
+            vigil.left_behind(reason_of(error))
+            vigil.changed(vigil.lookout.answered(node, [], {}, time.monotonic()))
+        if code is grpc.StatusCode.UNAVAILABLE and is_current and "refused" in reason_of(error):
+            vigil.lookout.refused(node)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            self._failed[node] += 1
+            if self._failed[node] % FAILED_MAX == 0:
+                await self.peers.drop(vigil.term.nodes[node])
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for job in list(self._vigils):
+            self.forget(job)
+        await self.peers.close()
+
+
+class NotWatched(AttachError):
+    """The job is not watched here."""
+
+
+async def _kill(kill: Callable[[], Awaitable[bool]]) -> None:
+    await kill()
+
+
+def _term_of(request: pb.AgentBeatRequest, own: str) -> Term:
+    """The term that an agent introduces.
+
+    Raises:
+        ConfigError: its job, token or members can't be.
+    """
+    check_name(request.job)
+    nodes = {node.id: node for node in request.nodes}
+    if own not in nodes or len(nodes) != len(request.nodes) or len(nodes) > NODES_MAX:
+        raise ConfigError(
+            f"round {request.round} of job {request.job} has {len(request.nodes)} members, of whom each must have an id "
+            f"of its own, and one be this node; {NODES_MAX} are allowed."
+        )
+    if len(request.token) != 32 or not request.launch:
+        raise ConfigError(f"the agent of job {request.job} names no launch, or has no token of 32 bytes.")
+    for node in nodes.values():
+        if len(node.addresses) > ADDRESSES_MAX:
+            raise ConfigError(f"node {node.name} has {len(node.addresses)} addresses; {ADDRESSES_MAX} are allowed.")
+        for address in node.addresses:
+            rpc.check_address(address)
+    return Term(request.launch, request.round, request.token, nodes)

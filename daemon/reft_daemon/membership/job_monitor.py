@@ -1,0 +1,292 @@
+"""One job under watch on this node: its term, its agent, its ranks' progress, and what follows for each of its nodes.
+
+    agent's first beat of a round ─┐
+    decision of an attach ─────────┴► term: who belongs to the job, by which token they know one another
+    beats, deaths, steps ──► facts ─► Lookout (reft.core.membership.failure_detector) ─► signals; `news` is set when one changed
+
+A term is (launch, round) of the agents. Where there are none, as under a launcher that is not ours, the launch is empty and
+the round is the attach's epoch. A term is replaced as a whole: nothing that was said in the older one holds in the newer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from reft.core.membership.failure_detector import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
+from reft.core.membership.log_debounce import Teller
+from reft.core.membership.progress import Pace, Stall, laggard
+from reft.core.recovery.survey_timeout import GivenUp
+from reft.errors import AttachError, StaleEpoch
+from reft.wire.process import Process, stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.leases import Lease, Watch
+
+log = logging.getLogger("reft.daemon")
+LATE_SHOWN_S = 3.0
+TICK_S = 0.1
+LEFT_S = 5.0  # for which others must have said that they are in a newer round: a slow rendezvous is no loss
+LINGER_S = 60.0  # after the last trainer and the last word of an agent
+KILL_AFTER_S = 1.0  # after a rank was found to stand still: other nodes say by then what they know of theirs
+
+
+@dataclass(frozen=True)
+class Term:
+    """Who watches whom: the same on all nodes of a job.
+
+    Attributes:
+        token: 32 bytes that agents and daemons of the term show one another over TCP.
+        nodes: id → node.
+    """
+
+    launch: str
+    round: int
+    token: bytes
+    nodes: dict[str, pb.Node]
+
+
+@dataclass
+class AgentProcess:
+    """This node's torchrun agent. `watch` is None if its process can't be seen, or has ended."""
+
+    pid: int
+    said: Agent
+    last_s: float
+    watch: Watch | None = None
+
+
+class Vigil:
+    """See the module.
+
+    Args:
+        job: its name.
+        own: id of this node.
+        term: the first.
+        held: launch → what this daemon holds of the job; None before the first attach.
+        on_final: called at once when something final is known of a node.
+    """
+
+    def __init__(
+        self, job: str, own: str, term: Term, held: Callable[[str], HeldJob | None], on_final: Callable[[Vigil], None]
+    ) -> None:
+        self.job = job
+        self.term, self._own = term, own
+        self._held_in = held
+        self._on_final = on_final
+        self._agent: AgentProcess | None = None
+        self.version = time.time_ns()  # so that one of a daemon before this one is never met again
+        self.news = asyncio.Event()
+        self._looked_s = time.monotonic()
+        self._late = (0.0, 0.0)  # by how much, and when
+        self._left: tuple[float, str] | None = None
+        self._paces: dict[int, Pace] = {}
+        self._active_s = time.monotonic()
+        self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
+        self.given_up = GivenUp(term.launch, term.round)
+        self._start(term, self._trainers(lambda lease: lease.watch is None))
+
+    def begin(self, term: Term) -> None:
+        """A new term: everybody's past is forgotten, but for who was lost."""
+        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.lookout.lost())
+        # An agent speaks of a round before its workers attach: who is here now was ended for it.
+        self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
+
+    @property
+    def _held(self) -> HeldJob | None:
+        return self._held_in(self.term.launch)
+
+    def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
+        held = self._held
+        return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
+
+    def _start(self, term: Term, past: frozenset[Process]) -> None:
+        now_s = time.monotonic()
+        self.term, self._past = term, past
+        self.lookout = Lookout(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
+        self._teller = Teller(self.lookout)
+        self._left = None
+        self._paces.clear()
+        self._active_s = now_s
+        self._tell()
+        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, term.launch, term.round, len(term.nodes))
+
+    # What is heard
+
+    def agent_beat(self, pid: int, said: Agent) -> None:
+        """A beat of this node's own agent."""
+        now_s = time.monotonic()
+        if self._agent is None or self._agent.pid != pid:
+            self._forget_agent()
+            self._agent = AgentProcess(pid, said, now_s)
+        if self._agent.watch is None:
+            self._agent.watch = self._watch_agent(pid)
+        self._agent.said, self._agent.last_s = said, now_s
+        self.look(now_s)
+
+    def has_other_agent(self, pid: int) -> bool:
+        """Whether a living agent with another pid speaks for this job here."""
+        return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
+
+    def _watch_agent(self, pid: int) -> Watch | None:
+        try:
+            facts = stat_of(pid)
+            return Watch(Process(pid, facts.start), self._agent_ended) if facts else None
+        except OSError:  # its next beat tries again
+            return None
+
+    def _agent_ended(self) -> None:
+        if self._agent is not None:
+            self._agent.watch = None
+            if self._agent.said is not Agent.FINISHED:
+                self._agent.said = Agent.DEAD
+            log.info("job=%s agent pid=%d has ended", self.job, self._agent.pid)
+        self.look(time.monotonic())
+
+    def _forget_agent(self) -> None:
+        if self._agent is not None and self._agent.watch is not None:
+            self._agent.watch.close()
+        self._agent = None
+
+    def lives(self, node: str) -> None:
+        """A node's daemon or agent spoke, of whatever round."""
+        self.given_up = self.given_up.without(node)
+
+    def check_round(self, launch: str, round: int) -> bool:
+        """Whether a message belongs to this term; False if it is of a newer one.
+
+        Raises:
+            StaleEpoch: it is of an older one.
+            AttachError: it is of another launch.
+        """
+        if launch != self.term.launch:
+            raise AttachError(f"job {self.job} is watched for launch {self.term.launch!r} here, not for {launch!r}.")
+        if round < self.term.round:
+            raise StaleEpoch(f"round {round} of job {self.job} is over; {self.term.round} has begun.")
+        return round == self.term.round
+
+    def left_behind(self, reason: str) -> None:
+        """Another node says that it is in a newer round."""
+        self._left = self._left or (time.monotonic(), reason)
+
+    def attached(self) -> None:
+        """A new attach within the term: what was usual may be so no more."""
+        self._paces.clear()
+
+    # What follows
+
+    def look(self, now_s: float) -> None:
+        """Judges all nodes anew; agents hear of it if something changed. Called every TICK_S, and whenever there is news.
+
+        Each look finds out by itself whether this daemon was late: after a stop the first one follows from whatever was
+        waiting at its sockets, such as its own agent's beat, and would find everybody silent.
+        """
+        late_s, self._looked_s = now_s - self._looked_s - TICK_S, now_s
+        if late_s > LATE_S:
+            self._late = (late_s, now_s)
+        facts = self._facts(now_s)
+        changes = self.lookout.look(now_s, late_s, word_of(self._own, facts), facts.stall is not None)
+        self.changed(changes)
+
+    def changed(self, changes: Iterable[Change]) -> None:
+        """Tells agents and people what has changed."""
+        told = [change for change in changes if change.is_news]
+        now_s = time.monotonic()
+        self._teller.heard(told, now_s)
+        for change in self._teller.due(now_s):
+            each = self.lookout.members[change.node]
+            level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
+            log.log(level, "job=%s node=%s %s -> %s %s", self.job, each.name, change.before.name, change.after.name,
+                    each.reason)  # fmt: skip
+        if told:
+            self._tell()
+        if any(change.after.is_final for change in told):
+            self._on_final(self)
+
+    def _tell(self) -> None:
+        self.version += 1
+        self.news.set()
+        self.news = asyncio.Event()
+
+    @property
+    def word(self) -> Sign:
+        """What this node says of itself now."""
+        return word_of(self._own, self._facts(time.monotonic()))
+
+    def _facts(self, now_s: float) -> Facts:
+        held = self._held
+        agent = self._agent
+        leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
+        late_s, late_at_s = self._late
+        stall = self._stall(held, now_s)
+        awaited = self._awaited(stall) if stall else None
+        is_left = self._left is not None and now_s - self._left[0] > LEFT_S
+        return Facts(
+            died=tuple(
+                (rank, each.process.pid) for rank, each in leases.items()
+                if each.watch is None and not each.closed and each.process not in self._past
+            ),
+            agent=agent.said if agent else None,
+            agent_pid=agent.pid if agent else 0,
+            # Under an agent only its own word counts: a session is also closed by an exception.
+            closed=agent is None and bool(leases) and len(leases) == len(held.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
+            snaps=held is not None and held.round is not None and held.round.is_open,
+            stall=stall, laggard=awaited.rank if awaited else None,
+            late_s=late_s if now_s - late_at_s < LATE_SHOWN_S else 0.0,
+            left_behind=self._left[1] if self._left and is_left else "",
+        )  # fmt: skip
+
+    def _stall(self, held: HeldJob | None, now_s: float) -> Stall | None:
+        """The rank of this node that holds it up, if its ranks stand still."""
+        if held is None:
+            return None
+        found = []
+        for rank, lease in held.leases.items():
+            pace = self._paces.setdefault(rank, Pace())
+            pace.saw(lease.step, now_s)
+            still_s = pace.stands_still_s(now_s)
+            if still_s is not None and lease.watch is not None:
+                found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, _is_stopped(lease.process.pid)))
+        return laggard(found)
+
+    def _awaited(self, own: Stall) -> Stall:
+        """For whom the whole job waits, as far as is known here: the ranks of neighbours, and those of this node."""
+        words = [each.word for node, each in self.lookout.members.items() if node != self._own]
+        return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
+
+    def to_kill(self) -> Stall | None:
+        """The local rank for which the whole job waits; None if it is another node's, or nobody waits for long enough."""
+        here = self.lookout.members[self._own]
+        own = self.word.stall
+        if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
+            return None
+        others = (each.signal for node, each in self.lookout.members.items() if node != self._own)
+        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
+            return None  # that is why ranks wait here, and the job restarts for it
+        return own if self._awaited(own) is own else None
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether nobody has worked here for so long that there is nothing to watch."""
+        held = self._held
+        is_spoken_for = self._agent is not None and self._agent.watch is not None
+        if is_spoken_for or (held is not None and held.is_live):
+            self._active_s = now_s
+        if self._agent is not None:
+            self._active_s = max(self._active_s, self._agent.last_s)
+        return now_s - self._active_s > LINGER_S
+
+    def close(self) -> None:
+        self._forget_agent()
+        self._tell()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, or stuck in the kernel, as far as is known."""
+    with contextlib.suppress(OSError):
+        facts = stat_of(pid)
+        return facts is not None and facts.state in "TtD"
+    return False

@@ -1,0 +1,1 @@
+"""The other daemons of a job: channels, and the round between them."""

@@ -1,0 +1,1 @@
+"""Makes the slots of lost ranks again."""

@@ -1,0 +1,401 @@
+"""Makes the slots of lost ranks again, on a daemon that takes the place of a lost node.
+
+    decision, manifests ─► adopted, as of an attach          own arena: slot WRITING, zeros
+    capsule of each lost rank ◄── its keeper                         │
+    shards of each stripe ◄── Read (checked) ── surviving slots ──► band: decoded into the slot, in a thread
+    digests of the capsule's record ── all alike? ──► capsule, LANDED, SEALED        no: EMPTY, and an error
+
+Nothing counts before the last step: a daemon that dies leaves slots that are WRITING, and those are erasures. An attach
+that decides while a rebuild is under way wins: its epoch is another one, and the rebuild ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import grpc
+import numpy as np
+
+from reft.core.coding.placement import Placement
+from reft.core.commit.decision import counts
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.core.layout.layout import Layout
+from reft.core.recovery.rebuild import Band, Bytes, Maker, Stripe, bands, lane_at, stripes
+from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
+from reft.wire import capsule_format, messages
+from reft.wire.manifest import layouts_of, placement_of
+from reft.wire.rebuild_request import layout_mark, rebuilt_table
+from reft.wire.slot_format import PAGE, Geometry, best_header
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.arena.arena import SlotFile, next_names
+from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.peers.round_replicator import reason_of
+from reft_daemon.registry import Registry
+
+log = logging.getLogger("reft.daemon")
+BANDS_AT_ONCE = 2  # one is read while one is decoded
+READ_DEADLINE_S = 30.0
+PATIENCE_S = 5.0
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+    """A source turned out to be no source."""
+
+    def __init__(self, node: pb.Node, slot: str, reason: str) -> None:
+        super().__init__(f"{slot} on node {node.name}: {reason}")
+        self.node, self.slot = node, slot
+
+
+@dataclass
+class _Lost:
+    """One rank whose slot is made."""
+
+    rank: int
+    record: pb.CapsuleRecord
+    table: bytes
+    data_bytes: int
+    slot: SlotFile | None = None
+
+
+@dataclass
+class Rebuild:
+    """One request, carried out.
+
+    Args:
+        registry: of this daemon.
+        request: whose `onto` is of no interest here.
+    """
+
+    registry: Registry
+    request: pb.RebuildRequest
+    _read_bytes: int = 0
+    _data_at: dict[int, int] = field(default_factory=dict)  # rank → where the data begin in its slot's file
+
+    @property
+    def version(self) -> Version:
+        return messages.version_from(self.request.version)
+
+    async def run(self) -> pb.RebuildReply:
+        """The slots that were made; or what was damaged, and nothing was made.
+
+        Raises:
+            ConfigError, FormatError: the request contradicts itself, or what was decoded is not what was saved.
+            AttachError: trainers live, or a node does not answer.
+            StaleEpoch: a newer decision is in force.
+            NoRoom: the slots don't fit.
+        """
+        request = self.request
+        placement, layouts = await self._placed()
+        work = await _in_thread(self._stripes, placement)
+        name = request.manifest.job
+        is_new = name not in self.registry.jobs
+        if not is_new:
+            slot_reads.refuse_living(self.registry.jobs[name])
+        job = await self._adopt()
+        lost: list[_Lost] = []
+        try:
+            lost = [await self._fetch(job, each, placement, layouts) for each in request.lost]
+            await self._open(job, lost, work)
+            await self._fill(job, lost, placement, work)
+            for each in lost:
+                await self._verify(each, placement)
+            self._check_still(job)
+            headers = [self._seal(job, each) for each in lost]
+        except Damaged as error:
+            log.warning("job=%s rebuild: %s", name, error)
+            return pb.RebuildReply(damaged=[pb.DamagedSlot(node=error.node.id, slot=error.slot)])
+        finally:
+            self._drop_unsealed(job, lost, is_new)
+        job.record.had_whole = True
+        job.save()
+        for each in lost:
+            await job.seal_landed(each.rank)  # nothing is LANDED: the round hears what is sealed
+            log.info("job=%s rank=%d rebuilt %s", name, each.rank, self.version)
+        return pb.RebuildReply(slots=headers, read_bytes=self._read_bytes)
+
+    # What is to be done
+
+    async def _placed(self) -> tuple[Placement, dict[int, Layout]]:
+        """The placement of the version's epoch, and the layout that each lost rank was predicted to have."""
+        request, version = self.request, self.version
+        decision = messages.decision_from(request.decision)
+        if not counts(version, decision):
+            raise ConfigError(f"{version} is not of the history of epoch {decision.epoch.counter}.")
+        if version.epoch != decision.epoch and not request.HasField("base_manifest"):
+            raise ConfigError(f"the manifest under which {version} was written is missing.")
+        manifest = request.manifest if version.epoch == decision.epoch else request.base_manifest
+        ranks = [source.rank for source in request.slots] + [lost.rank for lost in request.lost]
+        nodes = [source.node for source in request.slots] + [lost.keeper for lost in request.lost]
+        if len(set(ranks)) != len(ranks) or max(ranks, default=0) >= manifest.world:
+            raise ConfigError(f"a rank is named twice, or is not one of {manifest.world}.")
+        if not request.lost or max(nodes, default=0) >= len(request.nodes):
+            raise ConfigError("no rank is to be rebuilt, or a node is not described.")
+        layouts, index = layouts_of(manifest)
+        return await _in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
+
+    def _stripes(self, placement: Placement) -> list[Stripe]:
+        have = {each.rank for each in self.request.slots}
+        return list(stripes(placement, have, {each.rank for each in self.request.lost}))
+
+    async def _adopt(self) -> HeldJob:
+        """The job's record, as an attach would have left it on the lost node."""
+        request = self.request
+        decide = pb.DecideRequest(
+            manifest=request.manifest, decision=request.decision, node_index=request.node_index
+        )  # fmt: skip
+        if request.HasField("base_manifest"):
+            decide.base_manifest.CopyFrom(request.base_manifest)
+        await self.registry.decide(decide)
+        job = self.registry.get(request.manifest.job)
+        if job.epoch != messages.decision_from(request.decision).epoch:
+            raise StaleEpoch(f"epoch {job.epoch.counter} of job {job.id} is in force here.")
+        return job
+
+    async def _fetch(
+        self, job: HeldJob, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
+    ) -> _Lost:
+        """The capsule of a lost rank, and what follows from it."""
+        node, what = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
+        record = await self._capsule(job, node, lost.rank)
+        if record is None or record.rank != lost.rank or messages.version_from(record.version) != self.version:
+            raise Damaged(node, what, "it is not there")
+        part = placement.part(lost.rank)
+        chunks = -(-part.data_bytes // placement.chunk_bytes)
+        try:
+            tree = capsule_format.decode(record.capsule)
+            absent = frozenset(tree["absent"])
+        except (FormatError, KeyError, TypeError) as error:
+            raise Damaged(node, what, str(error)) from error
+        if record.kept_bytes or len(record.digests) != 8 * chunks:
+            raise ConfigError(
+                f"the slot of rank {lost.rank} had {record.kept_bytes} bytes that nobody else has, and "
+                f"{len(record.digests) // 8} chunks where {chunks} are placed: it can't be rebuilt."
+            )
+        table = rebuilt_table(placement, layouts[lost.rank], lost.rank, absent)
+        return _Lost(lost.rank, record, table, part.data_bytes)
+
+    async def _capsule(self, job: HeldJob, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
+        if self._is_here(node):
+            return job.capsule(rank, self.version)
+        ask = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
+        token = self.request.manifest.token
+        try:
+            reply = await _patiently(
+                lambda: self.registry.peers.call(node, token, pb_grpc.DaemonStub, "FetchCapsule", ask, READ_DEADLINE_S)
+            )
+        except (grpc.RpcError, OSError) as error:
+            if slot_reads.is_damage(error):
+                return None
+            raise _unreachable(node, error) from error
+        return reply  # type: ignore[return-value]
+
+    def _is_here(self, node: pb.Node) -> bool:
+        return node.id == self.registry.arena.node_id
+
+    # Slots
+
+    async def _open(self, job: HeldJob, lost: Iterable[_Lost], work: Iterable[Stripe]) -> None:
+        """Looks at every source that is needed; then slots that are WRITING, for the lost ranks."""
+        needed = {piece.rank for stripe in work for piece in stripe.read}
+        sources = {each.rank: each for each in self.request.slots}
+        await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
+        for each in lost:
+            slot = await _to_its_end(job.making.alone(partial(self._made, job, each)))
+            slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
+
+    async def _made(self, job: HeldJob, lost: _Lost) -> SlotFile:
+        self._check_still(job)
+        geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
+        (slot,) = await job.making.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
+        lost.slot = slot
+        job.drafts[slot.name] = slot  # until it is sealed: an attach that comes meanwhile must not lease it
+        return slot
+
+    @property
+    def _chunk_bytes(self) -> int:
+        request = self.request
+        is_own = self.version.epoch == messages.epoch_from(request.decision.epoch)
+        return (request.manifest if is_own else request.base_manifest).chunk_bytes
+
+    async def _look(self, job: HeldJob, source: pb.SlotSource) -> None:
+        head = np.zeros(2 * PAGE, np.uint8)
+        await self._read(job, source, 0, head, checked=False)
+        node = self.request.nodes[source.node]
+        try:
+            header = best_header(head)
+        except FormatError as error:
+            raise Damaged(node, source.slot, str(error)) from error
+        if (header.rank, header.version, header.state) != (source.rank, self.version, SlotState.SEALED):
+            raise Damaged(node, source.slot, f"it holds {header.version} of rank {header.rank}")
+        self._data_at[source.rank] = header.geometry.data_offset
+
+    async def _read(self, job: HeldJob, source: pb.SlotSource, offset: int, into: Bytes, checked: bool = True) -> None:
+        """Fills `into` with bytes of a source's file."""
+        node = self.request.nodes[source.node]
+        ask = pb.ReadRequest(
+            job=job.id, slot=source.slot, version=self.request.version, offset=offset, size=into.nbytes, checked=checked
+        )
+        try:
+            if self._is_here(node):
+                await slot_reads.read_here(job, ask, into)
+            else:
+                token = self.request.manifest.token
+                await _patiently(lambda: self.registry.peers.read(node, token, ask, into, READ_DEADLINE_S))
+        except (grpc.RpcError, OSError, ReftError) as error:
+            if slot_reads.is_damage(error):
+                raise Damaged(node, source.slot, reason_of(error)) from error
+            raise _unreachable(node, error) from error
+        self._read_bytes += into.nbytes
+
+    # Bytes
+
+    async def _fill(self, job: HeldJob, lost: Iterable[_Lost], placement: Placement, work: list[Stripe]) -> None:
+        """All bands, a few at once."""
+        maker = Maker(placement)
+        waiting = (band for stripe in work for band in bands(placement, stripe))
+        targets = {each.rank: each.slot for each in lost}
+
+        async def serve() -> None:
+            for band in waiting:
+                self._check_still(job)
+                job.ended_s = time.monotonic()  # its time to live does not run while it is rebuilt
+                await self._band(job, band, placement, maker, targets)
+
+        tasks = [asyncio.ensure_future(serve()) for _ in range(BANDS_AT_ONCE)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            # Nobody writes a slot that may be freed now.
+            await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
+
+    async def _band(
+        self, job: HeldJob, band: Band, placement: Placement, maker: Maker, targets: dict[int, SlotFile | None]
+    ) -> None:
+        lane, width = placement.lanes[band.stripe.lane], band.end - band.begin
+        sources = {each.rank: each for each in self.request.slots}
+        rows = {piece.shard: np.empty((lane.code.w, width), np.uint8) for piece in band.stripe.read}
+        reads = []
+        for piece in band.stripe.read:
+            at = self._data_at[piece.rank] + piece.offset
+            if width == lane.packet_bytes:  # the shard in one go
+                reads.append(self._read(job, sources[piece.rank], at, rows[piece.shard].reshape(-1)))
+                continue
+            for packet in range(lane.code.w):
+                begin = at + packet * lane.packet_bytes + band.begin
+                reads.append(self._read(job, sources[piece.rank], begin, rows[piece.shard][packet]))
+        await asyncio.gather(*reads)
+        made = {}
+        for piece in band.stripe.made:
+            slot = targets[piece.rank]
+            assert slot is not None, "a lost rank without a slot"
+            for packet in range(lane.code.w):
+                begin = piece.offset + packet * lane.packet_bytes + band.begin
+                made[piece.shard, packet] = slot.map.data[begin : begin + width]
+        read = {(shard, packet): row for shard, packets in rows.items() for packet, row in enumerate(packets)}
+        await _in_thread(maker.make, band, read, made)
+
+    async def _verify(self, lost: _Lost, placement: Placement) -> None:
+        """Compares what was made with the digests that were taken when it was saved.
+
+        Raises:
+            FormatError: they differ.
+        """
+        digests = np.frombuffer(lost.record.digests, "<u8")
+        slot = lost.slot
+        assert slot is not None, "a lost rank without a slot"
+
+        def first_bad() -> int:
+            found = enumerate(slot.map.digests_of(0, slot.map.chunks))
+            return next((i for i, digest in found if digest != int(digests[i])), -1)
+
+        bad = await _in_thread(first_bad)
+        if bad >= 0:
+            lane = lane_at(placement.part(lost.rank), bad * placement.chunk_bytes)
+            raise FormatError(
+                f"what was decoded of rank {lost.rank}, {self.version}, is not what was saved: chunk {bad}, in lane {lane}.",
+                "bring back the lost node's memory, or go back to a checkpoint",
+            )
+
+    def _seal(self, job: HeldJob, lost: _Lost) -> pb.SlotHeader:
+        slot = lost.slot
+        assert slot is not None, "a lost rank without a slot"
+        slot.map.put_capsule(lost.record.capsule)
+        slot.map.landed()
+        slot.map.sealed(np.frombuffer(lost.record.digests, "<u8"))
+        # A rank of another lost node than the one whose place was taken is held, but does not train here.
+        (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = job.drafts.pop(slot.name)
+        return pb.SlotHeader(
+            rank=lost.rank, slot=slot.name, state=pb.SEALED, version=self.request.version,
+            layout=slot.map.header.layout, data_bytes=lost.data_bytes,
+        )  # fmt: skip
+
+    def _check_still(self, job: HeldJob) -> None:
+        """Raises StaleEpoch, or AttachError, if somebody attached meanwhile or the job was purged."""
+        job.check_epoch(self.request.decision.epoch)
+        slot_reads.refuse_living(job)
+        if self.registry.jobs.get(job.id) is not job:
+            raise AttachError(f"job {job.id} was purged while it was rebuilt.")
+
+    def _drop_unsealed(self, job: HeldJob, lost: Iterable[_Lost], is_new: bool) -> None:
+        """Empties and frees what was not finished, and forgets a job that was not known before and has nothing."""
+        is_held = self.registry.jobs.get(job.id) is job
+        for each in lost:
+            slot = each.slot
+            if slot is None or slot.name not in job.drafts:
+                continue  # it is finished, or was freed with the job
+            slot.map.empty()
+            self.registry.arena.free(job.drafts.pop(slot.name))
+        if is_new and is_held and not job.all_slots and job.epoch == messages.epoch_from(self.request.decision.epoch):
+            self.registry.purge(job.id)
+
+
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer of a daemon that was restarted a moment ago, too: gRPC looks for it only once a second."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await ask()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
+                raise
+        await asyncio.sleep(0.2)
+
+
+async def _in_thread(act, *arguments):  # type: ignore[no-untyped-def]
+    """Runs it in a thread, to its end."""
+    try:
+        return await _to_its_end(asyncio.to_thread(act, *arguments))
+    except ValueError as error:
+        raise ConfigError(f"it can't be rebuilt: {error}.") from error
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
+    """Its result, once it has one, however often the caller is cancelled: it writes into a slot that must not go before."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        task.exception()  # nobody else asks for it
+    raise cancelled
+
+
+def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
+    return AttachError(f"node {node.name} can't be read: {reason_of(error)}.", "look at its daemon, and try again")

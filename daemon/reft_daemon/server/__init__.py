@@ -1,0 +1,1 @@
+"""What the daemon serves: gRPC, and the sockets of its own node."""

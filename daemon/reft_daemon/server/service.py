@@ -1,0 +1,452 @@
+"""The daemon's gRPC face: checks who calls, translates messages and errors, and leaves the rest to the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from reft.core.recovery.survey_timeout import WHOLE_S, patience_s
+from reft.errors import AttachError, ConfigError, ReftError
+from reft.wire import handout, messages, rpc
+from reft.wire.slot_format import PAGE, TABLE_MAX
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon import __version__
+from reft_daemon.arena import shortage
+from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S
+from reft_daemon.membership.heartbeats import NotWatched
+from reft_daemon.peers.round_replicator import reason_of
+from reft_daemon.peers.survey_dedup import digests_of, leave_out, without_repeats
+from reft_daemon.rebuild.rebuild import Rebuild
+from reft_daemon.registry import NoSuchJob, Registry
+
+STATUS_DEADLINE_S = 1.0
+REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
+Context = grpc.aio.ServicerContext
+R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this daemon is to others."""
+
+    node: str
+    domain: str
+    addresses: tuple[str, ...]
+    handout: str
+    line: str
+    limit_bytes: int
+    tls: bool
+    unattended: bool
+    trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
+
+
+def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Turns errors of reft and of the system into statuses; anything else is a bug and ends the call with its name."""
+
+    @functools.wraps(method)
+    async def call(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await method(self, request, context)
+        except (NoSuchJob, NotWatched) as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+        except ReftError as error:
+            await context.abort(slot_reads.status_of(error), str(error))
+        except OSError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.told(error)))  # nothing was found to be damaged
+
+    return call
+
+
+@contextlib.contextmanager
+def _of(node: pb.Node) -> Iterator[None]:
+    """Says of failed calls which node they were for.
+
+    Raises:
+        AttachError: it can't be reached.
+        Unreadable: it has refused.
+    """
+    try:
+        yield
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise AttachError(
+                f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon"
+            ) from error
+        raise slot_reads.Unreadable(error.code(), f"node {node.name}: {reason_of(error)}") from error
+    except OSError as error:
+        raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon") from error
+
+
+def _is_local(context: Context) -> bool:
+    return context.peer().startswith("unix:")
+
+
+async def authorise(registry: Registry, name: str, context: Context) -> None:
+    """Lets in whoever can open the unix socket, and over TCP whoever has the job's token."""
+    if _is_local(context):
+        return
+    job = registry.jobs.get(name)
+    if job is None or not rpc.has_token(context.invocation_metadata(), job.record.manifest.token):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
+
+
+async def authorise_term(registry: Registry, name: str, context: Context) -> None:
+    """The same for what is said before the first attach too: with the token that agents agreed on, if there are agents."""
+    if _is_local(context):
+        return
+    token = registry.signalling.token(name)
+    if not token or not rpc.has_token(context.invocation_metadata(), token):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the token of the job's agents")
+
+
+class DaemonService(pb_grpc.DaemonServicer):
+    """What trainers and the CLI call."""
+
+    def __init__(self, registry: Registry, identity: Identity) -> None:
+        self._registry = registry
+        self._identity = identity
+        self._rebuilding = asyncio.Lock()  # one at a time: each takes its share of memory
+
+    @translated
+    async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
+        messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
+        if request.agent_pid and _is_local(context):
+            self._registry.stay_for(request.agent_pid)
+        if request.job and _is_local(context):
+            self._registry.visited()
+        me, job = self._identity, self._registry.jobs.get(request.job)
+        held = job is not None and job.record.had_whole and _is_local(context)
+        return pb.HelloReply(
+            protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
+            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line, held=held,
+            tls=me.tls, unattended=me.unattended,
+        )  # fmt: skip
+
+    @translated
+    async def Inventory(self, request: pb.InventoryRequest, context: Context) -> pb.InventoryReply:
+        await authorise(self._registry, request.job, context)
+        # A token opens one job; names and scripts of the others are for who could open the socket.
+        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)]
+        reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
+        job = self._registry.jobs.get(request.job)
+        if job is None:
+            return reply
+        if request.fence:
+            await job.fence(request.launch, request.pids)
+        reply.manifest.CopyFrom(job.record.manifest)
+        reply.slots.extend(job.headers())
+        reply.copies.extend(job.custody.store.copies())
+        reply.had_whole = job.record.had_whole
+        reply.trained_s, reply.failed = job.trained_s, job.has_failed
+        if job.record.HasField("decision"):
+            reply.decision.CopyFrom(job.record.decision)
+        if job.record.HasField("base_manifest"):
+            reply.base_manifest.CopyFrom(job.record.base_manifest)
+        leave_out(reply, request.known)
+        return reply
+
+    @translated
+    async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
+        await authorise(self._registry, request.job, context)
+        record = self._registry.get(request.job).record
+        signalling, has_round = self._registry.signalling, request.HasField("round")
+        given_up_s = signalling.given_up_s(request.job, request.launch, request.round) if has_round else {}
+        patience = {node.id: patience_s(given_up_s.get(node.id), request.again) for node in request.nodes}
+        token, known = record.manifest.token, digests_of(record)
+        calls = (self._survey(node, token, request, known, patience[node.id]) for node in request.nodes)
+        return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
+
+    async def _survey(
+        self, node: pb.Node, token: bytes, request: pb.SurveyRequest, known: list[int], wait_s: float
+    ) -> pb.Surveyed:
+        """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
+        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
+        found = await self._ask(node, token, inventory, wait_s)
+        found.brief = not request.again and wait_s < WHOLE_S
+        if not request.fence or not found.HasField("reply"):
+            return found
+        inventory.fence = True
+        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
+
+    async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float) -> pb.Surveyed:
+        # Each way to the node gets its share of the time; a unix socket that is not there fails at once, and so does a way
+        # that leads nowhere once another one was found to work.
+        ways = 1 if inventory.fence else sum(not address.startswith("unix:") for address in node.addresses)
+        share_s = deadline_s / max(ways, 1)
+        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, anew=True)
+        try:
+            reply = await asyncio.wait_for(call, deadline_s)
+        except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
+            return pb.Surveyed(node=node, trouble=reason_of(error))
+        return pb.Surveyed(node=node, reply=reply)  # type: ignore[arg-type]
+
+    @translated
+    async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
+        await authorise(self._registry, request.job, context)
+        if request.HasField("node"):
+            node, passed, token = await self._passed_on(request, context)
+            with _of(node):
+                return await self._registry.peers.call(  # type: ignore[return-value]
+                    node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
+                )
+        version = messages.version_from(request.version)
+        record = self._registry.get(request.job).capsule(request.rank, version)
+        if record is None:
+            what = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
+            await context.abort(grpc.StatusCode.NOT_FOUND, what)
+        return record
+
+    @translated
+    async def Decide(self, request: pb.DecideRequest, context: Context) -> pb.DecideReply:
+        await authorise(self._registry, request.manifest.job, context)
+        await self._registry.decide(request)
+        return pb.DecideReply()
+
+    @translated
+    async def Lease(self, request: pb.LeaseRequest, context: Context) -> pb.LeaseReply:
+        await authorise(self._registry, request.job, context)
+        _check_sizes(request)
+        slots = await self._registry.lease(request)
+        leased = [pb.LeasedSlot(name=slot.name, file_bytes=slot.file_bytes) for slot in slots]
+        return pb.LeaseReply(slots=leased, backing=self._registry.get(request.job).backing)
+
+    @translated
+    async def Secure(self, request: pb.SecureRequest, context: Context) -> pb.SecureReply:
+        await authorise(self._registry, request.job, context)
+        await self._registry.secure(request)
+        return pb.SecureReply()
+
+    @translated
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseReply:
+        await authorise(self._registry, request.job, context)
+        self._registry.get(request.job).release(request)
+        return pb.ReleaseReply()
+
+    async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
+        """Bytes of a sealed slot, for a rank that now runs on another node."""
+        await authorise(self._registry, request.job, context)
+        try:
+            async for data in self._read(request, context):
+                yield pb.Chunk(data=data)
+        except ReftError as error:
+            await context.abort(slot_reads.status_of(error), str(error))
+
+    async def _read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[bytes]:
+        if not request.HasField("node"):
+            async for data in slot_reads.read(self._registry.jobs.get(request.job), request):
+                yield data
+            return
+        node, passed, token = await self._passed_on(request, context)
+        pieces = self._registry.peers.pieces(node, token, passed, context.time_remaining())
+        with _of(node):
+            async with contextlib.aclosing(pieces):
+                async for data in pieces:
+                    yield data
+
+    async def _passed_on(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
+        """The node that is to answer, what to ask it, and the job's token.
+
+        Daemons have certificates and know the ways to one another; a trainer needs neither.
+        """
+        if not _is_local(context):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "calls are passed on over the unix socket only")
+        passed = type(request)()
+        passed.CopyFrom(request)
+        passed.ClearField("node")
+        return request.node, passed, self._registry.get(request.job).record.manifest.token
+
+    @translated
+    async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+        name = request.manifest.job
+        if name in self._registry.jobs or not self._identity.trusts_peers:
+            await authorise(self._registry, name, context)
+        if request.HasField("onto") and not self._registry.peers.is_own(request.onto):
+            return await self._pass_on(request, context)
+        async with self._rebuilding:
+            return await Rebuild(self._registry, request).run()
+
+    async def _pass_on(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+        """Asks the daemon that is to rebuild: it may be where only daemons reach it."""
+        job = self._registry.get(request.manifest.job)
+        await authorise(self._registry, job.id, context)
+        slot_reads.refuse_living(job)
+        onto, token = request.onto, job.record.manifest.token
+        passed = pb.RebuildRequest()
+        passed.CopyFrom(request)
+        passed.ClearField("onto")
+        try:
+            reply = await self._registry.peers.call(
+                onto, token, pb_grpc.DaemonStub, "Rebuild", passed, REBUILD_DEADLINE_S
+            )
+        except grpc.RpcError as error:
+            await context.abort(error.code(), f"daemon {onto.addresses[0]}: {error.details()}")
+        return reply  # type: ignore[return-value]
+
+    @translated
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
+        await authorise(self._registry, request.job, context)
+        registry = self._registry
+        if request.job:
+            registry.get(request.job)
+        jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
+        statuses = [_status(job, self._identity.node) for job in jobs]
+        for each in statuses:
+            each.signals.extend(registry.signalling.status(each.job))
+        if request.deep:
+            await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
+        return pb.StatusReply(
+            node=self._identity.node, node_id=registry.arena.node_id, version=__version__, pid=os.getpid(),
+            held_bytes=registry.arena.held_bytes, limit_bytes=self._identity.limit_bytes,
+            directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
+            round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
+            capsule_bytes_sent=registry.peers.sent["Keep"],
+            beat_bytes_sent=registry.signalling.peers.sent["Beat"], beats_sent=registry.signalling.beats_sent,
+            spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
+        )  # fmt: skip
+
+    async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:
+        """Adds what the other daemons of the job say; those that don't answer are named."""
+        manifest = job.record.manifest
+        others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
+        request = pb.StatusRequest(job=job.id)
+        calls = (
+            self._registry.peers.call(node, manifest.token, pb_grpc.DaemonStub, "Status", request, STATUS_DEADLINE_S)
+            for node in others
+        )
+        for node, reply in zip(others, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(reply, pb.StatusReply) and reply.jobs:
+                status.ranks.extend(reply.jobs[0].ranks)
+                status.whole = max(status.whole, reply.jobs[0].whole)
+                merge_signals(status, reply.jobs[0])
+            else:
+                status.silent_nodes.append(node.name)
+
+    @translated
+    async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
+        await authorise_term(self._registry, request.job, context)
+        return self._registry.signalling.agent_beat(request)
+
+    @translated
+    async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
+        await authorise_term(self._registry, request.job, context)
+        return await self._registry.signalling.signals(request)
+
+    @translated
+    async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        if job.is_live:
+            raise ConfigError(f"job {job.id} is being trained.", "end its trainers first")
+        return pb.PurgeReply(freed_bytes=self._registry.purge(job.id))
+
+
+class PeerService(pb_grpc.PeerServicer):
+    """What other daemons call."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @translated
+    async def Keep(self, request: pb.KeepRequest, context: Context) -> pb.KeepReply:
+        await authorise(self._registry, request.job, context)
+        self._registry.get(request.job).keep(request)
+        return pb.KeepReply()
+
+    @translated
+    async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
+        await authorise_term(self._registry, request.job, context)
+        return self._registry.signalling.beat(request)
+
+    @translated
+    async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        try:
+            outcome = job.hear_node(request)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        return messages.outcome_to(job.id, job.epoch, outcome)
+
+    @translated
+    async def Announce(self, request: pb.Outcome, context: Context) -> pb.OutcomeReply:
+        await authorise(self._registry, request.job, context)
+        job = self._registry.get(request.job)
+        job.check_epoch(request.epoch)
+        job.hear_outcome(messages.outcome_from(request))
+        return pb.OutcomeReply()
+
+
+def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
+    """Adds what another daemon of the job sees: of each node the gravest holds, as not everybody watches everybody."""
+    seen = {each.node_id: each for each in ours.signals}
+    for each in theirs.signals:
+        if each.node_id not in seen:
+            ours.signals.append(each)
+        elif each.signal > seen[each.node_id].signal:
+            seen[each.node_id].CopyFrom(each)
+
+
+def _check_sizes(request: pb.LeaseRequest) -> None:
+    """Raises ConfigError for what no trainer asks; whether the rest fits is decided before memory is touched."""
+    if request.slots > handout.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
+        raise ConfigError(
+            f"{request.slots} slots with a table of {request.table_bytes} bytes; "
+            f"{handout.DESCRIPTORS_MAX} and {TABLE_MAX} are allowed."
+        )
+    if request.slots and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
+        raise ConfigError(f"chunks of {request.chunk_bytes} bytes; it must be a multiple of {PAGE}.")
+
+
+def _held(job: HeldJob) -> pb.HeldJob:
+    manifest = job.record.manifest
+    common = [set(job.sealed_versions(rank)) for rank in job.ranks]
+    newest = max(set.intersection(*common) if common else set(), key=lambda v: v.order, default=None)
+    held = pb.HeldJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
+    if newest and not job.is_live:
+        held.newest.CopyFrom(messages.version_to(newest))
+    return held
+
+
+def _status(job: HeldJob, node: str) -> pb.JobStatus:
+    manifest = job.record.manifest
+    status = pb.JobStatus(
+        job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
+        backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
+        every=(job.round.outcome.pace.every if job.round else 0) or manifest.every,
+        ranks=[_rank_status(job, rank, node) for rank in job.ranks],
+        degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
+        unlike=sorted(job.round.outcome.unlike) if job.round else [],
+    )  # fmt: skip
+    if job.record.HasField("decision"):
+        status.epoch.CopyFrom(job.record.decision.epoch)
+        if job.record.decision.HasField("base"):
+            status.base.CopyFrom(job.record.decision.base)
+    return status
+
+
+def _rank_status(job: HeldJob, rank: int, node: str) -> pb.RankStatus:
+    lease = job.leases.get(rank)
+    sealed = job.sealed_versions(rank)
+    status = pb.RankStatus(
+        rank=rank, node=node, step=lease.step if lease else -1,
+        bytes=sum(slot.file_bytes for slot in job.all_slots.values() if slot.rank == rank),
+    )  # fmt: skip
+    if lease:
+        status.alive, status.closed = lease.watch is not None, lease.closed
+        status.trouble, status.pid = lease.trouble, lease.process.pid
+    if sealed:
+        status.sealed.CopyFrom(messages.version_to(sealed[-1]))
+        status.sealed_age_s = time.monotonic() - job.sealed_s.get(rank, job.since_s)
+    return status

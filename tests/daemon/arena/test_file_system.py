@@ -1,0 +1,107 @@
+"""What others do to the file system in which slots and records lie: files removed, no room left."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import grpc
+import pytest
+
+from reft.core.commit.slots import SlotState
+from tests.daemon.jobs.test_capsules import all_whole, copies, fetch, held_job, seal
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import Code, Job, write
+
+LANDED, SEALED = SlotState.LANDED, SlotState.SEALED
+
+
+def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trainer):
+    """systemd's RemoveIPC, or a script that clears /dev/shm when a user's job has ended."""
+    job = Job([(daemon, [0])]).decide()
+    slots = job.slots(0, trainer.pid)
+    assert daemon.status("job").backing == "tmpfs"
+    for name in ("rank-0.slot-1", "record"):
+        (daemon.folder / "job" / name).unlink()
+    assert daemon.status("job").backing == "unlinked"
+    until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+    write(slots[1], job.version(1), LANDED)
+    trainer.kill()
+    until(
+        lambda: job.headers()["rank-0.slot-1"] == (SEALED, 1),
+        what="the seal that the daemon makes for the dead trainer",
+    )
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
+    job = Job([(daemon, [0])])
+    if holds:
+        write(job.decide().slots(0, trainer.pid)[0], job.version(1))
+    shutil.rmtree(daemon.folder)
+    if holds:
+        until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+        trainer.kill()
+        job.decide(job.version(1))  # the next attach
+        assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
+    daemon.process.terminate()
+    assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
+
+
+def test_capsules_of_others_outlive_their_files(start, trainer):
+    job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
+    seal(job, trainer, 1)
+    all_whole(job, 1)
+    shutil.rmtree(job.daemons[1].folder / "job")
+    assert copies(job, 1) == [(0, 1)] and fetch(job, 1, 0, 1) == fetch(job, 0, 0, 1)
+    seal(job, trainer, 2)
+    all_whole(job, 2)
+    assert copies(job, 1) == [(0, 2)] and fetch(job, 1, 0, 2) == fetch(job, 0, 0, 2)
+
+
+def fill(folder: Path) -> list[Path]:
+    """What others leave in /dev/shm: files that take all the room there is."""
+    path = folder / f"theirs-{len(list(folder.glob('theirs-*')))}"
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return list(folder.glob("theirs-*"))
+
+
+def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
+    """Others also take what the daemon had kept for its records, each time that it gives some of it."""
+    for _ in range(30):
+        theirs = fill(daemon.folder)
+        try:
+            job.decide(job.version(1, 1))
+        except grpc.RpcError as error:
+            assert error.code() is Code.RESOURCE_EXHAUSTED and "make room in" in error.details()
+            return theirs
+    raise AssertionError("there is room without end")
+
+
+def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
+    job = Job([(cramped, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    fill(cramped.folder)
+    trainer.kill()
+    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
+    job.decide(job.version(1))  # the next attach: its record takes room that was kept
+    theirs = fill_to_the_last(job, cramped)
+    assert not list((cramped.folder / "job").glob("*.new"))
+    for path in theirs:
+        path.unlink()
+    job.decide(job.version(1, 1))
+    cramped.kill()
+    cramped.start()
+    assert cramped.status("job").epoch == job.epoch
+
+
+def test_what_can_not_be_written_down_is_sealed_all_the_same(cramped, trainer):
+    job = Job([(cramped, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)
+    trainer.kill()
+    until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
+    assert "job=job" in cramped.log.read_text().rpartition("make room in")[0].splitlines()[-1]

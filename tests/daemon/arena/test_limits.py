@@ -1,0 +1,99 @@
+"""How much an arena may take: of the machine, of --memory, and of the container, by cgroups of both versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from reft.errors import NoRoom
+from reft_daemon.arena import limits
+from reft_daemon.arena.arena import Arena
+
+GIB = 1 << 30
+
+
+def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dict[str, int]:
+    """Folder → free bytes of each bound that a cgroup sets."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self/cgroup").write_text(line)
+    for folder, files in groups.items():
+        (cgroups / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (cgroups / folder / name).write_text(text)
+    found = limits.limits(0, 0, proc, cgroups)
+    prefix = f"the memory limit of the cgroup {cgroups}"
+    return {
+        limit.name.removeprefix(prefix): limit.free_bytes
+        for limit in found
+        if limit.name.startswith("the memory limit")
+    }
+
+
+def test_the_machine_is_a_bound_with_a_margin(tmp_path):
+    (machine,) = limits.limits(0, 0, tmp_path, tmp_path)
+    facts = psutil.virtual_memory()
+    assert machine.free_bytes < facts.available
+    assert machine.free_bytes == pytest.approx(facts.available - limits.MARGIN * facts.total, abs=2 * GIB)
+
+
+def test_the_margin_is_for_slots_a_capsule_may_have_of_it(tmp_path, monkeypatch):
+    """Else nothing becomes whole as soon as training itself leaves less free than the margin."""
+    short = SimpleNamespace(total=1000 * GIB, available=40 * GIB)
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: short)
+    arena = Arena(tmp_path / "arena", 0)
+    with pytest.raises(NoRoom, match=r"the slots need 1\.0 KiB, but the machine's free memory leaves 0 B"):
+        arena.check_room(1024, slots=1)
+    arena.check_room(1024)
+    short.available = 1000
+    with pytest.raises(NoRoom, match=r"the capsule needs 1\.0 KiB"):
+        arena.check_room(1024)
+    arena.close()
+
+
+def test_the_flag_is_a_bound_less_what_is_held(tmp_path):
+    flag = limits.limits(5 * GIB, 2 * GIB, tmp_path, tmp_path)[1]
+    assert (flag.name, flag.free_bytes) == ("--memory", 3 * GIB)
+
+
+def test_version_2_counts_every_ancestor_and_gives_page_cache_back(tmp_path):
+    groups = {
+        "": {},
+        "pod": {"memory.max": str(8 * GIB), "memory.current": str(3 * GIB)},
+        "pod/box": {
+            "memory.max": str(4 * GIB), "memory.current": str(3 * GIB),
+            "memory.stat": f"anon {GIB}\nfile {2 * GIB}\nshmem {GIB}\n",
+        },
+        "pod/box/leaf": {"memory.max": "max", "memory.current": "7"},
+    }  # fmt: skip
+    found = free_of(tmp_path, "0::/pod/box/leaf\n", groups)
+    assert found == {"/pod": 5 * GIB, "/pod/box": 2 * GIB}  # a file in a tmpfs is not given back
+
+
+def test_version_1(tmp_path):
+    groups = {
+        "memory": {"memory.limit_in_bytes": str((1 << 63) - 4096), "memory.usage_in_bytes": "5"},
+        "memory/box": {
+            "memory.limit_in_bytes": str(GIB), "memory.usage_in_bytes": str(GIB // 2),
+            "memory.stat": f"total_cache {GIB // 4}\ntotal_shmem 0\n",
+        },
+    }  # fmt: skip
+    assert free_of(tmp_path, "5:cpu:/x\n4:memory:/box\n", groups) == {"/memory/box": GIB // 2 + GIB // 4}
+
+
+def test_a_container_that_sees_itself_as_the_root(tmp_path):
+    groups = {"": {"memory.max": str(GIB), "memory.current": "0"}}
+    assert free_of(tmp_path, "0::/host/path/that/is/not/mounted\n", groups) == {"": GIB}
+
+
+def test_no_cgroup_is_no_bound(tmp_path):
+    assert free_of(tmp_path, "0::/\n", {"": {}}) == {}
+
+
+def test_which_folders_are_in_memory():
+    assert limits.is_tmpfs(Path("/dev/shm")) and limits.is_tmpfs(Path("/dev/shm/not/there"))
+    assert not limits.is_tmpfs(Path("/proc"))
+    assert limits.file_system_free(Path("/dev/shm")) > 0

@@ -1,0 +1,215 @@
+"""No descriptor, no thread: what can't be looked at is neither dead nor damaged, and the daemon's loops go on."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.round import Outcome
+from reft.core.commit.version import Version
+from reft.core.membership.failure_detector import Agent
+from reft.wire import messages, rpc
+from reft.wire.process import Process, stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon import main
+from reft_daemon.arena.arena import Arena
+from reft_daemon.arena.pool import Pool, Spare
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S, Watch
+from reft_daemon.membership.job_monitor import Term, Vigil
+from reft_daemon.server import socket_keeper
+from tests.daemon.jobs.test_leases import decide_request, lease_request
+from tests.support.daemons import DaemonProcess
+from tests.support.jobs import Code, Job, Trainer, epoch_of, refused, registry_of
+
+FULL = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+        yield Arena(Path(path), 64 << 20)
+
+
+def fail(*_: object, **__: object) -> object:
+    raise FULL
+
+
+def raise_no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def itself() -> Process:
+    return Process(os.getpid(), stat_of(os.getpid()).start)
+
+
+@pytest.mark.parametrize("call", ["pidfd_open", "read_text"])
+def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypatch, call):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        before = len(os.listdir("/proc/self/fd"))
+        request = lease_request(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(*((os, call) if call == "pidfd_open" else (Path, call)), fail)
+            with pytest.raises(OSError, match="Too many open files"):
+                await job.lease(request)
+        assert not job.leases and not job.has_failed
+        for slot in list(job.slots.values()):
+            arena.free(job.slots.pop(slot.name))
+        assert len(os.listdir("/proc/self/fd")) == before
+        await job.lease(request)
+        assert job.is_live
+
+    asyncio.run(run())
+
+
+def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
+    async def run() -> None:
+        process, before = itself(), len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            with pytest.raises(OSError, match="Too many"):
+                Watch(process, lambda: None)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(run())
+
+
+def test_a_caller_is_told_and_may_try_again(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    pid = daemon.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    request = job.lease_request(0, trainer.pid, slots=0, data_bytes=0, table_bytes=0)
+    with rpc.channel(daemon.address) as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        stub.Status(pb.StatusRequest(), timeout=10)  # the connection is there
+        taken = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), limits[1]))
+        with refused(Code.INTERNAL, "Too many open files"):
+            stub.Lease(request, timeout=10)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        stub.Lease(request, timeout=10)
+    assert daemon.status("job").ranks[0].alive
+
+
+def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
+    try:
+        daemon = DaemonProcess()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize("what", ["slot", "record", "capsule"])
+def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what):
+    async def run() -> None:
+        request = decide_request(1)
+        job = HeldJob(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
+        job.decide(request, [])
+        await job.lease(lease_request(1))
+        version = messages.version_to(Version(epoch_of(1), 3))
+        job.custody.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
+        names = set(os.listdir(arena.folder / "job"))
+        opened, read_bytes = os.open, Path.read_bytes
+        is_one = {"slot": "rank-", "record": "record", "capsule": "capsule-"}[what]
+
+        def read(path: Path) -> bytes:
+            return fail() if path.name.startswith(is_one) else read_bytes(path)  # type: ignore[return-value]
+
+        def opening(path: str | Path, *arguments: int) -> int:
+            return fail() if Path(path).name.startswith(is_one) else opened(path, *arguments)  # type: ignore[return-value]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", read)
+            patch.setattr(os, "open", opening)
+            with pytest.raises(OSError, match="Too many"):
+                registry_of(arena).adopt()
+        assert set(os.listdir(arena.folder / "job")) == names
+        assert job.capsule(0, Version(epoch_of(1), 3)) is not None
+
+    asyncio.run(run())
+
+
+def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeypatch):
+    async def run() -> None:
+        agent = Trainer()
+        registry = registry_of(arena)
+        registry.stay_for(agent.pid)
+        vigil = Vigil("job", "n", Term("l", 1, bytes(32), {"n": pb.Node(id="n")}), lambda _: None, lambda _: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            vigil.agent_beat(agent.pid, Agent.TRAINING)
+            registry.idle_since_s = float("-inf")
+            expiring = asyncio.ensure_future(registry.expire_for_ever(1e-3))
+            await asyncio.sleep(0)
+            assert not expiring.done(), "it would have left"
+        assert not vigil.has_other_agent(0)
+        vigil.agent_beat(agent.pid, Agent.TRAINING)
+        assert vigil.has_other_agent(0)
+        agent.kill()
+        await asyncio.wait_for(expiring, 20)
+        vigil.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_has_just_been_reaped_is_no_error_to_kill():
+    async def run() -> None:
+        child = Trainer()
+        watch = Watch(Process(child.pid, stat_of(child.pid).start), lambda: None)
+        child.kill()  # ended and reaped, and the loop has not looked since
+        assert await watch.kill()
+
+    asyncio.run(run())
+
+
+def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(monkeypatch):
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what has closed its session may live on
+
+    async def run() -> None:
+        watch = Watch(itself(), lambda: None)
+        killing = asyncio.ensure_future(watch.kill())
+        await asyncio.sleep(0)
+        watch.close()
+        assert await asyncio.wait_for(killing, FENCE_DEADLINE_S / 2)
+        assert await watch.kill(), "nor is it signalled"
+
+    asyncio.run(run())
+
+
+def test_loops_go_on_where_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(socket_keeper, "LOOK_S", 0)
+    monkeypatch.setattr(main, "SPARE_S", 0)
+    pool = Pool(Spare(1, 4096), tmp_path, lambda: 0, list)
+
+    async def run() -> None:
+        place = socket_keeper.Doors(tmp_path / "d.sock")
+        loops = [asyncio.ensure_future(each) for each in (place.watch(None, None), main._keep_spare(pool))]
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", raise_no_thread)
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert not any(loop.done() for loop in loops)
+        for loop in loops:
+            loop.cancel()
+        place.release()
+
+    asyncio.run(run())
+    assert caplog.text.count("sockets at") == 1 and "spare memory can't be had: can't start new thread" in caplog.text

@@ -1,0 +1,265 @@
+"""A rank that asks for larger slots while it trains: what it writes meanwhile into those that it has is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.errors import AttachError, FormatError, NoRoom
+from reft.wire import messages
+from reft.wire.slot_format import Geometry
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs import slot_reads
+from reft_daemon.jobs.job_record import HeldJob
+from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
+from tests.support.daemons import until
+from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, write
+from tests.support.saying import says
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+        yield Arena(Path(path), 64 << 20)
+
+
+def seal(job: Job, slot, step: int) -> None:
+    write(slot, job.version(step))
+    job.report(0, {step: Answer.SEALED})
+
+
+@pytest.mark.parametrize("filled", [0, 2])
+def test_a_refused_lease_takes_nothing_from_the_trainer(start, trainer, filled):
+    daemon = start("--memory", "8MiB")
+    job = Job([(daemon, [0])]).decide()
+    one, two = job.slots(0, trainer.pid)
+    for step, slot in list(enumerate((one, two), 1))[:filled]:
+        seal(job, slot, step)
+    with refused(Code.RESOURCE_EXHAUSTED):
+        job.lease(0, trainer.pid, data_bytes=64 << 20)
+    for step, slot in ((3, one), (4, two), (5, one)):
+        seal(job, slot, step)
+    daemon.kill()
+    daemon.start()
+    assert sorted(job.headers().values()) == [(SlotState.SEALED, 4), (SlotState.SEALED, 5)]
+
+
+@pytest.mark.parametrize("filled", [0, 2])
+def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, filled):
+    job = Job([(daemon, [0])]).decide()
+    old = job.slots(0, trainer.pid)
+    for step, slot in list(enumerate(old, 1))[:filled]:
+        seal(job, slot, step)
+    new = job.slots(0, trainer.pid, data_bytes=8 * CHUNK)
+    seal(job, old[0], 3)
+    assert (SlotState.SEALED, 3) in job.headers().values() and job.whole() == 3
+    seal(job, new[0], 4)
+    seal(job, new[1], 5)
+    assert len(job.headers()) == 2, "once the new slots are written, the old ones go"
+
+
+def test_what_a_trainer_left_in_slots_that_larger_ones_replace_is_sealed_too(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    old, _ = job.slots(0, trainer.pid)
+    job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
+    write(old, job.version(1), SlotState.LANDED)  # it has not mapped them yet
+    trainer.kill()
+    until(lambda: (SlotState.SEALED, 1) in job.headers().values(), what="the seal")
+    until(lambda: job.whole() == 1, what="the round's word")
+
+
+def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        one, _ = await job.lease(lease_request(1))
+        write(one.map, Version(epoch_of(1), 1), nbytes=4096)
+        job.release(release_request(1))
+        job.decide(decide_request(2), [])
+        larger = lease_request(2)
+        larger.data_bytes = 3 * 4096
+        await job.lease(larger)
+        assert job.retired
+        os.truncate(arena.folder / "job" / one.name, 100)
+        said = messages.said_to(says({1: Answer.SEALED}))
+        job.report(pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, said=said))
+        assert job.record.had_whole
+
+    asyncio.run(run())
+
+
+def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        begun, goes_on = threading.Event(), threading.Event()
+        create, calls = arena.create, []
+
+        def slowly(*arguments: object) -> list:
+            calls.append(arguments)
+            begun.set()
+            goes_on.wait(20)
+            return create(*arguments)
+
+        monkeypatch.setattr(arena, "create", slowly)
+        first = asyncio.ensure_future(job.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        first.cancel()
+        second = asyncio.ensure_future(job.lease(lease_request(1)))
+        for _ in range(10):
+            await asyncio.sleep(0)  # the second one comes as far as it can
+        goes_on.set()
+        assert {slot.name for slot in await second} == set(job.slots)
+        assert len(calls) == 1 and len(job.slots) == 2 and arena.held_bytes == job.held_bytes
+
+    asyncio.run(run())
+
+
+def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch):
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        begun, goes_on = threading.Event(), threading.Event()
+        create = arena.create
+
+        def slowly(*arguments: object) -> list:
+            slots = create(*arguments)
+            begun.set()
+            goes_on.wait(20)
+            return slots
+
+        monkeypatch.setattr(arena, "create", slowly)
+        lease = asyncio.ensure_future(job.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        job.free()
+        with pytest.raises(AttachError, match="was dropped"):
+            await lease
+        freed: asyncio.Queue[object] = asyncio.Queue()
+        free = arena.free
+        monkeypatch.setattr(arena, "free", lambda slot: freed.put_nowait(free(slot)))
+        goes_on.set()
+        for _ in range(2):
+            await asyncio.wait_for(freed.get(), 20)
+        assert not job.slots and arena.held_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
+    def refuse(number: int) -> None:
+        monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+
+    before = len(os.listdir("/proc/self/fd"))
+    for number, kind in ((errno.EMFILE, AttachError), (errno.ENOSPC, NoRoom)):
+        refuse(number)
+        with pytest.raises(AttachError) as raised:
+            arena.create("job", 0, ["rank-0.slot-0"], Geometry(4096, 4096, 4096), [])
+        assert type(raised.value) is kind
+    assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
+
+
+def job_of(arena: Arena, name: str = "job") -> HeldJob:
+    request = decide_request(1)
+    request.manifest.job = name
+    job = HeldJob(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
+    job.decide(request, [])
+    return job
+
+
+def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
+    to_thread, makers = asyncio.to_thread, []
+
+    def counted(*arguments: object) -> object:
+        makers.append(arguments)
+        return to_thread(*arguments)
+
+    async def run() -> None:
+        checked, goes_on = threading.Event(), threading.Event()
+        check = arena.check_room
+        monkeypatch.setattr(arena, "check_room", lambda *need: (check(*need), checked.set(), goes_on.wait(20)))
+        monkeypatch.setattr(asyncio, "to_thread", counted)
+        request = lease_request(1)
+        request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
+        leases = [asyncio.ensure_future(job_of(arena, name).lease(request)) for name in ("one", "other")]
+        await to_thread(checked.wait, 20)
+        assert len(makers) == 1, "between the question and the answer's use nobody else asks"
+        goes_on.set()
+        found = await asyncio.gather(*leases, return_exceptions=True)
+        assert [type(each) for each in found] == [list, NoRoom] and arena.held_bytes <= arena.budget_bytes
+
+    asyncio.run(run())
+
+
+def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_one_that_was_dropped(
+    arena, monkeypatch
+):
+    async def run() -> None:
+        create, begun, goes_on = arena.create, threading.Event(), threading.Event()
+
+        def slowly(*arguments: object) -> list:
+            begun.set()
+            goes_on.wait(20)
+            return create(*arguments)
+
+        monkeypatch.setattr(arena, "create", slowly)
+        dropped = job_of(arena)
+        first = asyncio.ensure_future(dropped.lease(lease_request(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        dropped.free()
+        with pytest.raises(AttachError, match="was dropped"):
+            await first
+        again = job_of(arena)
+        begun.clear()
+        second = asyncio.ensure_future(again.lease(lease_request(1)))
+        for _ in range(10):
+            await asyncio.sleep(0)  # it comes as far as it can
+        assert not begun.is_set()
+        goes_on.set()
+        assert {slot.backing for slot in await second} == {"tmpfs"}
+        assert arena.held_bytes == again.held_bytes
+
+    asyncio.run(run())
+
+
+def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
+    """Spare memory is filled in another thread, up to what the arena does not hold."""
+    made, held = arena._made, []
+
+    def look(*arguments: object) -> object:
+        held.append(arena.held_bytes)
+        return made(*arguments)
+
+    monkeypatch.setattr(arena, "_made", look)
+    slots = arena.create("job", 0, ["rank-0.slot-0", "rank-0.slot-1"], Geometry(4096, 4096, 4096), [])
+    assert held == [sum(slot.file_bytes for slot in slots)] * 2
+
+
+def test_who_reads_a_slot_that_is_freed_meanwhile_gets_no_other_file(arena):
+    async def run() -> None:
+        job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
+        request.data_bytes = 2 * slot_reads.READ_CHUNK
+        slot, _ = await job.lease(request)
+        write(slot.map, version, nbytes=request.data_bytes)
+        ask = pb.ReadRequest(job="job", slot=slot.name, version=messages.version_to(version), size=slot.file_bytes)
+        pieces, number = slot_reads.read(job, ask), slot.descriptor
+        await anext(pieces)
+        job.free()
+        other = os.dup2(arena._lock, number)  # the number is given again
+        with pytest.raises(FormatError, match="can't be read"):
+            await anext(pieces)
+        with pytest.raises(FormatError, match="was freed"):
+            slot.check_size()
+        os.close(other)
+
+    asyncio.run(run())

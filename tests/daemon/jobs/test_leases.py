@@ -1,0 +1,121 @@
+"""Who is a rank's trainer: a session that was closed stays closed, whatever was still under way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.core.commit.round import Answer
+from reft.errors import AttachError, StaleEpoch
+from reft.wire import messages
+from reft.wire.process import Process, stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.leases import Lease, end_orphans
+from tests.support.daemons import until
+from tests.support.jobs import Code, Job, epoch_of, refused
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with tempfile.TemporaryDirectory(prefix="reft-test-", dir="/dev/shm") as path:
+        yield Arena(Path(path), 64 << 20)
+
+
+def decide_request(counter: int) -> pb.DecideRequest:
+    epoch = messages.epoch_to(epoch_of(counter))
+    manifest = pb.Manifest(job="job", world=1, nodes=[pb.Node(name="n", id="n", ranks=[0])])
+    return pb.DecideRequest(manifest=manifest, decision=pb.Decision(epoch=epoch))
+
+
+def lease_request(counter: int) -> pb.LeaseRequest:
+    epoch = messages.epoch_to(epoch_of(counter))
+    return pb.LeaseRequest(
+        job="job", epoch=epoch, rank=0, pid=os.getpid(), pid_start=stat_of(os.getpid()).start, slots=2,
+        data_bytes=4096, table_bytes=4096, chunk_bytes=4096,
+    )  # fmt: skip
+
+
+def release_request(counter: int) -> pb.ReleaseRequest:
+    return pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(counter)), rank=0)
+
+
+def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
+    with refused(Code.FAILED_PRECONDITION, "has closed its session"):
+        job.lease(0, trainer.pid)
+    assert not daemon.status("job").ranks[0].alive
+    assert job.decide().lease(0, trainer.pid) == names, "the next attach of the same process is another matter"
+
+
+@pytest.mark.parametrize("event", ["closed", "attached anew"])
+def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
+    """A larger layout's slots are leased beside training: the session may be closed while they are being made."""
+
+    async def run() -> None:
+        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job.decide(decide_request(1), [])
+        await job.lease(lease_request(1))
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly(request: pb.LeaseRequest) -> list:
+            begun.set()
+            await goes_on.wait()
+            return []
+
+        monkeypatch.setattr(job, "_slots_for", slowly)
+        late = asyncio.ensure_future(job.lease(lease_request(1)))
+        await begun.wait()
+        job.release(release_request(1))
+        if event == "attached anew":
+            job.decide(decide_request(2), [])
+        goes_on.set()
+        with pytest.raises(AttachError if event == "closed" else StaleEpoch):
+            await late
+        assert not any(lease.watch for lease in job.leases.values())
+
+    asyncio.run(run())
+
+
+def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
+    """Two launches of a job in one moment: the second has looked, and found nobody, when the first one registers."""
+    job = Job([(daemon, [0])]).decide()
+    daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], fence=True))
+    job.lease(0, trainer.pid)
+    with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}, which lives"):
+        job.decide()
+    job.counter -= 1
+    job.report(0, {1: Answer.SEALED})
+    assert daemon.status("job").ranks[0].alive
+    trainer.kill()
+    until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
+    job.decide().lease(0)
+
+
+def test_a_living_trainers_rank_is_leased_to_nobody_else(daemon, trainer):
+    """Two processes would write the same slots."""
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    with refused(Code.ALREADY_EXISTS, f"is attached by process {trainer.pid}"):
+        job.lease(0, os.getpid())
+    trainer.kill()
+    until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
+    assert job.lease(0, os.getpid()) == names
+
+
+def test_an_orphan_that_does_not_die_is_said_and_nobody_trains_beside_it():
+    class Undying:
+        async def kill(self) -> bool:
+            return False
+
+    orphan = Lease(Process(7, 70), 1, Undying())
+    with pytest.raises(AttachError, match="process 7, an orphan of rank 3, does not die"):
+        asyncio.run(end_orphans("job", {3: orphan}, True, []))

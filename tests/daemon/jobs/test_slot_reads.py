@@ -1,0 +1,116 @@
+"""What lies on another node comes by way of the own daemon: it has the certificates, and trainers have none."""
+
+from __future__ import annotations
+
+import os
+
+import grpc
+import pytest
+
+from reft.client.restore import remote_slots
+from reft.client.restore.remote_slots import FAR_BYTES_PER_S, Remote, far_s
+from reft.core.commit.slots import SlotState
+from reft.core.recovery.recovery import Held
+from reft.errors import FormatError, RestoreError
+from reft.wire import messages, rpc
+from reft.wire.slot_format import PAGE
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.certificates import Certificates, why_not
+from tests.support.jobs import Code, Job, refused, write
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+DATA_BYTES = 5 << 20  # several messages of a stream
+
+
+@pytest.fixture
+def job(start, tmp_path) -> Job:
+    """Two nodes with nothing in common but TCP; rank 1 has sealed step 3."""
+    flags = Certificates(tmp_path).flags("ours")
+    job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
+    job.decide()
+    (slot,) = job.slots(1, os.getpid(), slots=1, data_bytes=DATA_BYTES)
+    write(slot, job.version(3))
+    return job
+
+
+def held(job: Job) -> Held:
+    (header,) = job.daemons[1].call("Inventory", pb.InventoryRequest(job="job")).slots
+    return Held(job.hellos[1].node_id, 1, header.slot, SlotState.SEALED, job.version(3))
+
+
+def remote(job: Job) -> Remote:
+    nodes = {node.id: node for node in job.manifest.nodes}
+    return Remote("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
+
+
+def test_a_slot_comes_from_another_node(job):
+    there = job.daemons[1].folder / "job" / held(job).slot
+    slot = remote(job).slot(held(job))
+    assert slot.header.version == job.version(3)
+    assert slot.data.tobytes() == there.read_bytes()[-slot.data.nbytes :]
+    assert slot.bad_chunks() == []
+
+
+def test_a_capsule_comes_from_another_node_or_from_the_own(job):
+    for node, rank in ((1, 0), (0, 1)):
+        version = messages.version_to(job.version(3))
+        record = pb.CapsuleRecord(rank=rank, version=version, capsule=f"of {rank}".encode())
+        keep = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record])
+        with rpc.channel(job.daemons[node].address) as channel:
+            pb_grpc.PeerStub(channel).Keep(keep, timeout=10)
+        assert remote(job).capsule(job.hellos[node].node_id, rank, job.version(3)).capsule == record.capsule
+
+
+def test_what_is_not_there_is_refused_by_name(job):
+    with pytest.raises(FormatError, match=r"what rank 0 needs lies on node n1, .*node n1: no capsule of rank 0"):
+        remote(job).capsule(job.hellos[1].node_id, 0, job.version(3))
+    gone = held(job)
+    os.truncate(job.daemons[1].folder / "job" / gone.slot, DATA_BYTES)
+    with pytest.raises(FormatError, match=r"what rank 1 needs lies on node n1, .*was cut"):
+        remote(job).slot(gone)
+    job.daemons[1].kill()
+    for read in (
+        lambda: remote(job).slot(gone),
+        lambda: remote(job).capsule(gone.node, 0, job.version(3)),
+    ):
+        with pytest.raises(RestoreError, match="node n1 can't be reached"):
+            read()
+
+
+def test_a_large_slot_has_the_time_that_its_bytes_take(job, monkeypatch):
+    given = []
+
+    class Stub(pb_grpc.DaemonStub):
+        def __init__(self, channel: grpc.Channel) -> None:
+            super().__init__(channel)
+            read = self.Read
+            self.Read = lambda request, timeout: given.append((request.size, timeout)) or read(request, timeout=timeout)
+
+    monkeypatch.setattr(remote_slots.pb_grpc, "DaemonStub", Stub)
+    slot = remote(job).slot(held(job))
+    assert [size for size, _ in given] == [2 * PAGE, slot.header.geometry.file_bytes]
+    assert [timeout for _, timeout in given] == [10.0 + size / FAR_BYTES_PER_S for size, _ in given]
+
+
+def test_who_reads_nothing_waits_for_who_reads_most_from_afar():
+    def at(node: str, rank: int, nbytes: int) -> Held:
+        return Held(node, rank, "s", SlotState.SEALED, None, data_bytes=nbytes)
+
+    sources = {0: at("a", 0, 7 << 30), 1: at("gone", 1, 1 << 30), 2: at("gone", 2, 1 << 30), 3: at("a", 3, 3 << 30)}
+    nodes = {"a": [0, 1], "b": [2, 3]}
+    assert far_s(sources, {0: 0, 1: 1, 2: 2, 3: 3}, nodes) == (3 << 30) / FAR_BYTES_PER_S
+    assert far_s(sources, {0: 0, 1: 1, 2: 1, 3: 1}, nodes) == (2 << 30) / FAR_BYTES_PER_S
+    assert far_s({0: sources[0]}, {0: 0}, nodes) == far_s({}, {}, nodes) == 0
+
+
+def test_calls_over_tcp_are_not_passed_on(start):
+    job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)]).decide()
+    address, metadata = job.hellos[0].addresses[0], rpc.token_metadata(job.manifest.token)
+    version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
+    with rpc.channel(address) as channel:
+        stub = pb_grpc.DaemonStub(channel)
+        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+            stub.FetchCapsule(pb.CapsuleRequest(job="job", version=version, node=node), timeout=10, metadata=metadata)
+        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+            list(stub.Read(pb.ReadRequest(job="job", slot="s", node=node), timeout=10, metadata=metadata))

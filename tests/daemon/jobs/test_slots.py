@@ -1,0 +1,409 @@
+"""Slots through the deaths of trainers and daemons: sealed, adopted, returned, kept aside, freed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.errors import AttachError
+from reft.wire import handout, messages
+from reft.wire.inventory import Findings
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
+
+EMPTY, WRITING, LANDED, SEALED = SlotState
+
+
+def is_alive(job: Job, rank: int = 0) -> bool:
+    return next(each for each in job.daemons[0].status(job.name).ranks if each.rank == rank).alive
+
+
+# Trainers that die
+
+
+def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid, slots=3)
+    first, second, third = job.maps(0, names)
+    write(first, job.version(1))
+    write(second, job.version(2), LANDED)
+    write(third, job.version(3), WRITING)
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news of the trainer's death")
+    until(lambda: job.headers()[names[1]] == (SEALED, 2), what="the seal")
+    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2), names[2]: (WRITING, 3)}
+    second.reread()
+    assert second.bad_chunks() == []
+    assert second.data[: 2 * CHUNK].tobytes() == data_of(2)
+    until(lambda: job.whole() == 2, what="the sealed step in the round")
+
+
+def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, trainer):
+    def history():
+        return Findings({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).history
+
+    job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    assert history() == (100.0, 2), "nothing was sealed, nothing has failed"
+    job.report(0, {1: Answer.SEALED})
+    trained_s, failures = history()
+    assert 100.0 < trained_s < 160.0 and failures == 2
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news of the trainer's death")
+    assert history() == (trained_s, 3)
+    job.manifest.trained_s, job.manifest.failures = history()
+    job.decide()
+    assert history() == (trained_s, 3), "of a new attach nothing is known yet"
+    job.lease(0)
+    job.call(0, "Release", pb.ReleaseRequest(job=job.name, epoch=job.epoch, rank=0))
+    assert history() == (trained_s, 3), "a session that was closed is no failure"
+
+
+def test_a_sealed_step_that_was_never_reported_is_found_whole(daemon, trainer):
+    other = Trainer()
+    try:
+        job = Job([(daemon, [0, 1])]).decide()
+        for rank, process in enumerate((trainer, other)):
+            write(job.slots(rank, process.pid)[0], job.version(5))
+        trainer.kill()
+        until(lambda: not is_alive(job, 0), what="the news")
+        assert job.whole() == -1
+        job.report(1, {5: Answer.SEALED})
+        assert job.whole() == 5
+    finally:
+        other.kill()
+
+
+def test_a_living_trainers_landed_slot_is_its_own(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    (name, _) = names = job.lease(0, trainer.pid)
+    write(job.maps(0, names)[0], job.version(1), LANDED)
+    daemon.kill()
+    daemon.start()
+    assert job.headers()[name] == (LANDED, 1)
+
+
+def test_one_trainer_a_rank(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}"):
+        job.lease(0)
+    with refused(Code.ALREADY_EXISTS, "close the earlier session"):
+        daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, pids=[trainer.pid], launch="launch"))
+    with refused(Code.ALREADY_EXISTS, "which lives"):
+        daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, launch="another launch"))
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news")
+    assert job.lease(0) == names
+
+
+def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
+    reply = daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, launch="launch"))
+    assert trainer.process.wait(60) == -9
+    assert [slot.state for slot in reply.slots if slot.version.step == 1] == [SEALED]
+
+
+def test_release_is_not_death(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    job.lease(0, trainer.pid)
+    daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
+    rank = daemon.status("job").ranks[0]
+    assert (rank.alive, rank.closed) == (False, True)
+    assert trainer.process.poll() is None
+
+
+# Attach
+
+
+def test_an_attach_empties_what_its_plan_drops_and_nothing_else(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    first, second = job.maps(0, names)
+    write(first, job.version(1))
+    write(second, job.version(2))
+    job.close().decide(base=job.version(1), dropped=[names[1], "rank-9.slot-0", "../../lock"])
+    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (EMPTY, 0)}
+    assert daemon.status("job").base.step == 1
+    job.counter -= 1
+    with refused(Code.ABORTED):
+        job.report(0, {2: Answer.SEALED})
+
+
+def test_larger_slots_beside_those_that_hold_something(daemon, trainer):
+    """A grown layout gets new slots; the old version stays until a newer one is whole, then its memory is freed."""
+    job = Job([(daemon, [0])]).decide()
+    old = job.lease(0, trainer.pid)
+    write(job.maps(0, old)[0], job.version(1))
+    job.report(0, {1: Answer.SEALED})
+    new = job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
+    assert not set(new) & set(old)
+    assert job.headers() == {old[0]: (SEALED, 1), **dict.fromkeys([old[1], *new], (EMPTY, 0))}
+    assert len(job.descriptors(0, [old[0]])) == 1
+    (chunk,) = read(daemon, old[0], job)
+    assert len(chunk.data) == 4096
+    before = daemon.status("job").ranks[0].bytes
+    write(job.maps(0, new)[0], job.version(2))
+    job.report(0, {2: Answer.SEALED})
+    assert set(job.headers()) == set(new)
+    assert daemon.status("job").ranks[0].bytes < before and not slot_path(daemon, old[0]).exists()
+
+
+def read(daemon: DaemonProcess, slot: str, job: Job, size: int = 4096) -> list[pb.Chunk]:
+    with grpc.insecure_channel(daemon.address) as channel:
+        from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+
+        version = messages.version_to(job.version(1))
+        request = pb.ReadRequest(job="job", slot=slot, version=version, size=size)
+        return list(pb_grpc.DaemonStub(channel).Read(request, timeout=10))
+
+
+def test_a_slot_is_read_whole(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    write(job.maps(0, names)[0], job.version(1))
+    data = b"".join(chunk.data for chunk in read(daemon, names[0], job, size=1 << 62))
+    assert data == slot_path(daemon, names[0]).read_bytes()
+
+
+# Daemons that die
+
+
+def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
+    job = Job([(daemon, [0])]).decide().decide()
+    names = job.lease(0, trainer.pid)
+    slots = job.maps(0, names)
+    write(slots[0], job.version(1))
+    held = daemon.status("job").ranks[0].bytes
+    daemon.kill()
+    write(slots[1], job.version(2))  # the trainer goes on
+    daemon.start()
+    status = daemon.status("job")
+    assert (status.epoch, status.ranks[0].alive, status.ranks[0].pid) == (job.epoch, True, trainer.pid)
+    assert status.ranks[0].bytes == held == daemon.call("Status", pb.StatusRequest()).held_bytes
+    assert job.headers() == {names[0]: (SEALED, 1), names[1]: (SEALED, 2)}
+    assert job.report(0, {}).whole == 2 and not job.report(0, {}).slots_missing
+    assert job.lease(0, trainer.pid) == names
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news of a death after adoption")
+
+
+def test_a_trainer_that_died_while_the_daemon_was_down(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    write(job.maps(0, names)[0], job.version(1), LANDED)
+    daemon.kill()
+    trainer.kill()
+    daemon.start()
+    until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal")
+    assert not is_alive(job) and job.whole() == 1
+
+
+def test_one_trainer_died_while_the_daemon_was_down_and_the_others_are_known(daemon, trainer):
+    other = Trainer()
+    job = Job([(daemon, [0, 1])]).decide()
+    job.lease(0, other.pid)
+    job.lease(1, trainer.pid)
+    daemon.kill()
+    other.kill()
+    daemon.start()
+    assert [(rank.alive, rank.pid) for rank in daemon.status("job").ranks] == [(False, other.pid), (True, trainer.pid)]
+    job.report(1, {1: Answer.SEALED})
+
+
+def test_what_a_dead_trainer_left_is_sealed_without_mapping_it(daemon, trainer):
+    """Who has all slots of a node mapped is the first that the kernel kills when memory is short."""
+    job = Job([(daemon, [0])]).decide()
+    name = job.lease(0, trainer.pid, data_bytes=64 << 20)[0]
+    write(job.maps(0, [name])[0], job.version(1), LANDED, 64 << 20)
+    trainer.kill()
+    until(lambda: job.headers()[name] == (SEALED, 1), what="the seal")
+    facts = Path(f"/proc/{daemon.process.pid}/status").read_text()
+    assert int(facts.split("RssShmem:")[1].split()[0]) << 10 < 16 << 20
+
+
+def test_the_same_arena_is_the_same_node(daemon):
+    before = daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).node_id
+    daemon.kill()
+    daemon.start()
+    assert daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).node_id == before
+
+
+def damage_header(path: Path) -> None:
+    with open(path, "r+b") as file:
+        for at in (100, 4196):
+            file.seek(at)
+            file.write(b"damaged")
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES = {
+    "header": damage_header,
+    "cut": lambda path: os.truncate(path, 8192),
+    "emptied": lambda path: os.truncate(path, 0),
+    "of another rank": lambda path: shutil.copy(path.with_name("rank-1.slot-0"), path),
+    "a link": lambda path: (path.unlink(), path.symlink_to(path.with_name("rank-0.slot-1"))),
+    "a pipe": replace_by_pipe,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_slot_is_kept_aside_and_never_offered(daemon, trainer, damage):
+    job = Job([(daemon, [0, 1])]).decide()
+    for rank in (0, 1):
+        for step, slot in enumerate(job.slots(rank, trainer.pid), 1):
+            write(slot, job.version(step))
+    daemon.kill()
+    path = slot_path(daemon, "rank-0.slot-0")
+    DAMAGES[damage](path)
+    daemon.start()
+    assert set(job.headers()) == {"rank-0.slot-1", "rank-1.slot-0", "rank-1.slot-1"}
+    assert "rank-0.slot-0 can't be used" in daemon.log.read_text()
+    assert [each.name for each in path.parent.glob("*.bad")] == ["rank-0.slot-0.bad"]
+    assert len(job.lease(0, trainer.pid)) == 2  # the rank gets new room
+
+
+@pytest.mark.parametrize("record", [b"", b"\xff\xff\xff", "of another job", "no such node"])
+def test_a_record_that_can_not_be_right_stops_no_daemon(daemon, trainer, record):
+    job = Job([(daemon, [0])]).decide()
+    job.lease(0, trainer.pid)
+    daemon.kill()
+    path = daemon.folder / "job/record"
+    found = pb.JobRecord.FromString(path.read_bytes())
+    if record == "of another job":
+        found.manifest.job = "../job"
+    elif record == "no such node":
+        found.node_index = 9
+    path.write_bytes(record if isinstance(record, bytes) else found.SerializeToString())
+    daemon.start()
+    assert not daemon.call("Status", pb.StatusRequest()).jobs
+    assert "its job is not offered" in daemon.log.read_text()
+
+
+def test_a_draft_that_was_never_finished_is_no_slot(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    daemon.kill()
+    slot_path(daemon, "rank-0.slot-9.new").write_bytes(bytes(8192))
+    daemon.start()
+    assert set(job.headers()) == set(names)
+
+
+def test_a_slot_that_was_cut_under_a_living_daemon_does_not_kill_it(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    write(job.maps(0, names)[0], job.version(1))
+    os.truncate(slot_path(daemon, names[0]), 0)
+    assert set(job.headers()) == {names[1]}
+    for method, request in (
+        ("Status", pb.StatusRequest(job="job")), ("Inventory", pb.InventoryRequest(job="job", fence=True, launch="launch")),
+    ):  # fmt: skip
+        try:
+            daemon.call(method, request)
+        except grpc.RpcError as error:
+            assert error.code() is Code.DATA_LOSS
+    assert daemon.answers()
+
+
+# Memfds
+
+
+def test_memfds_where_the_folder_has_no_room(cramped, trainer):
+    job = Job([(cramped, [0])]).decide()
+    reply = cramped.call("Lease", job.lease_request(0, trainer.pid))
+    names = [slot.name for slot in reply.slots]
+    assert reply.backing == "memfd" == cramped.status("job").backing
+    descriptors = job.descriptors(0, names)
+    with pytest.raises(OSError):
+        os.ftruncate(descriptors[0], 0)  # sealed: nobody can cut it under the daemon
+    slots = job.maps(0, names)
+    write(slots[0], job.version(1), LANDED)
+    assert not list((cramped.folder / "job").glob("rank*"))
+    cramped.kill()
+    cramped.start()
+    assert job.headers() == {}
+    assert job.report(0, {}).slots_missing
+    request = pb.HandoutRequest(job="job", epoch=job.epoch, rank=0, returned=names)
+    assert handout.ask(job.hellos[0].handout, request, descriptors, 5) == []
+    assert handout.ask(job.hellos[0].handout, request, descriptors, 5) == []  # twice is once
+    assert not job.report(0, {}).slots_missing
+    assert job.headers() == {names[0]: (LANDED, 1), names[1]: (EMPTY, 0)}
+    assert cramped.call("Status", pb.StatusRequest()).held_bytes == sum(slot.file_bytes for slot in reply.slots)
+    wrong = pb.HandoutRequest(job="job", epoch=job.epoch, rank=0, returned=["rank-0.slot-x/../y"])
+    with pytest.raises(AttachError, match="no memfd of fixed size"):
+        handout.ask(job.hellos[0].handout, wrong, descriptors[:1], 5)
+    trainer.kill()
+    until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+# The end
+
+
+def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
+    process = start("--ttl", "0.5")
+    job = Job([(process, [0])])
+    job.manifest.named = False
+    job.decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    with pytest.raises(subprocess.TimeoutExpired):
+        trainer.process.wait(1.2)
+    assert job.headers()
+    trainer.kill()
+    until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
+    assert not (process.folder / "job").exists()
+    assert process.call("Status", pb.StatusRequest()).held_bytes == 0
+
+
+@pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "0.5")), (True, ("0.5", "1000"))])
+def test_a_named_job_that_failed_has_another_time_to_live_than_one_that_ended(start, trainer, is_closed, flags):
+    """Whoever is to start it again may be asleep."""
+    process = start("--ttl", flags[0], "--ttl-failed", flags[1])
+    job = Job([(process, [0])]).decide()
+    write(job.slots(0, trainer.pid)[0], job.version(1))
+    if is_closed:
+        job.call(0, "Release", pb.ReleaseRequest(job="job", epoch=job.epoch, rank=0))
+    trainer.kill()
+    until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
+
+
+def test_purge_frees_all_and_spares_the_living(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    held = daemon.status("job").ranks[0].bytes
+    with refused(Code.INVALID_ARGUMENT, "is being trained"):
+        daemon.call("Purge", pb.PurgeRequest(job="job"))
+    assert slot_path(daemon, names[0]).exists()
+    trainer.kill()
+    until(lambda: not is_alive(job), what="the news")
+    assert daemon.call("Purge", pb.PurgeRequest(job="job")).freed_bytes == held
+    assert not (daemon.folder / "job").exists()
+    assert daemon.call("Status", pb.StatusRequest()).held_bytes == 0
+
+
+def test_ended_jobs_without_a_name_give_way(start, trainer):
+    process = start("--memory", "5MiB")
+    for name, named in (("unnamed", False), ("named", True)):
+        job = Job([(process, [0])], name=name)
+        job.manifest.named = named
+        job.decide().lease(0, trainer.pid, slots=1)
+        process.call("Release", pb.ReleaseRequest(job=name, epoch=job.epoch))
+    wanted = Job([(process, [0])], name="wanted").decide()
+    assert wanted.lease(0, trainer.pid, slots=3)
+    assert {each.job for each in process.call("Status", pb.StatusRequest()).jobs} == {"named", "wanted"}
+    with refused(Code.RESOURCE_EXHAUSTED, "--memory"):
+        Job([(process, [0])], name="more").decide().lease(0, trainer.pid)

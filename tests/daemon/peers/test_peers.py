@@ -1,0 +1,50 @@
+"""How daemons reach one another."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from reft.cli.demo.cluster import free_port
+from reft.wire import rpc
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.peers.round_replicator import Peers
+
+TRIES = 8  # after so many failures in a row gRPC pauses for a second before the next
+
+
+class Answering(pb_grpc.DaemonServicer):
+    async def Inventory(self, request, context):
+        return pb.InventoryReply(node="back")
+
+
+async def inventory(peers: Peers, node: pb.Node, anew: bool) -> str:
+    request = pb.InventoryRequest(job="job")
+    return (await peers.call(node, b"token", pb_grpc.DaemonStub, "Inventory", request, 10.0, anew=anew)).node
+
+
+async def test_that_a_host_could_not_be_reached_a_moment_ago_is_no_answer():
+    """A node comes back while its connection pauses between two tries: whoever plans a restore must hear of it."""
+    address = f"127.0.0.1:{free_port()}"
+    node, peers = pb.Node(name="n", addresses=[address]), Peers(None, [])
+    for _ in range(TRIES):
+        for channel, _ in peers._channels.values():
+            await pauses(channel)
+        with pytest.raises(grpc.RpcError):
+            await inventory(peers, node, anew=False)
+    server = grpc.aio.server(options=rpc.OPTIONS)
+    pb_grpc.add_DaemonServicer_to_server(Answering(), server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        assert await inventory(peers, node, anew=True) == "back"
+    finally:
+        await peers.close()
+        await server.stop(0)
+
+
+async def pauses(channel: grpc.aio.Channel) -> None:
+    """Returns once a try to connect has failed."""
+    while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+        await channel.wait_for_state_change(state)

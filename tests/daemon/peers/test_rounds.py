@@ -1,0 +1,235 @@
+"""Rounds among real daemons: announced to all, delayed by nobody, healed after a silence, and carried over TLS."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.snapshot_interval import LEAD
+from reft.wire.messages import outcome_from
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.certificates import Certificates, why_not
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import Job, Trainer, tcp_call, write
+
+SEALED, VOID = Answer.SEALED, Answer.VOID
+
+
+@pytest.fixture
+def three(start, trainer) -> Job:
+    """A job with one rank on each of three daemons that reach each other over TCP."""
+    return leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(3)], trainer)
+
+
+def leased(nodes: list[tuple[DaemonProcess, list[int]]], trainer: Trainer) -> Job:
+    job = Job(nodes)
+    job.decide()
+    for rank in job.home:
+        job.lease(rank, trainer.pid, slots=0)
+    return job
+
+
+def all_whole(job: Job, step: int) -> None:
+    until(lambda: all(job.whole(i) == step for i in range(len(job.daemons))), what=f"whole({step}) everywhere")
+
+
+def test_whole_is_announced_to_all(three):
+    for rank in range(3):
+        assert three.whole(0) == -1
+        three.report(rank, {1: SEALED})
+    all_whole(three, 1)
+
+
+def test_a_report_is_answered_when_its_step_is_decided(three):
+    """The reply is held back, and comes with the outcome long before its deadline."""
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        waiting = pool.submit(three.report, 1, {1: SEALED}, wait_ms=9000)
+        three.report(0, {1: SEALED})
+        three.report(2, {1: SEALED})
+        assert waiting.result().whole == 1
+        assert time.monotonic() - began < 5
+
+
+def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
+    for rank, wish in enumerate((2, 9, 4)):
+        three.report(rank, {1: SEALED}, wish=wish)
+    all_whole(three, 1)
+    replies = [
+        three.report(rank, {2: SEALED}, wait_ms=9000 * (rank == 2), wish=wish) for rank, wish in enumerate((2, 9, 4))
+    ]
+    assert (replies[2].every, replies[2].pace_start) == (9, 1 + LEAD)
+    for rank in range(3):
+        until(lambda rank=rank: three.report(rank, {2: SEALED}, wish=3).every == 9, what="the pace at every rank")
+    assert three.daemons[0].status("job").every == 9
+
+
+def test_a_void_is_announced_to_all_and_later_steps_go_on(three):
+    three.report(2, {1: VOID})
+    for rank in (0, 1):
+        until(lambda rank=rank: outcome_from(three.report(rank, {1: SEALED})).voids(1), what="void(1)")
+    for rank in range(3):
+        three.report(rank, {2: SEALED})
+    all_whole(three, 2)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_daemon_delays_nobody_and_the_round_heals(three, stopped):
+    living = [i for i in range(3) if i != stopped]
+    three.daemons[stopped].kill(signal.SIGSTOP)
+    for step in (1, 2):
+        for rank in living:
+            began = time.monotonic()
+            assert three.report(rank, {step: SEALED}, wait_ms=300, timeout=5).whole == -1
+            assert time.monotonic() - began < 2
+    deep = three.daemons[living[0]].call("Status", pb.StatusRequest(job="job", deep=True), timeout=5).jobs[0]
+    assert list(deep.silent_nodes) == [f"n{stopped}"]
+    with pytest.raises(TimeoutError):
+        three.report(stopped, {1: SEALED, 2: SEALED}, timeout=0.5)
+    three.daemons[stopped].kill(signal.SIGCONT)
+    three.report(stopped, {1: SEALED, 2: SEALED})
+    all_whole(three, 2)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_daemon_that_was_killed_learns_the_round_again(three, killed):
+    """Its trainers repeat what they do not know the outcome of; so does every daemon below."""
+    for rank in range(3):
+        if rank != killed:
+            three.report(rank, {1: SEALED})
+    daemon = three.daemons[killed]
+    daemon.kill()
+    daemon.start()  # at the port that it had, though any is allowed: that is where the others look for it
+
+    def repeated() -> bool:
+        return min(three.report(rank, {1: SEALED}).whole for rank in range(3)) == 1
+
+    until(repeated, what="whole(1) for every rank that repeats itself")
+
+
+def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(three):
+    for rank in (1, 2):
+        three.report(rank, {1: SEALED})
+        daemon = three.daemons[rank]
+        until(
+            lambda daemon=daemon: daemon.call("Status", pb.StatusRequest()).round_bytes_sent,
+            what="the coordinator's answer",
+        )
+    three.daemons[0].kill()
+    three.daemons[0].start()
+    three.report(0, {1: SEALED})
+    all_whole(three, 1)
+
+
+def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer):
+    """Nobody reports it again: the trainer has said it once, to the daemon that died."""
+    job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
+    write(job.slots(1, trainer.pid)[0], job.version(1))
+    job.report(0, {1: SEALED})
+    job.daemons[1].kill()
+    job.daemons[1].start()
+    all_whole(job, 1)
+
+
+@pytest.mark.parametrize("left", [SlotState.LANDED, SlotState.SEALED])
+def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(start, trainer, left):
+    """What the trainer said is gone with the daemon that heard it, or was never said; its capsule has it."""
+    job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
+    for rank in (0, 1):
+        write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})
+    job.daemons[1].kill()
+    if left is SlotState.LANDED:
+        trainer.kill()
+    else:
+        said = pb.Said(until=1, sealed=[pb.SealedStep(step=1, cells=[pb.CellDigest(cell=3, digest=0)])])
+        job.send_report(0, pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said))
+    job.daemons[1].start()
+    until(lambda: job.daemons[0].status("job").unlike == [3], what="the difference")
+    assert job.whole(0) == -1
+
+
+def test_a_daemon_that_listens_is_called_there_and_nowhere_else(start, trainer):
+    """Its socket's path leads to another daemon on another host: that one would keep what it is to keep."""
+    job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)])
+    assert [len(hello.addresses) for hello in job.hellos] == [1, 1]
+    job.decide()
+    away, other = job.daemons[1], start("--listen", "127.0.0.1:0")
+    away.kill()
+    away.socket.unlink()
+    away.socket.symlink_to(other.socket)
+    seen = job.daemons[0].call("Survey", pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:]))
+    assert not seen.nodes[0].HasField("reply") and "refused" in seen.nodes[0].trouble
+
+
+def test_an_orphans_decision_does_not_stop_the_round(three):
+    """A stale attach is refused, and the round of the epoch in force is still carried."""
+    old = pb.Decision(epoch=pb.Epoch(counter=1, ident=b"o" * 16))
+    for i, daemon in enumerate(three.daemons):
+        with pytest.raises(grpc.RpcError):
+            daemon.call("Decide", pb.DecideRequest(manifest=three.manifest, decision=old, node_index=i))
+    for rank in range(3):
+        three.report(rank, {1: SEALED})
+    all_whole(three, 1)
+
+
+def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
+    old = three.epoch
+    three.close().decide()
+    for rank in range(3):
+        three.lease(rank, slots=0)
+    address, token = three.hellos[0].addresses[0], three.manifest.token
+    sealed = pb.Said(until=1, sealed=[pb.SealedStep(step=1)])
+    for request, method in (
+        (pb.GatherRequest(job="job", epoch=old, node_index=1, said=sealed), "Gather"),
+        (pb.Outcome(job="job", epoch=old, whole=9), "Announce"),
+    ):
+        with pytest.raises(grpc.RpcError) as stale:
+            tcp_call(address, method, request, token, pb_grpc.PeerStub)
+        assert stale.value.code() is grpc.StatusCode.ABORTED
+    assert three.whole(0) == -1
+    with pytest.raises(grpc.RpcError) as stranger:
+        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, said=sealed)
+        tcp_call(address, "Gather", request, token, pb_grpc.PeerStub)
+    assert stranger.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# TLS
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory) -> Callable[[str], tuple[str, ...]]:
+    """Makes the TLS flags of a daemon whose certificate is signed by the CA of that name."""
+    if why_not():
+        pytest.skip(why_not())
+    return Certificates(tmp_path_factory.mktemp("tls")).flags
+
+
+def test_a_round_over_tls(start, trainer, certificates):
+    flags = certificates("ours")
+    job = leased([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)], trainer)
+    for rank in range(2):
+        job.report(rank, {1: SEALED})
+    all_whole(job, 1)
+    address, token = job.hellos[0].addresses[0], job.manifest.token
+    with pytest.raises(grpc.RpcError) as plain:
+        tcp_call(address, "Status", pb.StatusRequest(job="job"), token)
+    assert plain.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_certificate_of_another_authority_is_not_heard(start, trainer, certificates):
+    nodes = [
+        (start("--listen", "127.0.0.1:0", *certificates(ca)), [rank]) for rank, ca in enumerate(("ours", "theirs"))
+    ]
+    job = leased(nodes, trainer)
+    for rank in range(2):
+        job.report(rank, {1: SEALED})
+    until(lambda: "does not hear the round" in job.daemons[1].log.read_text(), what="the refusal")
+    assert job.whole(0) == job.whole(1) == -1

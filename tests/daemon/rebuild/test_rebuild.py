@@ -1,0 +1,487 @@
+"""Nodes that are gone for good, and their slots made again on other daemons: byte for byte, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from reft.cli.main import main
+from reft.cli.survey import survey
+from reft.client.snapshot.save_plan import Cut, share_of
+from reft.client.state.tensors import leaf_of
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Version
+from reft.wire import capsule_format, messages
+from reft.wire.manifest import placement_of
+from reft.wire.rebuild_request import rebuild_request
+from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.arena.arena import Arena
+from reft_daemon.rebuild.rebuild import Rebuild, _Lost
+from tests.daemon.jobs.test_leases import decide_request, lease_request
+from tests.support import certificates
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import CHUNK, Code, Job, Trainer, epoch_of, refused, registry_of, slot_path, tcp_call
+from tests.support.manifests import described
+from tests.support.shards import plain_bytes, slot_data
+
+RIDER = "running_mean"
+
+
+def tensors_of(rank: int) -> dict[str, torch.Tensor]:
+    """What a rank has: replicas, one leaf that was predicted and never came, and a rider of its own."""
+    same = torch.Generator().manual_seed(1)
+    return {
+        "w": torch.randn(190, 301, generator=same), "b": torch.randn(77, generator=same).to(torch.bfloat16),
+        "late": torch.zeros(1000), RIDER: torch.full((5,), float(rank)),
+    }  # fmt: skip
+
+
+class Held:
+    """A job of one rank a node, of which one version is whole, and whose trainers are dead.
+
+    Args:
+        daemons: one a node.
+        tolerate: how many nodes may be lost.
+    """
+
+    def __init__(
+        self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,),
+        **facts: object,
+    ) -> None:  # fmt: skip
+        leaves = [leaf_of(name, tensor, name == RIDER) for name, tensor in tensors_of(0).items()]
+        self.job = Job(
+            [(daemon, [rank]) for rank, daemon in enumerate(daemons)], protect="auto", tolerate=tolerate,
+            chunk_bytes=CHUNK, **described(*[leaves] * len(daemons)), **facts,
+        )  # fmt: skip
+        self.job.decide()
+        self.placement = placement_of(self.job.manifest)
+        self.present = [leaf for leaf in leaves if leaf.name != "late"]
+        self.trainer = Trainer()
+        for step in steps:
+            for rank in range(len(daemons)):
+                self.write(rank, step)
+            until(lambda step=step: all(self.job.whole(i) == step for i in range(len(daemons))), what="a whole version")
+
+    def write(self, rank: int, step: int) -> None:
+        tensors = tensors_of(rank)
+        share = share_of(self.placement, rank, self.present, {}, Cut())
+        facts = {"data_bytes": share.data_bytes, "table_bytes": 1 << 14, "slots": 2}
+        slots = self.job.slots(rank, self.trainer.pid, **facts)
+        slot = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
+        slot.begin(self.job.version(step), share.digest, share.table, share.data_bytes)
+        slot.data[: share.data_bytes] = slot_data(self.placement, rank, tensors)
+        riders = {RIDER: plain_bytes(tensors[RIDER]).tobytes()}
+        slot.put_capsule(capsule_format.encode({"rank": rank, "riders": riders, "absent": ["late"]}))
+        slot.landed()
+        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+        self.job.report(rank, {step: Answer.SEALED})
+
+    def end(self) -> Held:
+        """The trainers die."""
+        self.trainer.kill()
+        until(lambda: not any(r.alive for i, d in enumerate(self.job.daemons) for r in d.status("job").ranks))
+        return self
+
+    def path(self, rank: int, step: int = 1) -> Path:
+        """The file of a rank's slot of that step, on its own node."""
+        reply = self.job.daemons[rank].call("Inventory", pb.InventoryRequest(job="job"))
+        name = next(slot.slot for slot in reply.slots if slot.version.step == step)
+        return slot_path(self.job.daemons[rank], name)
+
+
+def mapped(path: Path) -> SlotMap:
+    return SlotMap(np.fromfile(path, np.uint8))
+
+
+def contents(path: Path) -> tuple[bytes, ...]:
+    """All that a slot says, but where its parts lie."""
+    slot = mapped(path)
+    header = slot.header
+    return (
+        slot.data[: header.data_bytes].tobytes(), slot.digests[: slot.chunks].tobytes(), slot.capsule(), slot.table(),
+        repr((header.job, header.rank, header.state, header.version)).encode(),
+    )  # fmt: skip
+
+
+class Lost:
+    """Nodes that are gone with their folders; with `returns` they are back after the block."""
+
+    def __init__(self, *daemons: DaemonProcess, returns: bool = False) -> None:
+        self.daemons, self.returns = daemons, returns
+
+    def __enter__(self) -> None:
+        for daemon in self.daemons:
+            daemon.kill()
+            daemon.folder.rename(f"{daemon.folder}.away")
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self.daemons:
+            shutil.rmtree(daemon.folder, ignore_errors=True)
+            Path(f"{daemon.folder}.away").rename(daemon.folder)
+            if self.returns:
+                daemon.start()
+
+
+def recover(daemon: DaemonProcess, *arguments: str, local: str = ""):
+    command = ["recover", "job", "--json", "--daemon", daemon.address, *arguments]
+    return CliRunner().invoke(main, command, env={"REFT_DAEMON": local or daemon.address}, catch_exceptions=False)
+
+
+def cluster(start: Callable[..., DaemonProcess], nodes: int, *flags: str) -> list[DaemonProcess]:
+    return [start("--node", f"n{i}", *flags) for i in range(nodes)]
+
+
+def rebuilt_slot(daemon: DaemonProcess, rank: int) -> Path:
+    (path,) = (daemon.folder / "job").glob(f"rank-{rank}.slot-*")
+    return path
+
+
+@pytest.mark.timeout(400)  # 15 pairs, each of which is killed and started again
+@pytest.mark.parametrize(("nodes", "f"), [(4, 1), (6, 2)])
+def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
+    daemons = cluster(start, nodes)
+    held = Held(daemons, f).end()
+    spare = start("--node", "spare")
+    before = {rank: contents(held.path(rank)) for rank in range(nodes)}
+    for lost in itertools.combinations(range(nodes), f):
+        asked = daemons[next(rank for rank in range(nodes) if rank not in lost)]
+        # gRPC looks for a daemon that was restarted again after a second
+        until(lambda asked=asked: not survey(asked.address, "job")[0].silent, what="that all daemons see one another")
+        with Lost(*(daemons[rank] for rank in lost), returns=True):
+            onto = [word for rank in lost for word in ("--onto", f"n{rank}={spare.address}")]
+            planned = recover(asked, *onto)
+            assert planned.exit_code == 0, planned.output
+            assert [each["ranks"] for each in json.loads(planned.stdout)["lost_nodes"]] == [[rank] for rank in lost]
+            assert not list(spare.folder.glob("job/*")), "a plan changes nothing"
+            done = recover(asked, "--yes", *onto)
+            assert done.exit_code == 0, done.output
+            found = json.loads(done.stdout)
+            assert found["outcome"] == "rebuilt", done.output
+            for rank in lost:
+                assert contents(rebuilt_slot(spare, rank)) == before[rank]
+            heads = 8192 * (nodes - f) * f
+            assert sum(each["read_bytes"] for each in found["rebuilt"]) <= heads + sum(
+                each["moved_bytes"] for each in json.loads(planned.stdout)["lost_nodes"]
+            )
+            again = recover(asked, *onto)
+            assert json.loads(again.stdout)["outcome"] == "whole"
+            spare.call("Purge", pb.PurgeRequest(job="job"))
+
+
+@pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
+def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_path):
+    flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
+    daemons = cluster(start, 3, *flags)
+    held = Held(daemons, 1).end()
+    spare = start("--node", "spare", *flags)
+    address = spare.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses[0]
+    before = contents(held.path(1))
+    with Lost(daemons[1]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={address}")
+        assert done.exit_code == 0 and json.loads(done.stdout)["outcome"] == "rebuilt", done.output
+        assert contents(rebuilt_slot(spare, 1)) == before
+
+
+def test_one_node_more_than_f_is_said_with_what_is_missing(start):
+    daemons = cluster(start, 4)
+    Held(daemons, 1).end()
+    with Lost(daemons[1], daemons[3]):
+        found = recover(daemons[0], "--yes")
+        assert found.exit_code == 4
+        document = json.loads(found.stdout)
+        assert (document["outcome"], document["silent_nodes"]) == ("unrecoverable", ["n1", "n3"])
+        text = " ".join(document["missing"])
+        assert "ranks 1, 3 (on n1, n3)" in text and "can't be decoded: 2 of 4 slots are gone" in text
+        assert "b and 2 more leaves" in text
+        plain = CliRunner().invoke(main, ["recover", "job"], env={"REFT_DAEMON": daemons[0].address})
+        assert plain.exit_code == 4 and "health  ERR" in plain.stdout and "silent  n1, n3" in plain.stdout
+
+
+def status(daemon: DaemonProcess, *arguments: str):
+    return CliRunner().invoke(main, ["status", *arguments], env={"REFT_DAEMON": daemon.address}, catch_exceptions=False)
+
+
+def test_nothing_lost_and_what_may_be_lost(start):
+    daemons = cluster(start, 4)
+    Held(daemons, 1).end()
+    found = recover(daemons[0], "--yes")
+    assert found.exit_code == 0 and json.loads(found.stdout)["outcome"] == "whole"
+    shown = json.loads(status(daemons[0], "--json").stdout)
+    protection = shown["jobs"][0]["protection"]
+    assert (protection["word"], protection["tolerated_domains"], protection["step"]) == ("PROTECTED", 1, 1)
+    assert [group["parity_shards"] for group in protection["groups"]] == [1]
+    assert shown["daemon"]["capsule_bytes_sent"] > 0
+    one = status(daemons[0], "--what-if", "lose=n1")
+    assert (one.exit_code, one.stdout) == (0, "job job, step 1 (epoch 1): if n1 vanishes, it survives.\n")
+    two = status(daemons[0], "--what-if", "lose=n1,n2", "--json")
+    assert two.exit_code == 4 and json.loads(two.stdout)["survives"] is False
+    assert status(daemons[0], "--what-if", "lose=n7").exit_code == 2
+    assert status(daemons[0], "--what-if", "n1").exit_code == 2
+    with Lost(daemons[1]):
+        again = status(daemons[0], "--what-if", "lose=n2")
+        assert again.exit_code == 4 and "can't be decoded" in again.stdout
+        assert "protect DEGRADED" in status(daemons[0]).stdout
+
+
+def test_how_long_it_is_degraded_after_a_restore(start):
+    daemons = cluster(start, 3)
+    held = Held(daemons, 1).end()
+    job = held.job
+    assert daemons[0].status("job").degraded_s == 0
+    before = pb.Manifest()
+    before.CopyFrom(job.manifest)
+    base = job.version(1)
+    for node in job.manifest.nodes[2:]:
+        node.id = "another"
+    job.counter += 1
+    for i, daemon in enumerate(daemons):
+        request = pb.DecideRequest(
+            manifest=job.manifest, decision=job.decision(base), node_index=i, base_manifest=before
+        )  # fmt: skip
+        daemon.call("Decide", request)
+    now = daemons[0].status("job")
+    assert now.degraded and now.degraded_s > 0
+    held.trainer = Trainer()
+    for rank in range(3):
+        held.write(rank, 2)
+    until(lambda: job.whole(0) == 2, what="a whole version")
+    then = daemons[0].status("job")
+    assert not then.degraded and then.degraded_s >= now.degraded_s
+    assert daemons[0].status("job").degraded_s == then.degraded_s
+    held.end()
+
+
+def test_a_survey_repeats_no_manifest(start):
+    daemons = cluster(start, 3)
+    held = Held(daemons, 1).end()
+    request = pb.SurveyRequest(job="job", nodes=held.job.manifest.nodes[1:])
+    reply = daemons[0].call("Survey", request)
+    assert [each.reply.HasField("decision") for each in reply.nodes] == [True, True]
+    assert not any(each.reply.HasField("manifest") for each in reply.nodes)
+    assert survey(daemons[0].address, "job")[0].plan(()).base == held.job.version(1)
+    # a node that knows more than the asker says so, once: an attach took place without the asker
+    newer = held.job
+    newer.manifest.every = 7
+    newer.manifest.nodes[1].ranks.extend(newer.manifest.nodes[0].ranks)
+    del newer.manifest.nodes[0]
+    newer.counter += 1
+    for i in (1, 2):
+        decision = newer.decision(newer.version(1, 1))
+        decide = pb.DecideRequest(manifest=newer.manifest, decision=decision, node_index=i - 1)
+        newer.daemons[i].call("Decide", decide)
+    reply = daemons[0].call("Survey", request)
+    assert [each.reply.HasField("manifest") for each in reply.nodes] == [True, False]
+    assert not any(each.reply.HasField("base_manifest") for each in reply.nodes)
+    findings, _ = survey(daemons[0].address, "job")
+    assert findings.manifest.every == 7 and findings.plan(()).base == newer.version(1, 1)
+
+
+def damage(held: Held, rank: int) -> None:
+    path = held.path(rank)
+    slot = mapped(path)
+    with open(path, "r+b") as file:
+        file.seek(slot.header.geometry.data_offset + 5000)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_damaged_slot_is_an_erasure(start):
+    """One node lost and one slot damaged: two of f = 2 erasures."""
+    daemons = cluster(start, 6)
+    held = Held(daemons, 2).end()
+    spare = start("--node", "spare")
+    before = {rank: contents(held.path(rank)) for rank in (1, 2)}
+    damage(held, 2)
+    with Lost(daemons[1]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        found = json.loads(done.stdout)
+        assert (done.exit_code, found["outcome"]) == (0, "rebuilt"), done.output
+        assert any("rank-2" in line and "damaged" in line for line in found["missing"])
+        assert [each["ranks"] for each in found["rebuilt"]] == [[1], [2]]
+        assert contents(rebuilt_slot(spare, 1)) == before[1]
+        slots = daemons[2].folder.glob("job/rank-2.slot-*")
+        assert before[2] in [contents(path) for path in slots if mapped(path).header.state is SlotState.SEALED]
+
+
+def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1).end()
+    spare = start("--node", "spare")
+    damage(held, 2)
+    with Lost(daemons[1]):
+        found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        document = json.loads(found.stdout)
+        assert (found.exit_code, document["outcome"]) == (4, "unrecoverable")
+        assert "rank-2.slot-0 on n2: damaged." in " ".join(document["missing"])
+    until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon's forgetting")
+
+
+def test_with_an_older_whole_version_left_that_one_comes_back(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1, steps=(1, 2)).end()
+    spare = start("--node", "spare")
+    damage_path = held.path(2, step=2)
+    with open(damage_path, "r+b") as file:
+        file.truncate(100)
+    before = contents(held.path(1, step=1))
+    with Lost(daemons[1]):
+        found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        document = json.loads(found.stdout)
+    # the capsules of step 1 were let go of when step 2 was whole
+    assert before and (found.exit_code, document["step"]) == (4, None)
+
+
+def test_it_is_refused_while_trainers_live(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1)
+    found = recover(daemons[0], "--yes")
+    assert found.exit_code == 1 and "rank 0" in found.stderr and "job job has 4 living trainers" in found.stderr
+    findings, _ = survey(daemons[0].address, "job")
+    plan = findings.plan(())
+    del plan.sources[3]
+    plan.capsules[3] = next(copy for copy in findings.copies if copy.rank == 3)
+    request = rebuild_request(findings, plan, [3], {})
+    with refused(Code.FAILED_PRECONDITION, "is being trained"):
+        daemons[0].call("Rebuild", request)
+    request.onto.CopyFrom(pb.Node(name="x", addresses=[daemons[1].address]))
+    with refused(Code.FAILED_PRECONDITION, "is being trained"):
+        daemons[0].call("Rebuild", request)
+    held.end()
+
+
+def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]] = ()) -> pb.RebuildRequest:
+    findings, _ = survey(held.job.daemons[0].address, "job")
+    return rebuild_request(findings, findings.plan(erased), [rank], {})
+
+
+def test_who_may_rebuild_over_tcp(start):
+    daemons = cluster(start, 4, "--listen", "127.0.0.1:0")
+    held = Held(daemons, 1).end()
+    spare, deaf = start("--listen", "127.0.0.1:0"), start()
+    address = [d.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses for d in (spare, deaf)]
+    with Lost(daemons[3]):
+        request = request_for(held, 3)
+        # a daemon that holds the job wants its token, whatever is asked
+        for token in (None, b"x" * 32):
+            with refused(Code.UNAUTHENTICATED):
+                tcp_call(held.job.hellos[0].addresses[0], "Rebuild", request, token)
+        # one that does not, does not: it has admitted whoever reaches it
+        assert len(tcp_call(address[0][0], "Rebuild", request).slots) == 1
+        with refused(Code.UNAUTHENTICATED):
+            tcp_call(address[0][0], "Rebuild", request)
+        again = tcp_call(address[0][0], "Rebuild", request, held.job.manifest.token)
+        assert len(again.slots) == 1
+        assert len(deaf.call("Rebuild", request).slots) == 1
+        other = pb.RebuildRequest()
+        other.CopyFrom(request)
+        other.manifest.token = b"y" * 32
+        with refused(Code.INVALID_ARGUMENT, "held with another token"):
+            deaf.call("Rebuild", other)
+
+
+def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1).end()
+    before = contents(held.path(2))
+    spare = start("--node", "spare")
+    with Lost(daemons[2]):
+        bare = recover(daemons[0], "--yes")
+        assert bare.exit_code == 2 and "node n2 has no replacement" in bare.stderr
+        wrong = recover(daemons[0], "--onto", f"nowhere={spare.address}")
+        assert wrong.exit_code == 2 and "no such node" in wrong.stderr
+        done = recover(daemons[0], "--yes", local=spare.address)
+        assert json.loads(done.stdout)["outcome"] == "rebuilt", done.output
+        assert contents(rebuilt_slot(spare, 2)) == before
+        # the record is held as after an attach: a restarted daemon offers the slot
+        spare.kill()
+        spare.start()
+        reply = spare.call("Inventory", pb.InventoryRequest(job="job"))
+        assert [(s.rank, s.state, s.version.step) for s in reply.slots] == [(2, pb.SEALED, 1)]
+        assert reply.had_whole and messages.decision_from(reply.decision).epoch == held.job.version(1).epoch
+
+
+def test_what_was_decoded_is_compared_with_what_was_saved(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1).end()
+    spare = start("--node", "spare")
+    # a slot whose digests agree with its wrong bytes: only the lost rank's own digests can tell
+    path = held.path(2)
+    pages = np.memmap(path, np.uint8, "r+")
+    slot = SlotMap(pages)
+    slot.data[100] ^= 1
+    slot.digests[0] = chunk_digest(slot.chunk(0))
+    pages.flush()
+    with Lost(daemons[1]):
+        done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
+        assert done.exit_code == 1
+        assert "what was decoded of rank 1" in done.stderr and "in lane 0" in done.stderr
+        assert not list(spare.folder.glob("job/*"))
+        assert spare.call("Status", pb.StatusRequest()).held_bytes == 0
+
+
+def test_a_request_that_makes_no_sense_is_refused(start):
+    daemons = cluster(start, 4)
+    held = Held(daemons, 1).end()
+    spare = start("--node", "spare")
+    with Lost(daemons[3]):
+        good = request_for(held, 3)
+
+        def changed(**changes: object) -> pb.RebuildRequest:
+            request = pb.RebuildRequest()
+            request.CopyFrom(good)
+            request.MergeFrom(pb.RebuildRequest(**changes))
+            return request
+
+        twice = changed(lost=[pb.LostRank(rank=0, keeper=0)])
+        nobody = changed(lost=[pb.LostRank(rank=9, keeper=0)])
+        far = changed(slots=[pb.SlotSource(rank=3, node=99)])
+        foreign = changed(version=pb.Version(epoch=pb.Epoch(counter=7, ident=bytes(16))))
+        few = changed()
+        del few.slots[1:]
+        for request in (twice, nobody, far, foreign, few, pb.RebuildRequest()):
+            with refused(Code.INVALID_ARGUMENT):
+                spare.call("Rebuild", request)
+        stale = changed(slots=[])
+        stale.slots[0].slot = "rank-0.slot-7"
+        reply = spare.call("Rebuild", stale)
+        assert [(each.slot, each.node) for each in reply.damaged] == [
+            ("rank-0.slot-7", stale.nodes[stale.slots[0].node].id)
+        ]
+        assert not spare.call("Status", pb.StatusRequest()).jobs
+
+
+def test_an_attach_that_comes_meanwhile_leases_no_slot_that_is_being_made(tmp_path):
+    """It would write the slot beside the rebuild, which frees it when it hears of the attach."""
+
+    async def run() -> None:
+        registry, lost = registry_of(Arena(tmp_path, 0)), _Lost(0, pb.CapsuleRecord(), b"table", CHUNK)
+        first, second = decide_request(1), decide_request(2)
+        first.manifest.token = second.manifest.token = bytes(32)
+        await registry.decide(first)
+        job = registry.get("job")
+        first.manifest.chunk_bytes = CHUNK
+        version = messages.version_to(Version(epoch_of(1), 3))
+        rebuild = Rebuild(
+            registry, pb.RebuildRequest(manifest=first.manifest, decision=first.decision, version=version)
+        )
+        await rebuild._open(job, [lost], [])
+        await registry.decide(second)
+        leased = await job.lease(lease_request(2))
+        rebuild._drop_unsealed(job, [lost], False)
+        assert {slot.name for slot in leased} == set(job.all_slots) and {slot.backing for slot in leased} == {"tmpfs"}
+        assert registry.arena.held_bytes == job.held_bytes
+        await registry.close(purge=True)
+
+    asyncio.run(run())

@@ -1,0 +1,417 @@
+"""Requests that no trainer would make: each is refused with a status that fits, and the daemon goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2
+
+from reft.core.commit.round import Answer, Outcome
+from reft.errors import AttachError
+from reft.wire import handout, messages, rpc
+from reft.wire.slot_format import Geometry, SlotMap
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import CHUNK, Code, Job, descriptors_of, epoch_of, refused, tcp_call
+from tests.support.saying import says
+
+MIB = 1 << 20
+BAD_NAMES = [
+    "../../etc", "a/b", ".", "..", "", "a" * 65, "a\0b", "a\nb", "jоb", "-rf", ".hidden", "a b", "lock/..", "job/",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[DaemonProcess]:
+    """One daemon for all bad inputs; it must still be the same process at the end."""
+    process = DaemonProcess("--listen", "127.0.0.1:0")
+    pid = process.process.pid
+    yield process
+    alive = process.answers() and process.process.pid == pid and process.process.poll() is None
+    log = process.log.read_text()
+    process.close()
+    assert alive and "Traceback" not in log, log
+
+
+@pytest.fixture
+def job(shared) -> Iterator[Job]:
+    """A job with two ranks on the shared daemon, rank 0 leased by this process."""
+    made = Job([(shared, [0, 1])]).decide()
+    made.lease(0)
+    yield made
+    for rank in (0, 1):
+        shared.call("Release", pb.ReleaseRequest(job="job", epoch=made.epoch, rank=rank))
+    shared.call("Purge", pb.PurgeRequest(job="job"))
+
+
+def listing(daemon: DaemonProcess) -> list[str]:
+    return sorted(str(path) for path in daemon.folder.parent.glob(f"{daemon.folder.name}/**/*"))
+
+
+@pytest.mark.parametrize("protocol", [0, messages.PROTOCOL + 1, (1 << 32) - 1])
+def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
+    with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}"):
+        shared.call("Hello", pb.HelloRequest(protocol=protocol))
+
+
+def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
+    """A daemon may be upgraded under trainers that said Hello to the one before it."""
+    said = messages.said_to(says({1: Answer.SEALED}))
+    for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
+        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said, protocol=protocol)
+        with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
+            job.send_report(0, report)
+    assert shared.status("job").ranks[0].step == -1
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_bad_job_name_creates_nothing(shared, name):
+    before = listing(shared)
+    good = Job([(shared, [0])], name="x")
+    good.counter = 1
+    good.manifest.job = name
+    with refused(Code.INVALID_ARGUMENT, "not allowed"):
+        shared.call("Decide", pb.DecideRequest(manifest=good.manifest, decision=good.decision()))
+    for method, request in (
+        ("Lease", good.lease_request()), ("Purge", pb.PurgeRequest(job=name)), ("Release", pb.ReleaseRequest(job=name)),
+    ):  # fmt: skip
+        with refused(Code.INVALID_ARGUMENT, "not allowed"):
+            shared.call(method, request)
+    with refused(Code.INVALID_ARGUMENT, "not allowed"):
+        good.send_report(0, pb.ReportRequest(job=name))
+    assert not shared.call("Inventory", pb.InventoryRequest(job=name, fence=True)).slots
+    with refused(Code.NOT_FOUND):
+        list(shared_read(shared, pb.ReadRequest(job=name, slot="../lock", size=100)))
+    assert listing(shared) == before
+
+
+def shared_read(daemon: DaemonProcess, request: pb.ReadRequest) -> list[pb.Chunk]:
+    with rpc.channel(daemon.address) as channel:
+        return list(pb_grpc.DaemonStub(channel).Read(request, timeout=10))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"world": (1 << 32) - 1},
+        {"world": 3},
+        {"world": 1},
+        {"token": b"short"},
+        {"nodes": [pb.Node(name="n", ranks=[1])]},
+        {"nodes": [pb.Node(name="n", ranks=[0, 0])], "world": 2},
+    ],
+)
+def test_an_impossible_manifest(shared, changes):
+    bad = Job([(shared, [0, 1])], name="impossible")
+    bad.counter = 1
+    if "nodes" in changes:
+        bad.manifest.ClearField("nodes")
+    bad.manifest.MergeFrom(pb.Manifest(**changes))
+    with refused(Code.INVALID_ARGUMENT, "manifest of job impossible"):
+        shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=bad.decision()))
+
+
+def test_an_impossible_decision(shared):
+    bad = Job([(shared, [0])], name="impossible")
+    bad.counter = 1
+    with refused(Code.INVALID_ARGUMENT, "no node 1"):
+        shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=bad.decision(), node_index=1))
+    for ident in (b"", b"short", bytes(17)):
+        decision = pb.Decision(epoch=pb.Epoch(counter=1, ident=ident))
+        with refused(Code.INVALID_ARGUMENT, "16 bytes"):
+            shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
+    knows = [pb.Epoch(counter=1, ident=bytes(16)) for _ in range(65)]
+    for known, text in ((knows, "65 attaches; 64 are"), ([pb.Epoch(counter=1)], "16 bytes")):
+        decision = pb.Decision(epoch=pb.Epoch(counter=2, ident=bytes(16)), known=known)
+        with refused(Code.INVALID_ARGUMENT, text):
+            shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
+    with refused(Code.NOT_FOUND):
+        shared.status("impossible")
+
+
+def test_a_held_job_with_another_token_is_not_taken_over(shared, job):
+    thief = Job([(shared, [0, 1])], token=b"t" * 32)
+    thief.counter = 7
+    with refused(Code.INVALID_ARGUMENT, "another token"):
+        shared.call("Decide", pb.DecideRequest(manifest=thief.manifest, decision=thief.decision()))
+    assert shared.status("job").epoch.counter == 1
+
+
+@pytest.mark.parametrize("rank", [2, 77, (1 << 32) - 1])
+def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
+    with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
+        job.lease(rank)
+    with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
+        job.report(rank, {1: Answer.SEALED})
+
+
+@pytest.mark.parametrize("nbytes", [1 << 40, 10 * psutil.virtual_memory().total, 1 << 63, (1 << 64) - 1])
+def test_more_than_there_is_is_refused_before_memory_is_touched(shared, job, nbytes):
+    process = psutil.Process(shared.process.pid)
+    before, held = process.memory_info().rss, shared.call("Status", pb.StatusRequest()).held_bytes
+    for _ in range(5):
+        with refused(Code.RESOURCE_EXHAUSTED, "Fix: "):
+            job.lease(1, data_bytes=nbytes)
+    assert process.memory_info().rss - before < 16 * MIB
+    assert shared.call("Status", pb.StatusRequest()).held_bytes == held
+    assert not list((shared.folder / "job").glob("rank-1*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": 33}, {"slots": (1 << 32) - 1}, {"table_bytes": 1 << 63}, {"table_bytes": 65 * MIB}, {"chunk_bytes": 0},
+        {"chunk_bytes": 1}, {"chunk_bytes": 5000},
+    ],
+)  # fmt: skip
+def test_sizes_that_can_not_be(shared, job, changes):
+    with refused(Code.INVALID_ARGUMENT):
+        job.lease(1, **changes)
+    assert not list((shared.folder / "job").glob("rank-1*"))
+
+
+def test_a_process_that_is_not_there(shared, job):
+    with refused(Code.FAILED_PRECONDITION, "is not there"):
+        job.lease(1, pid_start=1)
+
+
+def test_a_report_without_a_lease(shared, job):
+    with refused(Code.FAILED_PRECONDITION, "holds no lease"):
+        job.report(1, {1: Answer.SEALED})
+
+
+def test_the_order_of_answers(shared, job):
+    job.lease(1)
+    assert job.report(0, {3: Answer.SEALED}).whole == -1
+    assert job.report(1, {3: Answer.SEALED}).whole == 3
+    assert job.report(0, {3: Answer.SEALED}).whole == 3  # sealed twice
+    assert job.report(0, {3: Answer.VOID, 2: Answer.VOID}).whole == 3  # an older step, another answer
+    assert messages.outcome_from(job.report(0, {2: Answer.VOID})) == Outcome(3, 3)
+
+
+def test_steps_at_the_end_of_the_range(shared, job):
+    job.lease(1)
+    answers = {messages.STEP_MAX: Answer.SEALED}
+    job.report(0, answers)
+    assert job.report(1, answers).whole == messages.STEP_MAX
+    for step in (messages.STEP_MAX + 1, (1 << 64) - 1):
+        with refused(Code.INVALID_ARGUMENT, "steps end at"):
+            job.report(0, {step: Answer.SEALED})
+
+
+def test_what_is_not_held_is_not_found(shared):
+    for method, request in (
+        ("Lease", pb.LeaseRequest(job="none")), ("Release", pb.ReleaseRequest(job="none")),
+        ("Purge", pb.PurgeRequest(job="none")), ("Status", pb.StatusRequest(job="none")),
+    ):  # fmt: skip
+        with refused(Code.NOT_FOUND):
+            shared.call(method, request)
+    with refused(Code.NOT_FOUND):
+        Job([(shared, [0])]).send_report(0, pb.ReportRequest(job="none"))
+
+
+def test_an_older_epoch_is_stale_everywhere(shared, job):
+    job.close().decide()
+    orphan, old = epoch_of(1), messages.epoch_to(epoch_of(1))
+    with refused(Code.ABORTED, "epoch 1 of job job is over"):
+        job.send_report(0, pb.ReportRequest(job="job", epoch=old))
+    with refused(Code.ABORTED):
+        shared.call("Release", pb.ReleaseRequest(job="job", epoch=old))
+    with refused(Code.ABORTED):
+        job.lease(0, epoch=old)
+    with refused(Code.ABORTED):
+        decision = pb.Decision(epoch=messages.epoch_to(orphan))
+        shared.call("Decide", pb.DecideRequest(manifest=job.manifest, decision=decision))
+    with refused(Code.ABORTED):  # the same counter, another attach
+        other = pb.Decision(epoch=pb.Epoch(counter=2, ident=b"x" * 16))
+        shared.call("Decide", pb.DecideRequest(manifest=job.manifest, decision=other))
+    with pytest.raises(AttachError, match="is over"):
+        request = pb.HandoutRequest(job="job", epoch=old, slots=["rank-0.slot-0"])
+        handout.ask(job.hellos[0].handout, request, [], 5)
+    assert shared.status("job").epoch.counter == 2
+
+
+def test_over_tcp_only_the_jobs_own_token_opens(shared, job):
+    other = Job([(shared, [0])], name="other", token=b"o" * 32).decide()
+    address = job.hellos[0].addresses[0]
+    calls = [
+        ("Status", pb.StatusRequest(job="job"), None),
+        ("Inventory", pb.InventoryRequest(job="job"), None),
+        ("Purge", pb.PurgeRequest(job="job"), None),
+        ("Decide", pb.DecideRequest(manifest=job.manifest, decision=job.decision()), None),
+        ("Gather", pb.GatherRequest(job="job", epoch=job.epoch, node_index=1), pb_grpc.PeerStub),
+        ("Announce", pb.Outcome(job="job", epoch=job.epoch, whole=99), pb_grpc.PeerStub),
+    ]
+    for method, request, service in calls:
+        for token in (None, b"", b"x" * 32, other.manifest.token):
+            with refused(Code.UNAUTHENTICATED, "token"):
+                tcp_call(address, method, request, token, service)
+    with refused(Code.UNAUTHENTICATED):
+        tcp_call(address, "Status", pb.StatusRequest(), job.manifest.token)  # all jobs
+    with refused(Code.UNAUTHENTICATED):
+        tcp_call(address, "Status", pb.StatusRequest(job="none"), job.manifest.token)
+    assert tcp_call(address, "Status", pb.StatusRequest(job="job"), job.manifest.token).jobs[0].whole == -1
+    local = shared.call("Inventory", pb.InventoryRequest(job="job"))
+    assert [held.job for held in local.others] == ["other"]
+    assert not tcp_call(address, "Inventory", pb.InventoryRequest(job="job"), job.manifest.token).others
+    shared.call("Purge", pb.PurgeRequest(job="other"))
+
+
+def test_a_message_above_the_limit(shared):
+    with refused(Code.RESOURCE_EXHAUSTED):
+        with rpc.channel(shared.address) as channel:
+            pb_grpc.DaemonStub(channel).Inventory(pb.InventoryRequest(launch="x" * (rpc.MESSAGE_MAX + 1)), timeout=10)
+    with refused(Code.INVALID_ARGUMENT):
+        big = pb.Manifest(job="big", world=1, token=bytes(32), script="x" * (16 * MIB), nodes=[pb.Node(ranks=[0])])
+        shared.call("Decide", pb.DecideRequest(manifest=big, decision=pb.Decision(epoch=pb.Epoch(ident=bytes(16)))))
+
+
+def test_bytes_that_are_no_message_are_refused_before_any_token_without_a_traceback(shared, job):
+    address = job.hellos[0].addresses[0]
+    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+        for method in ("reft.v1.Daemon/Purge", "reft.v1.Peer/Beat", "grpc.health.v1.Health/Check"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                channel.unary_unary(f"/{method}")(b"\xff", timeout=10)
+        for method in ("reft.v1.Daemon/Read", "grpc.health.v1.Health/Watch"):
+            with refused(Code.INVALID_ARGUMENT, "can't be read"):
+                list(channel.unary_stream(f"/{method}")(b"\xff", timeout=10))
+        with refused(Code.UNIMPLEMENTED):
+            channel.unary_unary("/reft.v1.Daemon/None")(b"", timeout=10)
+        watching = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=10)
+        assert next(watching) == health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
+
+
+def test_a_read_names_a_slot_and_a_version(shared, job):
+    (name, *_) = job.lease(0)
+    with refused(Code.NOT_FOUND):
+        shared_read(shared, pb.ReadRequest(job="job", slot="rank-0.slot-99", size=1))
+    with refused(Code.FAILED_PRECONDITION):
+        shared_read(shared, pb.ReadRequest(job="job", slot=name, size=1))
+
+
+def test_a_thousand_idle_connections(shared, job):
+    """Those of gRPC are kept; those of the small socket are served in turn, and dropped at their deadline."""
+    idle = []
+    try:
+        for path in [str(shared.socket)] * 900 + [job.hellos[0].handout] * 60:
+            idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            idle[-1].connect(path)
+        assert shared.answers()
+        assert len(job.maps(0, job.lease(0))) == 2
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+# The small socket
+
+
+def talk(path: str, data: bytes, descriptors: tuple[int, ...] = (), shut: bool = True) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(10)
+        connection.connect(path)
+        socket.send_fds(connection, [data], list(descriptors))
+        if shut:
+            connection.shutdown(socket.SHUT_WR)
+        return connection.recv(handout.REQUEST_MAX)
+
+
+def frame(request: pb.HandoutRequest) -> bytes:
+    body = request.SerializeToString()
+    return struct.pack("<I", len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("data", "answer"),
+    [
+        (b"\1", b"ended early"),
+        (struct.pack("<I", 100) + b"abc", b"ended early"),
+        (struct.pack("<I", 1 << 31), b"the limit is 4096"),
+        (struct.pack("<I", 3) + b"\xff\xff\xff", b"no request"),
+        (frame(pb.HandoutRequest(job="../x")), b"not allowed"),
+        (frame(pb.HandoutRequest(job="none")), b"holds no job"),
+    ],
+)
+def test_a_bad_request_for_descriptors(shared, job, data, answer):
+    before = descriptors_of(shared)
+    reply = talk(job.hellos[0].handout, data)
+    assert reply[0] == 0 and answer in reply
+    until(lambda: descriptors_of(shared) <= before, what="the connection's end")
+
+
+@pytest.mark.parametrize(
+    ("rank", "slots"), [(0, []), (0, ["rank-0.slot-9"]), (1, ["rank-0.slot-0"]), (0, ["../../lock"])]
+)
+def test_slots_of_others_are_not_handed_out(shared, job, rank, slots):
+    request = pb.HandoutRequest(job="job", epoch=job.epoch, rank=rank, slots=slots)
+    with pytest.raises(AttachError, match="has no slots"):
+        handout.ask(job.hellos[0].handout, request, [], 5)
+
+
+def foreign(kind: str, folder: str) -> int:
+    if kind == "pipe":
+        return os.pipe()[0]
+    if kind == "device":
+        return os.open("/dev/zero", os.O_RDWR)
+    if kind == "file":
+        return os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT)
+    descriptor = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
+    if kind == "unsealed":  # a good slot, that its trainer could cut under the daemon
+        geometry = Geometry(0, CHUNK, CHUNK)
+        slot = np.zeros(geometry.file_bytes, np.uint8)
+        SlotMap.create(slot, geometry, "job", 0)
+        os.write(descriptor, slot.tobytes())
+    elif kind != "empty":
+        os.ftruncate(descriptor, 1 << 40 if kind == "huge" else 2 * MIB)
+    if kind != "unsealed":
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "file", "unsealed", "empty", "zeros", "huge"])
+def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind):
+    before, held = descriptors_of(shared), shared.call("Status", pb.StatusRequest()).held_bytes
+    descriptor = foreign(kind, str(tmp_path))
+    request = pb.HandoutRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
+    with pytest.raises(AttachError, match=r"no memfd|no slot|not a slot"):
+        handout.ask(job.hellos[0].handout, request, [descriptor], 5)
+    os.close(descriptor)
+    until(lambda: descriptors_of(shared) <= before, what="the foreign descriptor's end")
+    assert "rank-0.slot-7" not in job.headers()
+    assert shared.call("Status", pb.StatusRequest()).held_bytes == held
+
+
+def test_more_descriptors_than_names_and_very_many(shared, job):
+    before = descriptors_of(shared)
+    request = pb.HandoutRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
+    with pytest.raises(AttachError, match="2 descriptors came for 1 slots"):
+        handout.ask(job.hellos[0].handout, request, [0, 0], 5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(job.hellos[0].handout)
+        connection.send(struct.pack("<I", handout.REQUEST_MAX))  # the rest of the request never comes
+        for _ in range(2):
+            socket.send_fds(connection, [b"\0"], [0] * handout.DESCRIPTORS_MAX)
+        assert b"more than 32" in connection.recv(100)
+    until(lambda: descriptors_of(shared) <= before, what="their end")
+
+
+def test_a_caller_that_goes_silent_delays_nobody(shared, job):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(job.hellos[0].handout)
+        silent.send(b"\5\0")
+        assert len(job.maps(0, job.lease(0))) == 2
+
+
+def test_ask_twice_for_the_same_slots(shared, job):
+    names = job.lease(0)
+    assert [len(job.maps(0, names)) for _ in range(2)] == [2, 2]
+    assert job.lease(0) == names and job.lease(0, data_bytes=CHUNK) == names

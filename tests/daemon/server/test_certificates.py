@@ -1,0 +1,51 @@
+"""Certificates that are replaced while a job runs: connections made later have the new ones, on both sides."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.certificates import Certificates, why_not
+from tests.support.daemons import DaemonProcess, until
+from tests.support.jobs import Job
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+RENEWED = "serve from now on"
+
+
+def hears(job: Job, asked: int) -> bool:
+    """Whether the daemon of one node reaches the other one."""
+    request = pb.SurveyRequest(job="job", nodes=[job.manifest.nodes[1 - asked]])
+    (found,) = job.daemons[asked].call("Survey", request).nodes
+    return found.HasField("reply")
+
+
+@pytest.fixture
+def certificates(tmp_path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+@pytest.fixture
+def job(start, certificates) -> Job:
+    flags = certificates.flags("ours")
+    job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
+    return job.decide()
+
+
+def renew(daemon: DaemonProcess) -> None:
+    times = daemon.log.read_text().count(RENEWED)
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: daemon.log.read_text().count(RENEWED) > times, what="new certificates")
+
+
+def test_daemons_go_on_and_find_each_other_again_under_new_certificates(job, certificates):
+    assert hears(job, 0) and hears(job, 1)
+    certificates.replace("ours", "new")
+    renew(job.daemons[0])
+    assert hears(job, 0) and hears(job, 1)  # by the connections that stand
+    job.daemons[1].kill()
+    job.daemons[1].start()  # it knows the new ones only
+    until(lambda: hears(job, 0), what="the way to a daemon with new certificates")
+    until(lambda: hears(job, 1), what="the way from it")

@@ -1,0 +1,49 @@
+"""A daemon whose sockets somebody removes, as whoever clears /tmp after a job does."""
+
+from __future__ import annotations
+
+import shutil
+
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from tests.daemon.test_start import run
+from tests.support.daemons import until
+from tests.support.jobs import Job, write
+
+AGAIN = "they were made again"
+
+
+def clear(daemon) -> None:
+    times = daemon.log.read_text().count(AGAIN)
+    for path in daemon.home.iterdir():
+        if path != daemon.log:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    until(lambda: daemon.log.read_text().count(AGAIN) > times, what="new sockets")
+
+
+def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
+    job = Job([(daemon, [0])]).decide()
+    names = job.lease(0, trainer.pid)
+    slots = job.maps(0, names)
+    for step in (1, 2):  # the second time too
+        clear(daemon)
+        assert daemon.answers()
+        assert len(job.maps(0, names)) == len(names)  # descriptors
+        write(slots[step - 1], job.version(step), SlotState.SEALED)
+        assert job.report(0, {step: Answer.SEALED}).whole == step
+    assert {path.name for path in daemon.home.iterdir()} >= {"d.sock", "d.sock.fd", "d.sock.ln", "d.sock.lock"}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in daemon.home.glob("d.sock*"))
+
+
+def test_no_second_one_serves_there_afterwards(daemon, tmp_path):
+    clear(daemon)
+    code, text = run("--socket", daemon.socket, "--dir", tmp_path / "arena")
+    assert code == 1 and f"pid {daemon.process.pid}" in text and "socket" in text
+
+
+def test_the_end_leaves_no_socket(daemon):
+    clear(daemon)
+    daemon.process.terminate()
+    assert daemon.process.wait(60) == 0
+    assert not list(daemon.home.glob("d.sock")) and not list(daemon.home.glob("d.sock.[fl][dn]"))
+    assert "Traceback" not in daemon.log.read_text()

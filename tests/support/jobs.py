@@ -1,0 +1,260 @@
+"""A job as its trainers make it: manifest, decision, leases, slots that are written through their mapping, and reports."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from reft.core.commit.round import Answer
+from reft.core.commit.slots import SlotState
+from reft.core.commit.version import Epoch, Version
+from reft.core.layout.layout import Layout, Leaf, pack
+from reft.failpoints import Failpoints
+from reft.wire import capsule_format, handout, line, messages, rpc
+from reft.wire.process import stat_of
+from reft.wire.slot_format import SlotMap, chunk_digest
+from reft.wire.v1 import daemon_pb2 as pb
+from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from reft_daemon.arena.arena import Arena
+from reft_daemon.peers.round_replicator import Peers
+from reft_daemon.registry import Registry, TimeToLive
+from tests.support.daemons import DaemonProcess
+from tests.support.saying import says
+
+CHUNK = 4096
+CAPSULE = capsule_format.encode({"compared": {}})
+Code = grpc.StatusCode
+
+
+class Refused(grpc.RpcError):
+    """A report that the daemon refused."""
+
+    def __init__(self, reply: pb.ReportReply) -> None:
+        super().__init__(reply.error)
+        self.reply = reply
+
+    def code(self) -> grpc.StatusCode:
+        return rpc.CODES[self.reply.status]
+
+    def details(self) -> str:
+        return self.reply.error
+
+
+@contextmanager
+def refused(code: grpc.StatusCode, text: str = "") -> Iterator[None]:
+    """Expects a call or a report to end with this status, and with a text that has `text` in it."""
+    with pytest.raises(grpc.RpcError) as error:
+        yield
+    assert error.value.code() is code, error.value.details()
+    assert text in error.value.details()
+
+
+def layout_of(nbytes: int) -> Layout:
+    return pack([Leaf("w", "uint8", (nbytes,), (1,), nbytes, False, (nbytes,), (0,))])
+
+
+def epoch_of(counter: int) -> Epoch:
+    return Epoch(counter, bytes([counter]) * 16)
+
+
+class Trainer:
+    """A process that does nothing but live, in the place of a rank's trainer."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        self.pid = self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+
+
+class Job:
+    """One job on one or several daemons.
+
+    Args:
+        nodes: each daemon with its ranks.
+    """
+
+    def __init__(
+        self, nodes: Sequence[tuple[DaemonProcess, Sequence[int]]], name: str = "job", **facts: object
+    ) -> None:
+        self.daemons = [daemon for daemon, _ in nodes]
+        self.home = {rank: i for i, (_, ranks) in enumerate(nodes) for rank in ranks}
+        hellos = [daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)) for daemon in self.daemons]
+        self.hellos = hellos
+        self.counter = 0
+        self.manifest = pb.Manifest(
+            job=name, named=True, token=bytes(32), world=len(self.home), every=1, launch="launch",
+            nodes=[
+                pb.Node(name=f"n{i}", id=hellos[i].node_id, addresses=hellos[i].addresses, ranks=ranks)
+                for i, (_, ranks) in enumerate(nodes)
+            ],
+        )  # fmt: skip
+        self.manifest.MergeFrom(pb.Manifest(**facts))
+
+    @property
+    def name(self) -> str:
+        return self.manifest.job
+
+    @property
+    def epoch(self) -> pb.Epoch:
+        return messages.epoch_to(epoch_of(self.counter))
+
+    def version(self, step: int, counter: int | None = None) -> Version:
+        return Version(epoch_of(counter or self.counter), step)
+
+    def decision(self, base: Version | None = None) -> pb.Decision:
+        decision = pb.Decision(epoch=self.epoch)
+        if base:
+            decision.base.CopyFrom(messages.version_to(base))
+        return decision
+
+    def decide(self, base: Version | None = None, dropped: Sequence[str] = ()) -> Job:
+        """A new attach's decision, on every node."""
+        self.counter += 1
+        for i, daemon in enumerate(self.daemons):
+            request = pb.DecideRequest(
+                manifest=self.manifest, decision=self.decision(base), node_index=i, dropped=dropped
+            )
+            daemon.call("Decide", request)
+        return self
+
+    def close(self, ranks: Iterable[int] = ()) -> Job:
+        """These ranks, or all, close their sessions: the next attach would not be let in beside them."""
+        for rank in ranks or self.home:
+            self.call(rank, "Release", pb.ReleaseRequest(job=self.name, epoch=self.epoch, rank=rank))
+        return self
+
+    def call(self, rank: int, method: str, request: object, timeout: float = 20.0) -> object:
+        return self.daemons[self.home.get(rank, 0)].call(method, request, timeout)
+
+    def lease_request(self, rank: int = 0, pid: int | None = None, **changes: object) -> pb.LeaseRequest:
+        pid = pid or os.getpid()
+        facts = {
+            "job": self.name, "epoch": self.epoch, "rank": rank, "pid": pid, "pid_start": stat_of(pid).start, "slots": 2,
+            "data_bytes": 2 * CHUNK, "table_bytes": CHUNK, "chunk_bytes": CHUNK,
+        }  # fmt: skip
+        return pb.LeaseRequest(**{**facts, **changes})
+
+    def lease(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[str]:
+        """The names of the leased slots."""
+        return [slot.name for slot in self.call(rank, "Lease", self.lease_request(rank, pid, **changes)).slots]
+
+    def descriptors(self, rank: int, names: Sequence[str]) -> list[int]:
+        request = pb.HandoutRequest(job=self.name, epoch=self.epoch, rank=rank, slots=names)
+        return handout.ask(self.hellos[self.home.get(rank, 0)].handout, request, [], 10)
+
+    def maps(self, rank: int, names: Sequence[str]) -> list[SlotMap]:
+        """The slots as their trainer maps them."""
+        found = []
+        for descriptor in self.descriptors(rank, names):
+            pages = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+            os.close(descriptor)
+            found.append(SlotMap(np.frombuffer(pages, np.uint8)))
+        return found
+
+    def slots(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[SlotMap]:
+        """Leased and mapped."""
+        return self.maps(rank, self.lease(rank, pid, **changes))
+
+    def report(
+        self, rank: int, answers: Mapping[int, Answer], wait_ms: int = 0, timeout: float = 20.0, wish: int = 0,
+    ) -> pb.ReportReply:  # fmt: skip
+        request = pb.ReportRequest(
+            job=self.name, epoch=self.epoch, rank=rank, said=messages.said_to(says(answers)), wait_ms=wait_ms, wish=wish,
+        )  # fmt: skip
+        return self.send_report(rank, request, timeout)
+
+    def send_report(self, rank: int, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
+        """The reply to one report on a line of its own."""
+        return ask_line(self.hellos[self.home.get(rank, 0)].line, request, timeout)
+
+    def headers(self, node: int = 0) -> dict[str, tuple[SlotState, int]]:
+        """Name → (state, step) of every slot that a node offers."""
+        reply = self.daemons[node].call("Inventory", pb.InventoryRequest(job=self.name))
+        return {slot.slot: (SlotState(slot.state), slot.version.step) for slot in reply.slots}
+
+    def whole(self, node: int = 0) -> int:
+        return self.daemons[node].status(self.name).whole
+
+
+def ask_line(path: str, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
+    """The reply to one report.
+
+    Raises:
+        Refused: the daemon refused it.
+        TimeoutError: nothing came in time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout)
+        connection.connect(path)
+        request.protocol = request.protocol or messages.PROTOCOL
+        connection.sendall(line.frame(request))
+        frames = line.Frames()
+        while data := connection.recv(1 << 16):
+            for body in frames.feed(data):
+                reply = pb.ReportReply.FromString(body)
+                if reply.status:
+                    raise Refused(reply)
+                return reply
+    raise ConnectionError("the daemon has ended the line")
+
+
+def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
+    """A daemon's jobs, without the daemon."""
+    return Registry(arena, Peers(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), Peers(None, ()))
+
+
+def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:
+    return (f"step {step} ".encode() * nbytes)[:nbytes]
+
+
+def write(
+    slot: SlotMap, version: Version, upto: SlotState = SlotState.SEALED, nbytes: int = 2 * CHUNK,
+    compared: Mapping[int, int] | None = None,
+) -> None:  # fmt: skip
+    """Writes a version into a slot as a trainer does, and stops in the state `upto`.
+
+    Args:
+        compared: what the capsule says of cells: nothing, if it is None.
+    """
+    data = data_of(version.step, nbytes)
+    layout = layout_of(len(data))
+    slot.begin(version, layout.digest, messages.table_to(layout), len(data))
+    slot.put_capsule(CAPSULE if compared is None else capsule_format.encode({"compared": dict(compared)}))
+    slot.data[: len(data)] = np.frombuffer(data, np.uint8)
+    if upto >= SlotState.LANDED:
+        slot.landed()
+    if upto >= SlotState.SEALED:
+        slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
+
+
+def tcp_call(
+    address: str, method: str, request: object, token: bytes | None = None, service: type | None = None
+) -> object:
+    """A call over TCP, as another node's daemon makes it."""
+    with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
+        stub = (service or pb_grpc.DaemonStub)(channel)
+        metadata = None if token is None else rpc.token_metadata(token)
+        return getattr(stub, method)(request, timeout=10, metadata=metadata)
+
+
+def slot_path(daemon: DaemonProcess, name: str, job: str = "job") -> Path:
+    return daemon.folder / job / name
+
+
+def descriptors_of(daemon: DaemonProcess) -> int:
+    """How many descriptors the daemon has open."""
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
