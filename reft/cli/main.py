@@ -21,10 +21,10 @@ import click
 import grpc
 
 from reft import __version__
-from reft.cli import recovery, tables, views
+from reft.cli import recover_view, status_text, status_view
 from reft.cli.ask import NoSuchJob, ask, local_address
-from reft.cli.ending import unwinding
 from reft.cli.recover import Recovery, replacement_here
+from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
 from reft.config import allows_colour
@@ -108,14 +108,14 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
         if question is not None:
             _what_if(reply, address, question, as_json)
         found = surveys(address, reply)
-    jobs = [views.job_view(each, found.get(each.job)) for each in reply.jobs]
+    jobs = [status_view.job_view(each, found.get(each.job)) for each in reply.jobs]
     if as_json:
-        click.echo(json.dumps(views.document(reply, jobs, address), indent=2))
+        click.echo(json.dumps(status_view.document(reply, jobs, address), indent=2))
     else:
-        for line in tables.status_lines(reply, jobs):
+        for line in status_text.status_lines(reply, jobs):
             click.echo(coloured(line))
     if check:
-        sys.exit(EXIT_OF_HEALTH[views.worst(jobs)])
+        sys.exit(EXIT_OF_HEALTH[status_view.worst(jobs)])
 
 
 @main.command()
@@ -135,10 +135,10 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
         view = run.rebuild(lambda text: None if as_json else click.echo(text)) if yes else run.look()[0]
     code = EXIT_LOST if view.outcome == "unrecoverable" else 0
     if as_json:
-        document = {"schema_version": views.SCHEMA_VERSION, **recovery.document(view, code, run.rebuilt)}
+        document = {"schema_version": status_view.SCHEMA_VERSION, **recover_view.document(view, code, run.rebuilt)}
         click.echo(json.dumps(document, indent=2))
         sys.exit(code)
-    for line in recovery.recovery_lines(view):
+    for line in recover_view.recovery_lines(view):
         click.echo(coloured(line))
     if view.outcome == "recoverable":
         click.echo("Nothing was changed. With --yes the slots are made again.")
@@ -155,7 +155,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
     with failing(as_json):
         address = local_address(daemon)
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
-        held = views.job_view(reply.jobs[0])
+        held = status_view.job_view(reply.jobs[0])
         others = [node.node for node in held.nodes if node.node != reply.node]
         if not yes:
             if as_json or not sys.stdin.isatty():
@@ -165,7 +165,7 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
-        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **result}, indent=2))
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
         return
     click.echo(f"job {job}: freed {size(freed)} on {reply.node}.")
     if others:
@@ -192,7 +192,7 @@ def timeline(job: str, rank: int | None, output: Path, as_json: bool, daemon: st
         silent = {str(number): why for number, why in found.silent.items()}
         events = len(found.trace["traceEvents"])
         result = {"job": job, "path": str(output), "ranks": list(found.ranks), "events": events, "silent": silent}
-        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **result}, indent=2))
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
         return
     for number, why in found.silent.items():
         click.echo(f"rank {number} is missing: {why}", err=True)
@@ -269,10 +269,10 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     version = judged[0].version if judged else None
     loss = outlook.what_if({node for found in nodes.values() for node in found}) if outlook else None
     if as_json:
-        document = views.what_if_document(job, lose, version, loss)
-        click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, **document}, indent=2))
+        document = status_view.what_if_document(job, lose, version, loss)
+        click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **document}, indent=2))
     else:
-        click.echo("\n".join(tables.what_if_lines(job, lose, version, loss)))
+        click.echo("\n".join(status_text.what_if_lines(job, lose, version, loss)))
     sys.exit(EXIT_LOST if loss or version is None else 0)
 
 
@@ -297,9 +297,9 @@ def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
     try:
         reply = ask(address, "Status", request)
     except (DaemonUnavailable, NoSuchJob) as error:
-        return tables.wrapped("", str(error))
+        return status_text.wrapped("", str(error))
     found = surveys(address, reply)
-    return tables.status_lines(reply, [views.job_view(each, found.get(each.job)) for each in reply.jobs])
+    return status_text.status_lines(reply, [status_view.job_view(each, found.get(each.job)) for each in reply.jobs])
 
 
 def health_in(line: str) -> str:
@@ -347,7 +347,7 @@ def misused(as_json: bool) -> Iterator[None]:
 
 def _say_error(message: str, hint: str, code: int) -> None:
     fields: dict[str, Any] = {"message": message, "hint": hint, "exit_code": code}
-    click.echo(json.dumps({"schema_version": views.SCHEMA_VERSION, "error": fields}), err=True)
+    click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, "error": fields}), err=True)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reft.cli.ask import ask, local_address
-from reft.cli.recovery import RecoveryView, recovery_view, with_targets
+from reft.cli.recover_view import RecoveryView, recovery_view, with_targets
 from reft.cli.survey import survey
 from reft.core.commit.version import Version
 from reft.core.recovery.recovery import Plan

@@ -36,15 +36,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from reft.console import say
 from reft.core.membership.agent_policy import Reaction
 from reft.core.membership.failure_detector import Agent
-from reft.elastic import etcd, tcp
-from reft.elastic.guard import Guard
-from reft.elastic.listening import Listener, Term
-from reft.elastic.looking import Looker
+from reft.elastic.heartbeat_client import Listener, Term
 from reft.elastic.node import free_under_slurm, has_ended, settle, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
+from reft.elastic.orphan_reaper import Guard
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
-from reft.elastic.state import Facts, State
-from reft.elastic.warm import Warm, begin
+from reft.elastic.shared_state import Facts, State
+from reft.elastic.store_poller import Looker
+from reft.elastic.stores import etcd, tcp
+from reft.elastic.warm.warm import Warm, begin
 from reft.wire.daemon_launcher import Reviver
 from reft.wire.v1 import daemon_pb2 as pb
 

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from reft.config import Config
 from reft.console import say
 from reft.elastic.options import text
-from reft.elastic.state import Facts
+from reft.elastic.shared_state import Facts
 from reft.errors import ConfigError, ReftError
 from reft.wire import daemon_launcher, handout, rpc
 from reft.wire.daemon_launcher import Reviver

@@ -42,7 +42,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from reft.core.membership.sticky_ranks import Place, assign
-from reft.elastic.state import Facts, State, decode, encode, member
+from reft.elastic.shared_state import Facts, State, decode, encode, member
 
 POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # a thousand agents look at the store a thousand times a second, as fifty of them do

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import pytest
 from click.testing import CliRunner
 
-from reft.cli import recovery, tables, views
+from reft.cli import recover_view, status_text, status_view
 from reft.cli.main import main, pairs_of
-from reft.cli.recovery import recovery_lines, recovery_view, with_targets
+from reft.cli.recover_view import recovery_lines, recovery_view, with_targets
 from reft.core.coding.placement import capsule_holders
 from reft.core.layout.layout import Leaf
 from reft.core.status.health import Health
 from reft.errors import ConfigError
 from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
-from tests.cli.test_tables import job, rank, reply
+from tests.cli.test_status_text import job, rank, reply
 from tests.support.manifests import described
 
 EPOCH = pb.Epoch(counter=2, ident=bytes(16))
@@ -59,7 +59,7 @@ def findings(
 
 def lines_of(found: Findings, **changes: object) -> list[str]:
     status = job(*(rank(i, node.name) for i, node in enumerate(found.nodes.values())), **changes)
-    return tables.status_lines(reply(status), [views.job_view(status, found)])
+    return status_text.status_lines(reply(status), [status_view.job_view(status, found)])
 
 
 def test_a_protected_job():
@@ -106,13 +106,13 @@ def test_what_is_exposed_and_unlike_is_said():
     assert "health  WARN  replicas of w differ between ranks: such steps are not kept." in lines
     assert any(line.startswith("protect UNPROTECTED") for line in lines)
     assert any(line.startswith("exposed 3.0 MiB are stored once") for line in lines)
-    assert max(map(len, lines)) <= tables.WIDTH
+    assert max(map(len, lines)) <= status_text.WIDTH
 
 
 def test_the_document_says_the_same():
     found = findings(4, {2})
     status = job(*(rank(i) for i in range(4)), degraded_s=1.5)
-    (document,) = views.document(reply(status), [views.job_view(status, found)], "unix:/run/x")["jobs"]
+    (document,) = status_view.document(reply(status), [status_view.job_view(status, found)], "unix:/run/x")["jobs"]
     json.dumps(document)
     assert document["protection"] == {
         "word": "DEGRADED", "degraded_s": 1.5, "step": 40, "tolerated_domains": 0, "meant_domains": 1,
@@ -131,7 +131,9 @@ def test_failure_domains_and_pairs_are_named():
     lines = lines_of(found)
     assert "a failure domain          yes       steps after 40" in lines
     assert "two nodes                 NO        all steps of this run, e.g. node-a and node-b" in lines
-    (document,) = views.document(reply(job(rank(0))), [views.job_view(job(rank(0)), found)], "unix:/run/x")["jobs"]
+    (document,) = status_view.document(reply(job(rank(0))), [status_view.job_view(job(rank(0)), found)], "unix:/run/x")[
+        "jobs"
+    ]
     pairs = [["node-a", "node-b"], ["node-a", "node-d"], ["node-b", "node-c"], ["node-c", "node-d"]]
     assert document["protection"]["fatal_pairs"] == pairs and document["protection"]["fatal_domains"] == []
     lost = lines_of(findings(4, {1}, racks=2), silent_nodes=["node-b"])
@@ -153,7 +155,9 @@ def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
 def test_leaves_that_each_rank_keeps_are_said_with_their_ranks():
     found = findings(4, unequal=["w"])
     assert "unlike  w differs between ranks 0-3: each keeps its own." in lines_of(found)
-    (document,) = views.document(reply(job(rank(0))), [views.job_view(job(rank(0)), found)], "unix:/run/x")["jobs"]
+    (document,) = status_view.document(reply(job(rank(0))), [status_view.job_view(job(rank(0)), found)], "unix:/run/x")[
+        "jobs"
+    ]
     assert document["own_leaves"] == [{"leaf": "w", "ranks": [0, 1, 2, 3]}]
 
 
@@ -186,7 +190,7 @@ def test_the_plan_of_a_recovery():
         "  cell  w: 768.0 KiB decoded, 256.0 KiB parity, from node-a (1.0 MiB), node-b (1.0 MiB),",
         "        node-d (1.0 MiB).",
     ]
-    document = recovery.document(view, 0, [])
+    document = recover_view.document(view, 0, [])
     assert (document["step"], document["epoch"], document["outcome"]) == (40, 2, "recoverable")
     assert (
         document["lost_nodes"][0]["moved_bytes"] == SIZE and document["lost_nodes"][0]["onto"] == "unix:/run/new.sock"
@@ -218,7 +222,7 @@ def test_nothing_lost_and_nothing_left():
     assert (view.outcome, view.health, view.version) == ("unrecoverable", Health.ERR, None)
     text = " ".join(line.strip() for line in recovery_lines(view))
     assert "no sealed slot of ranks 1-2 (on node-b, node-c)" in text and "w can't be decoded: 2 of 4 slots" in text
-    assert max(map(len, recovery_lines(view))) <= tables.WIDTH
+    assert max(map(len, recovery_lines(view))) <= status_text.WIDTH
 
 
 def test_nothing_was_ever_whole():

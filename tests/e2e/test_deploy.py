@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from reft.cli.demo.cluster import free_port
-from reft.elastic import store_host
+from reft.elastic.stores import store_host
 from reft.wire.tls import Tls
 from reft_daemon.main import main as daemon_command
 from tests.support.certificates import why_not

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from reft.cli.demo.keeper import marked
+from reft.cli.demo.clean_up import marked
 from reft.cli.demo.records import Result, compare
 from reft.cli.main import main
 from tests.support import certificates

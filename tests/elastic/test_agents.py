@@ -44,7 +44,7 @@ def store_of(agents) -> psutil.Process:
     port = next(flag for flag in agents.flags if "endpoint" in flag).rpartition(":")[2]
     for process in psutil.process_iter():
         try:
-            if {"reft.elastic.store_host", port} <= set(process.cmdline()):
+            if {"reft.elastic.stores.store_host", port} <= set(process.cmdline()):
                 return process
         except psutil.Error:
             continue
@@ -110,7 +110,7 @@ def test_slots_of_a_job_that_has_ended_do_not_outlive_its_slurm_step(make, slurm
 
 def test_a_store_nobody_uses_ends(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
-    command = [sys.executable, "-m", "reft.elastic.store_host", "--port", str(free_port()), "--idle-exit", "0.5"]
+    command = [sys.executable, "-m", "reft.elastic.stores.store_host", "--port", str(free_port()), "--idle-exit", "0.5"]
     host = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(PYTHONPATH=path), cwd="/")
     with host.stdout as said:
         assert said.readline() == b"ready\n"

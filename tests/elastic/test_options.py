@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from reft.elastic import etcd, tcp
 from reft.elastic.options import OPTIONS, check, number, rendezvous_id, script_of
+from reft.elastic.stores import etcd, tcp
 from reft.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from reft.elastic.handler import ReftRendezvousHandler
-from reft.elastic.state import Facts
-from reft.elastic.tcp import TcpBackend
+from reft.elastic.shared_state import Facts
+from reft.elastic.stores.tcp import TcpBackend
 
 
 class Agents:

@@ -22,9 +22,9 @@ from reft.core.membership.agent_policy import Reaction
 from reft.core.membership.sticky_ranks import Member, Place
 from reft.elastic import handler, rounds
 from reft.elastic.handler import ReftRendezvousHandler
-from reft.elastic.listening import Term
+from reft.elastic.heartbeat_client import Term
 from reft.elastic.rounds import StateHolder
-from reft.elastic.state import Facts, State, decode, encode
+from reft.elastic.shared_state import Facts, State, decode, encode
 from tests.support.daemons import until
 
 

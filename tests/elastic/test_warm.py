@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.elastic import forking, warm
-from reft.elastic.forking import Failed
-from reft.elastic.warm import Server, Warm, _Forked, can_fork
+from reft.elastic.warm import fork_server, warm
+from reft.elastic.warm.fork_server import Failed
+from reft.elastic.warm.warm import Server, Warm, _Forked, can_fork
 from tests.support import probe
 from tests.support.daemons import ROOT, until
 from tests.support.rendezvous import Agents
@@ -37,7 +37,7 @@ def server(ours, tmp_path_factory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         patch.setenv("ONLY_OF_THE_SERVER", "1")
-        made = Server(LIGHT, forking.place_of(PROBE, False))
+        made = Server(LIGHT, fork_server.place_of(PROBE, False))
     yield made
     made.close()
 
@@ -114,7 +114,7 @@ def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
     assert server._hear("ready", 60)
     with warm._adopting():
         order = {"command": command, "environment": dict(os.environ), "folder": "/"}
-        forking.send(server._control, order, [0, 1, 2, wait])
+        fork_server.send(server._control, order, [0, 1, 2, wait])
         pid = int(server._hear("pid", 60))
     os.close(wait)
     worker = _Forked(command, pid)
@@ -267,5 +267,5 @@ def test_a_killed_agent_takes_its_forked_workers_and_its_server_along(tmp_path):
         until(lambda: process.num_ctx_switches().voluntary > slept + 50, 30, "the agent's next look")
         agent.kill()
         agent.wait()
-        living = [each for each in below if "reft.elastic.store_host" not in " ".join(each.cmdline())]
+        living = [each for each in below if "reft.elastic.stores.store_host" not in " ".join(each.cmdline())]
         until(lambda: not any(each.is_running() for each in living), 60, "the end of all")

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from reft.cli.ask import NoSuchJob, ask
-from reft.cli.demo import keeper
+from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import LOCAL_ONLY, TRAINER, DemoError, Node, Training, await_daemon, short_folder, spawn
 from reft.cli.demo.records import Result, recovery
 from reft.errors import DaemonUnavailable, ReftError
@@ -120,7 +120,7 @@ class Nodes:
         self._launch: Launch | None = None
         self._shared = folder_on_loopback(self.folder) if self.reason else self.folder / "node"
         self._shared.mkdir(mode=0o700, exist_ok=True)
-        self._keeper = keeper.start([self.folder, self._shared])
+        self._keeper = clean_up.start([self.folder, self._shared])
         self._began_s = time.monotonic()
 
     def __enter__(self) -> Nodes:

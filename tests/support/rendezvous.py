@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from reft.cli.demo import keeper
+from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import short_folder
 from reft.config import child_environment
 from tests.support.daemons import ROOT, until
@@ -91,7 +91,7 @@ class Agents:
         self.script.write_text(WORKER)
         self._words = list(script)
         self.runtime = short_folder()
-        self._keeper = keeper.start([self.runtime])
+        self._keeper = clean_up.start([self.runtime])
         self.agents: list[Agent] = []
 
     def __enter__(self) -> Agents:
@@ -108,7 +108,7 @@ class Agents:
         """Starts the agent of a node of this name."""
         words = self._words or [str(self.script)]
         own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1", "NODE": name}
-        own |= {keeper.MARK: str(self.runtime), **(environment or {})}
+        own |= {clean_up.MARK: str(self.runtime), **(environment or {})}
         arguments = [*self.flags, *flags, *words, str(self.folder)]
         agent = Agent(arguments, {**child_environment(), **own}, self.log(name))
         self.agents.append(agent)

@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.run import main
 
-from reft.elastic.warm import begin
+from reft.elastic.warm.warm import begin
 
 if __name__ == "__main__":
     modules = sys.argv.pop(1)

@@ -20,7 +20,7 @@ from functools import partial
 
 import grpc
 
-from reft.cli.demo import keeper
+from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import short_folder, spawn
 from reft.config import child_environment
 from reft.core.membership.failure_detector import Signal
@@ -74,7 +74,7 @@ class Watched:
         self.folder = short_folder()
         self.living: list[Host] = []
         self._made = self._round = 0
-        self._keeper = keeper.start([self.folder])
+        self._keeper = clean_up.start([self.folder])
 
     def __enter__(self) -> Watched:
         try:
@@ -130,7 +130,7 @@ class Watched:
             until(lambda host=host: self._is_settled(host), SETTLED_S, "a round in which all hear all")
 
     def _run(self, host: Host, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        environment = child_environment(**{keeper.MARK: str(self.folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"})
+        environment = child_environment(**{clean_up.MARK: str(self.folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"})
         with open(self.folder / f"{host.node.name}.agent.log", "ab") as log:
             return subprocess.Popen(
                 host.place.enter(command), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, cwd=ROOT,

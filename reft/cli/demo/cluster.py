@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reft.cli.ask import NoSuchJob, ask
-from reft.cli.demo import keeper
+from reft.cli.demo import clean_up
 from reft.cli.demo.records import Result, read_result
 from reft.config import child_environment
 from reft.errors import DaemonUnavailable, ReftError
@@ -131,7 +131,7 @@ class Cluster:
         self.kept = keep or self.folder
         self.slots = slots_folder(self.world * ROOM_PER_RANK, self.folder)
         self._daemon_environment = dict(daemon_environment or {})
-        self._keeper = keeper.start([self.folder, self.slots])
+        self._keeper = clean_up.start([self.folder, self.slots])
         names = [f"node-{chr(ord('a') + i)}" for i in range(nodes)]
         self.nodes = [Node(n, self.slots / n, self.folder / f"{n}.sock", self.kept / f"{n}.daemon.log") for n in names]
 
@@ -266,7 +266,7 @@ def spawn(
     with open(log, "ab") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output if stdout is None else stdout, stderr=output,
-            start_new_session=True, env={**own, keeper.MARK: str(mark), **environment},
+            start_new_session=True, env={**own, clean_up.MARK: str(mark), **environment},
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from reft.cli.demo.cluster import Cluster
 from reft.cli.demo.records import Comparison, Result, compare
 from reft.cli.demo.scenario import Happened, KillFromOutside, KillInCopy, Outcome, Scenario, run
 from reft.cli.demo.screen import Progress, Screen
-from reft.cli.ending import unwinding
+from reft.cli.signals import unwinding
 
 SCHEMA_VERSION = 1
 STATUS_S = 0.5  # between questions to the daemons while a training runs

@@ -1,6 +1,6 @@
 """--rdzv-conf=warm=yes: workers are forked from a process that has imported torch already, instead of starting Python anew.
 
-    agent ── starts, with itself ──► fork server (reft.elastic.forking): imports, waits
+    agent ── starts, with itself ──► fork server (reft.elastic.warm.fork_server): imports, waits
     torch wants a worker ─► Handler._popen ─► the server forks one, the agent adopts it ─► a Popen like any other
 
 Nothing is forked before torch wants a worker, so there is one warm process an agent, never one that might join late. The seam is
@@ -24,9 +24,9 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from reft.console import say
-from reft.elastic import forking
-from reft.elastic.forking import Failed
 from reft.elastic.options import script_of
+from reft.elastic.warm import fork_server
+from reft.elastic.warm.fork_server import Failed
 
 # What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
 MODULES = (
@@ -49,7 +49,8 @@ class Server:
     def __init__(self, modules: Sequence[str], place: str) -> None:
         self._control, theirs = socket.socketpair()
         command = [
-            sys.executable, "-u", "-c", forking.BOOT, place, str(theirs.fileno()), "+".join(modules), "." * forking.TITLE_ROOM,
+            sys.executable, "-u", "-c", fork_server.BOOT, place, str(theirs.fileno()), "+".join(modules), "." *
+            fork_server.TITLE_ROOM,
         ]  # fmt: skip
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
@@ -71,7 +72,7 @@ class Server:
                 self._hear("ready", START_S)
                 self.is_ready = True
             with _adopting():
-                forking.send(self._control, order, [*descriptors, wait])
+                fork_server.send(self._control, order, [*descriptors, wait])
                 pid = int(self._hear("pid", FORK_S))
             os.write(go, b"!")
             return pid
@@ -83,7 +84,7 @@ class Server:
 
     def _hear(self, what: str, patience_s: float) -> Any:
         self._control.settimeout(patience_s)
-        got = forking.receive(self._control)
+        got = fork_server.receive(self._control)
         if got is None:
             raise Failed("the fork server has ended")
         if "error" in got[0]:
@@ -186,7 +187,7 @@ def begin(extra: str) -> Warm:
         extra: modules to import beside MODULES, joined by +.
     """
     script = script_of(sys.argv)
-    place = forking.place_of(script.removeprefix("-m "), script.startswith("-m "))
+    place = fork_server.place_of(script.removeprefix("-m "), script.startswith("-m "))
     warm = Warm([name for name in extra.split("+") if name], place)
     warm.install()
     return warm

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 
-from reft.elastic.etcd import connect
+from reft.elastic.stores.etcd import connect
 from reft.errors import ConfigError
 from tests.support.certificates import Certificates, why_not
 

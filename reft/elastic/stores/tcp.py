@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from reft.config import Config, child_environment
 from reft.console import say
 from reft.elastic.options import number
-from reft.elastic.store_host import BEATS
+from reft.elastic.stores.store_host import BEATS
 from reft.errors import ConfigError
 from reft.wire.daemon_launcher import own_folder
 
@@ -128,7 +128,7 @@ def _ensure_host(host: str, port: int, idle_s: int) -> None:
     if _listens(host, port):
         return
     log_path = own_folder(Path(Config.load().runtime_dir)) / f"store-{port}.log"
-    command = [sys.executable, "-m", "reft.elastic.store_host", "--port", str(port), "--idle-exit", str(idle_s)]
+    command = [sys.executable, "-m", "reft.elastic.stores.store_host", "--port", str(port), "--idle-exit", str(idle_s)]
     with open(log_path, "ab") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, start_new_session=True, cwd="/",

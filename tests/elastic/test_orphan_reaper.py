@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from reft.config import Config
-from reft.elastic.guard import Guard
+from reft.elastic.orphan_reaper import Guard
 from reft.wire import daemon_launcher
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]

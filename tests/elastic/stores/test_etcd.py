@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.utils.store import barrier
 
-from reft.elastic.etcd import Etcd, EtcdBackend, EtcdStore, Keys, connect
+from reft.elastic.stores.etcd import Etcd, EtcdBackend, EtcdStore, Keys, connect
 from tests.support.etcd import EtcdCluster, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -12,7 +12,7 @@ import pytest
 from reft.config import Config
 from reft.core.membership.agent_policy import Reaction
 from reft.core.membership.failure_detector import Agent
-from reft.elastic.listening import Listener, Term
+from reft.elastic.heartbeat_client import Listener, Term
 from reft.wire import messages
 from reft.wire.daemon_launcher import Reviver
 from reft.wire.tls import Tls

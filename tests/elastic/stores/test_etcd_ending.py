@@ -9,7 +9,7 @@ import threading
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from reft.elastic.etcd import Etcd, EtcdError
+from reft.elastic.stores.etcd import Etcd, EtcdError
 
 
 class Member(http.server.BaseHTTPRequestHandler):

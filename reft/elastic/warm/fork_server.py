@@ -1,4 +1,4 @@
-"""The fork server of an agent: a process that has imported torch, and from which workers are forked; see `reft.elastic.warm`.
+"""The fork server of an agent: a process that has imported torch, and from which workers are forked (warm.py).
 
     agent ──order: command, environment, folder; stdin, stdout, stderr, "go"──► server ──fork──► between ──fork──► worker
       ▲ ◄── the worker's pid, once it leads a session and belongs to the agent ──┘                  └ ends         waits for "go"
@@ -30,7 +30,10 @@ from typing import Any
 LENGTH = struct.Struct("<Q")  # before each message
 ORDER_FDS = 4  # stdin, stdout, stderr, go
 # Run with -c, so that `__main__` is empty. sys.path[0] is what a worker's will be, but under PYTHONSAFEPATH.
-BOOT = "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\nfrom reft.elastic.forking import main\ndel sys\nmain()"
+BOOT = (
+    "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\n"
+    "from reft.elastic.warm.fork_server import main\ndel sys\nmain()"
+)
 TITLE_ROOM = 2048  # bytes of the server's own command line, so that a worker's fits in its place
 _STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: where the command line lies in memory
 

@@ -53,7 +53,7 @@ def sweep(folders: Sequence[Path]) -> None:
 
 def start(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
     """A keeper; it sweeps once its stdin is closed, by `close` or by the end of this process."""
-    command = [sys.executable, "-m", "reft.cli.demo.keeper", *map(str, folders)]
+    command = [sys.executable, "-m", "reft.cli.demo.clean_up", *map(str, folders)]
     # A session of its own: Ctrl-C in the terminal must not reach it. No output: it may outlive its owner's pipes.
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reft.cli.tables import aligned, spans, wrapped
+from reft.cli.status_text import aligned, spans, wrapped
 from reft.core.budget import size
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version

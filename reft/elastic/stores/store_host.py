@@ -1,4 +1,4 @@
-"""`python -m reft.elastic.store_host --port PORT`: a TCPStore alone, for as long as agents use it.
+"""`python -m reft.elastic.stores.store_host --port PORT`: a TCPStore alone, for as long as agents use it.
 
 Agents add to the number under BEATS every few seconds. When it has not changed for --idle-exit seconds, nobody is left.
 """
@@ -14,7 +14,7 @@ BEATS = "reft/beats"
 
 def main() -> None:
     """Says "ready" on stdout once the store can be used."""
-    parser = argparse.ArgumentParser(prog="reft.elastic.store_host")
+    parser = argparse.ArgumentParser(prog="reft.elastic.stores.store_host")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--idle-exit", type=float, required=True, help="seconds")
     options = parser.parse_args()

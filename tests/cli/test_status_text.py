@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from reft.cli import tables, views
+from reft.cli import status_text, status_view
 from reft.cli.main import coloured, marked
 from reft.core.status.health import Health
 from reft.wire.v1 import daemon_pb2 as pb
@@ -35,7 +35,7 @@ def reply(*jobs: pb.JobStatus) -> pb.StatusReply:
 
 
 def lines_of(*jobs: pb.JobStatus) -> list[str]:
-    return tables.status_lines(reply(*jobs), [views.job_view(each) for each in jobs])
+    return status_text.status_lines(reply(*jobs), [status_view.job_view(each) for each in jobs])
 
 
 def test_a_healthy_job_as_a_person_sees_it():
@@ -77,17 +77,17 @@ def test_no_job():
     ],
 )
 def test_what_is_wrong_can_be_seen(status, health, word):
-    assert views.job_view(status).health is health
+    assert status_view.job_view(status).health is health
     assert any(word in line for line in lines_of(status))
 
 
 def test_before_the_first_whole_step_of_an_attach_its_base_is_held():
-    view = views.job_view(job(rank(0), whole=-1, base=pb.Version(epoch=pb.Epoch(counter=1), step=39)))
+    view = status_view.job_view(job(rank(0), whole=-1, base=pb.Version(epoch=pb.Epoch(counter=1), step=39)))
     assert (view.whole, view.base, view.health) == (39, 39, Health.OK)
 
 
 def test_one_is_told_as_one():
-    assert "held by the one rank" in views.job_view(job(rank(0), world=1)).reason
+    assert "held by the one rank" in status_view.job_view(job(rank(0), world=1)).reason
 
 
 def test_no_line_is_wider_than_the_page():
@@ -95,13 +95,13 @@ def test_no_line_is_wider_than_the_page():
     many = [rank(i, f"{long}{i}", trouble="t" * 200 if i % 3 == 0 else "") for i in range(40)]
     for status in (job(*many), job(*many[:3], job=long, script=long)):
         lines = lines_of(status)
-        assert max(map(len, lines)) <= tables.WIDTH
+        assert max(map(len, lines)) <= status_text.WIDTH
     assert "Not shown: 26 more ranks" in "\n".join(lines_of(job(*many)))
 
 
 def test_the_document_is_json_with_the_version_first():
     status = reply(job(rank(0), rank(1, step=-1, trouble="full")))
-    document = views.document(status, [views.job_view(each) for each in status.jobs], "unix:/run/x")
+    document = status_view.document(status, [status_view.job_view(each) for each in status.jobs], "unix:/run/x")
     text = json.dumps(document)
     assert text.startswith('{"schema_version": 1, "health": "WARN"')
     first = json.loads(text)["jobs"][0]
@@ -131,7 +131,7 @@ def test_signals_of_nodes_are_shown_with_their_reasons():
         line.replace("      0 B", "    0 B") for line in lines
     ]
     assert "  node-b: nothing was heard of it for 0.9 s. (1m01s)" in lines
-    document = views.document(reply(status), [views.job_view(status)], "unix:/run/x")
+    document = status_view.document(reply(status), [status_view.job_view(status)], "unix:/run/x")
     shown = {
         node["node"]: (node["signal"], node["signal_reason"], node["signal_age_s"])
         for node in document["jobs"][0]["nodes"]
@@ -141,21 +141,21 @@ def test_signals_of_nodes_are_shown_with_their_reasons():
 
 
 def test_worst_health_of_all_jobs():
-    views_of = [views.job_view(job(rank(0))), views.job_view(job(rank(0), whole=-1))]
-    assert views.worst(views_of) is Health.WARN
-    assert views.worst([]) is Health.OK
+    views_of = [status_view.job_view(job(rank(0))), status_view.job_view(job(rank(0), whole=-1))]
+    assert status_view.worst(views_of) is Health.WARN
+    assert status_view.worst([]) is Health.OK
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0s"), (59.9, "59s"), (725, "12m05s"), (7980, "2h13m"), (273600, "3d04h")]
 )
 def test_durations(seconds, text):
-    assert tables.duration(seconds) == text
+    assert status_text.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("numbers", "text"), [([], "-"), ([3], "3"), ([0, 1, 2, 3, 8, 10, 11], "0-3,8,10-11")])
 def test_runs_of_ranks(numbers, text):
-    assert tables.spans(numbers) == text
+    assert status_text.spans(numbers) == text
 
 
 def test_only_the_word_of_health_is_coloured():

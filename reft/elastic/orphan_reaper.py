@@ -1,4 +1,4 @@
-"""`python -m reft.elastic.guard`: ends an agent's workers when the agent has ended without doing so.
+"""`python -m reft.elastic.orphan_reaper`: ends an agent's workers when the agent has ended without doing so.
 
     agent ──pipe: "PID/START PID/START …", anew each round──► guard ── the pipe's end ──► SIGKILL to those that live, and
                                                                                         to their process groups
@@ -26,7 +26,7 @@ class Guard:
     """The agent's side. Children that it has already are no workers."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "reft.elastic.guard"]
+        command = [sys.executable, "-m", "reft.elastic.orphan_reaper"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
             cwd="/", env=child_environment(),

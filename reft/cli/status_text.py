@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from reft.cli.views import JobView, NodeView, RankView
+from reft.cli.status_view import JobView, NodeView, RankView
 from reft.core.budget import size
 from reft.core.commit.version import Version
 from reft.core.status.loss_analysis import Loss

@@ -1,0 +1,1 @@
+"""Workers forked from a process that has imported torch."""
