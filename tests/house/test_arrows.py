@@ -1,13 +1,17 @@
-"""Who may import whom: programs -> reft.wire -> reft.core, and programs never import one another."""
+"""Who may import whom: programs -> reft.wire -> reft.core, downwards from room to room in each, and never in a circle."""
 
 import ast
+import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+MOST_ENTRIES = 14  # of a package's listing
 
 LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.schedules"}
 # The one-line integrations run in the trainer: they belong to the client's program.
@@ -25,6 +29,27 @@ AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for 
 IMPURE = {
     *("asyncio", "concurrent", "mmap", "multiprocessing", "os", "random", "secrets", "selectors"),
     *("socket", "subprocess", "threading", "time", "_thread"),
+}
+# The rooms of each package from the top floor to the bottom. A room imports rooms below it; nothing imports upwards.
+FLOORS = {
+    "reft.client": ("attach", "session", "schedule", "restore", "snapshot", "link", "state", "memory"),
+    "reft.core": (
+        *("status", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
+        *("budget", "text"),
+    ),
+    "reft.wire": (
+        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "messages", "line", "handout"),
+        *("timeline_socket", "rpc", "tls", "capsule_format", "slot_format", "shm", "process", "v1"),
+    ),
+    "reft.elastic": (
+        *("handler", "rounds", "heartbeat_client", "node", "store_poller", "orphan_reaper", "stores", "warm"),
+        *("options", "shared_state"),
+    ),
+    "reft.cli": (
+        *("main", "demo", "recover", "recover_view", "status_text", "status_view", "survey", "timeline", "ask"),
+        "signals",
+    ),
+    "reft_daemon": ("__main__", "main", "server", "rebuild", "registry", "membership", "peers", "jobs", "arena"),
 }
 NO_TORCH = ("reft.core", "reft.wire", "reft.cli", "reft_daemon")
 
@@ -105,8 +130,53 @@ def reachable(module: str, here: str, late: bool) -> set[str]:
     return LEAVES | {"wire", "core"} | ({"face"} if here in {"client", "demo"} else set())
 
 
+def room(package: str, name: str) -> str:
+    """The room of a package that a name lies in; "" is the package itself, or another one."""
+    return name.removeprefix(package + ".").partition(".")[0] if name.startswith(package + ".") else ""
+
+
+def upwards(module: str, imported: Import) -> str:
+    """Why `module` may not import this from its own package, or nothing."""
+    for package, floors in FLOORS.items():
+        here, there = room(package, module), room(package, imported.name)
+        if here not in floors or there not in floors or floors.index(here) <= floors.index(there):
+            continue
+        return f"{package}.{there} lies above {package}.{here}"
+    return ""
+
+
+def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
+    """The names on one circle of arrows, its first one again at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for each in sorted(arrows.get(name, ())):
+            if found := search(each, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(arrows) if (found := search(name, []))), [])
+
+
+def arrows_of(sources: Mapping[str, str], packages: Collection[str] = ()) -> dict[str, set[str]]:
+    """Module → our modules that it imports, late ones too. Keys of `sources` are names of modules, values their text."""
+    found: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        found[module] = set()
+        for each in imports(source, module, module in packages):
+            target = each.name if each.name in sources else each.name.rpartition(".")[0]
+            if target in sources and target != module:
+                found[module].add(target)
+    return found
+
+
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    found = [(each, forbidden(module, each)) for each in imports(source, module, is_package)]
+    found = [(each, forbidden(module, each) or upwards(module, each)) for each in imports(source, module, is_package)]
     return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in found if why]
 
 
@@ -126,6 +196,47 @@ def test_our_imports_follow_the_arrows():
         # protoc writes google.protobuf and grpc into its output, and nothing of ours but itself
         found += violations(path.read_text(), module, path.name == "__init__.py")
     assert not found, "\n".join(found)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    sources = {module: path.read_text() for path, module in modules(ROOT)}
+    packages = {module for path, module in modules(ROOT) if path.name == "__init__.py"}
+    assert circle(arrows_of(sources, packages)) == []
+
+
+def test_every_room_has_a_floor():
+    rooms = {package: set() for package in FLOORS}
+    for _, module in modules(ROOT):
+        for package in FLOORS:
+            rooms[package] |= {room(package, module)} - {""}
+    assert rooms == {package: set(floors) for package, floors in FLOORS.items()}
+
+
+@pytest.mark.parametrize("folder", ["reft/client", "reft/core", "daemon/reft_daemon"])
+def test_a_listing_is_read_at_a_glance(folder):
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    entries = {path.removeprefix(folder + "/").partition("/")[0] for path in listed.split()}
+    assert 0 < len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def test_a_circle_is_found():
+    sources = {"a": "import b", "b": "def f():\n    from c import x", "c": "from a import y", "d": "import a"}
+    assert circle(arrows_of(sources)) == ["a", "b", "c", "a"]
+    assert circle(arrows_of({**sources, "c": ""})) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("reft.client.memory.threads", "from reft.client.state import tensors"),
+        ("reft.client.snapshot.engine", "def f():\n    from reft.client.session import Session"),
+        ("reft.core.commit.round", "from reft.core.recovery.recovery import plan"),
+        ("reft_daemon.arena.arena", "from reft_daemon.registry import Registry"),
+        ("reft.wire.messages", "from reft.wire.manifest import placement_of"),
+    ],
+)
+def test_an_arrow_upwards_is_found(module, source):
+    assert len(violations(source, module)) == 1
 
 
 def test_every_package_has_an_init():
