@@ -260,7 +260,7 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     job = reply.jobs[0].job
     findings = steady(address, reply.jobs[0])
     judged = findings.protection()
-    nodes = {unit: findings.nodes_of(unit) for unit in lose}
+    nodes = {unit: findings.inventory.nodes_of(unit) for unit in lose}
     unknown = [unit for unit, found in nodes.items() if not found]
     if unknown:
         known = sorted({*findings.names.values(), *(node.domain for node in findings.nodes.values())} - {""})

@@ -61,7 +61,7 @@ class Recovery:
                 "end it first; a restart of the job finds lost nodes by itself",
             )
         findings, self._addresses = survey(self.address, self.job, self.onto.values(), self._ask_local())
-        findings.refuse_rivals(self.job)
+        findings.inventory.refuse_rivals(self.job)
         self._findings = findings
         if self._local is not None:
             self._addresses[self._local.node_id] = list(self._local.addresses)

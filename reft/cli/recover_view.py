@@ -108,7 +108,7 @@ def recovery_view(
     """What was found, and what may be done."""
     newer = tuple(_why_not(findings, plan, erased))
     silent, base = findings.silent, plan.base
-    if base is None and not (findings.had_whole or erased):
+    if base is None and not (findings.inventory.had_whole or erased):
         reason = "nothing was whole yet: there is nothing to recover, and a restart begins anew."
         return RecoveryView(job, "empty", Health.WARN, reason, None, silent, (), newer)
     if base is None:

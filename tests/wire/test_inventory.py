@@ -1,4 +1,4 @@
-"""What follows from the inventories of several daemons."""
+"""Inventories as daemons send them: read into those of core, with the manifests that belong to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
-from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
@@ -43,18 +42,3 @@ def test_a_manifest_that_another_reply_has_serves_for_all():
     brief.ClearField("manifest")
     found = Findings({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
     assert found.decision == CARRIED
-
-
-def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
-    other = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
-    replies = {"a": reply(other, "ad"), "b": reply(CARRIED, "bc"), "c": reply(CARRIED, "bc")}
-    for node, decision, step in (("a", other, 104), ("b", CARRIED, 120)):
-        Findings(replies).refuse_rivals("job")
-        version = messages.version_to(Version(decision.epoch, step))
-        replies[node].slots.add(rank=0, slot="s", state=pb.SEALED, version=version)
-    with pytest.raises(AttachError) as refused:
-        Findings(replies).refuse_rivals("job")
-    assert str(refused.value) == (
-        "job job went on more than once, each time without nodes that knew of the other: epoch 8 on a, up to step 104; "
-        "epoch 8 on b, c, up to step 120. Fix: reft-cli purge job on the nodes of what is to be given up"
-    )

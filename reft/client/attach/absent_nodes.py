@@ -73,7 +73,7 @@ def surveyed(
 
 def _further(found: Findings, asked: Collection[str]) -> list[pb.Node]:
     """Nodes that nobody knew of until others had answered: the job may have gone on without any that take part now."""
-    return [node for node in found.absent(()) if node.id in found.members and node.id not in asked]
+    return [node for node in found.absent(()) if node.id in found.inventory.members and node.id not in asked]
 
 
 def _add(found: Findings, reply: pb.SurveyReply) -> tuple[Findings, list[pb.Node]]:

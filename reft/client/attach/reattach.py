@@ -119,7 +119,7 @@ class Renewal(Attachment):
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
         super()._find(inventories)
-        if self.whole == NOTHING and self.findings.had_whole:
+        if self.whole == NOTHING and self.findings.inventory.had_whole:
             return  # the news of the very first whole version had not come yet
         found: list[Held | Copy] = [*self.findings.held, *self.findings.copies]
         self.erased = {
@@ -129,7 +129,7 @@ class Renewal(Attachment):
         }
 
     def _may_begin_anew(self) -> bool:
-        return not self.findings.had_whole  # what is given up here was never whole
+        return not self.findings.inventory.had_whole  # what is given up here was never whole
 
     def _make_room(self) -> None:
         """Nothing is restored."""

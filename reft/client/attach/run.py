@@ -236,7 +236,7 @@ class Attachment:
     def _plan(self, attempt: int) -> None:
         """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
         before = self.findings.manifest
-        self.findings.refuse_rivals(self.job.id)
+        self.findings.inventory.refuse_rivals(self.job.id)
         self.plan = self.findings.plan(self.erased)
         base = self.plan.base
         if base is None and not self._may_begin_anew():
@@ -250,11 +250,12 @@ class Attachment:
             self._make_room()
         # A fresh random id for each try: two decisions of one attach must not look the same.
         ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
-        epoch = next_epoch(self.findings.decisions, self.findings.held, ident)
-        self.decision = Decision(epoch, base, known_to(self.findings.decisions))
+        decisions = list(self.findings.inventory.decisions.values())
+        epoch = next_epoch(decisions, self.findings.held, ident)
+        self.decision = Decision(epoch, base, known_to(decisions))
         if before is not None:
             self.manifest.token = before.token
-        self.manifest.trained_s, self.manifest.failures = self.findings.history
+        self.manifest.trained_s, self.manifest.failures = self.findings.inventory.history
         unequal = self._unequal(self.manifest.unequal, self.findings.manifests[base.epoch] if base else None)
         del self.manifest.unequal[:]
         self.manifest.unequal.extend(unequal)
@@ -262,7 +263,7 @@ class Attachment:
         self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
 
     def _may_begin_anew(self) -> bool:
-        return not self.erased and not self.findings.had_whole  # else a person must decide
+        return not self.erased and not self.findings.inventory.had_whole  # else a person must decide
 
     def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""

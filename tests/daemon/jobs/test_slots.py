@@ -48,7 +48,7 @@ def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
 
 def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, trainer):
     def history():
-        return Findings({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).history
+        return Findings({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).inventory.history
 
     job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1))

@@ -1,0 +1,78 @@
+"""What follows from the inventories of several nodes: which history counts, who is silent, and what nodes are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from reft.core.commit.decision import Decision
+from reft.core.commit.slots import SlotState
+from reft.core.commit.snapshot_interval import History
+from reft.core.commit.version import Epoch, Version
+from reft.core.recovery.inventory import Inventory, ManifestFacts, Member, NodeInventory
+from reft.core.recovery.recovery import Held
+from reft.errors import AttachError
+
+BASE = Version(Epoch(7, b"7" * 16), 100)
+CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
+TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # of all three, and only a was told
+OTHER = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
+
+
+def facts(members: str, token: bytes = b"token", history: History | None = None) -> ManifestFacts:
+    return ManifestFacts(token, tuple(Member(each, each) for each in members), history or History())
+
+
+def report(node: str, decision: Decision | None, *steps: int, **facts: object) -> NodeInventory:
+    held = tuple(
+        Held(node, 0, f"s{step}", SlotState.SEALED, Version(decision.epoch, step)) for step in steps if decision
+    )
+    return NodeInventory(node, decision, held, **facts)
+
+
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_a_node_that_was_told_of_an_attach_that_died_does_not_outrank_the_others(order):
+    reports = {"a": report("a", TORN), "b": report("b", CARRIED), "c": report("c", CARRIED)}
+    manifests = {TORN.epoch: facts("abc"), CARRIED.epoch: facts("bc")}
+    found = Inventory({node: reports[node] for node in order}, manifests)
+    assert found.decision == CARRIED and found.members == set("bc")
+
+
+def test_a_node_that_holds_another_job_of_the_same_name_says_nothing_of_this_one():
+    anew = Decision(Epoch(1, b"n" * 16), None)
+    manifests = {TORN.epoch: facts("abc"), anew.epoch: facts("b", b"another token")}
+    assert Inventory({"a": report("a", TORN), "b": report("b", anew)}, manifests).decision == TORN
+
+
+def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
+    manifests = {OTHER.epoch: facts("ad"), CARRIED.epoch: facts("bc")}
+    reports = {"a": report("a", OTHER, 103, 104), "b": report("b", CARRIED, 120), "c": report("c", CARRIED)}
+    one = Inventory({node: reports[node] for node in "bc"}, manifests)
+    one.refuse_rivals("job")
+    with pytest.raises(AttachError, match=r"epoch 8 on a, up to step 104; epoch 8 on b, c, up to step 120\."):
+        Inventory(reports, manifests).refuse_rivals("job")
+    assert Inventory(reports, manifests, before=one).decision == CARRIED, "what was in force before the try still is"
+
+
+def test_nodes_that_did_not_answer_are_absent_unless_they_take_part():
+    found = Inventory({"b": report("b", CARRIED)}, {CARRIED.epoch: facts("bc"), BASE.epoch: facts("abd")})
+    assert found.absent({"d"}) == ["a", "c"] and found.absent(set()) == ["a", "c", "d"]
+
+
+def test_two_nodes_of_one_name_are_told_apart():
+    members = (Member("1" * 32, "host"), Member("2" * 32, "host", "rack"), Member("3" * 32, "other"))
+    found = Inventory(
+        {members[0].id: report("host", CARRIED)}, {CARRIED.epoch: ManifestFacts(b"t", members, History())}
+    )
+    assert sorted(found.names.values()) == ["host#111111", "host#222222", "other"]
+    assert found.nodes_of("rack") == ["host#222222"] and found.nodes_of("none") == []
+    assert found.domains == {"host#111111": "node host#111111"}
+
+
+def test_a_history_grows_by_the_longest_training_and_a_failure_that_anyone_saw():
+    manifests = {CARRIED.epoch: facts("bc", history=History(100.0, 2))}
+    reports = {"b": report("b", CARRIED, trained_s=5.0), "c": report("c", CARRIED, trained_s=7.0)}
+    assert Inventory(reports, manifests).history == History(100.0, 2).after(7.0, False)
+    assert Inventory(reports, manifests, silent=("d",)).history == History(100.0, 2).after(7.0, True)
+    failed = {**reports, "c": report("c", CARRIED, trained_s=7.0, failed=True)}
+    assert Inventory(failed, manifests).history == History(100.0, 2).after(7.0, True)
+    assert Inventory({}, {}).history == History()
