@@ -1,6 +1,6 @@
 """Finds this node's daemon, or starts one: detached, in a session of its own, so that it outlives trainers and agents.
 
-Starts this node's daemon again when it has died, for whoever had started it: nobody else does.
+A daemon that has died is started again by the process that had started it: nobody else does.
 
     report or beat ─► nobody listens ─► a thread: find, or start ─► adopts slots and trainers ─► the next one is heard
 

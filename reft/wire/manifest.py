@@ -1,6 +1,6 @@
 """What a manifest says, as reft.core understands it: topology, layouts, and the placement that follows from them.
 
-Symbolic tables as bytes, and the layouts of a manifest, written down one by one when somebody asks for them.
+Layouts travel as symbolic tables; each is written down when somebody asks for it.
 """
 
 from __future__ import annotations

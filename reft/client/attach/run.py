@@ -38,7 +38,7 @@ from reft.client.link.slots import ALLOCATION_BYTES_PER_S, Leaser
 from reft.client.memory.cuda import Device
 from reft.client.memory.huge_pages import Room
 from reft.client.memory.threads import Team, copy_cpus, has_idle_cores
-from reft.client.restore.device_decode import decoder_for
+from reft.client.restore.decode import decoder_for
 from reft.client.restore.materialize import room_for
 from reft.client.restore.remote_slots import Remote
 from reft.client.restore.reshard import Reshaping, is_reshaped, leaves_by_rank

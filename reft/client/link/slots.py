@@ -1,7 +1,4 @@
-"""Leases: this rank's registration with its daemon, and the slots that it may write.
-
-Slots as this process sees them: the daemon's pages, mapped, touched once, and registered with CUDA where there is one.
-"""
+"""The slots of this rank: leased from its node's daemon, mapped, touched once, and registered with CUDA where there is one."""
 
 from __future__ import annotations
 

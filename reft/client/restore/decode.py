@@ -1,19 +1,40 @@
-"""Decodes the lost shards of a band of one stripe into the live tensors.
+"""Decodes the lost shards of a band of one stripe into the live tensors: on the host, or on the device where they lie.
+
+On the host:
 
     data that arrived, in the tensors ─┐   columns, a few KiB at a time: all registers   ┌─► the lost shard, in the tensors
     parity, in a buffer of its group  ─┴── of the program stay in the core's cache ──────┘
 
 A register is live memory, or the parity's buffer; only where a leaf ends within the columns is it a copy.
+
+On a device, with the coder for tensors:
+
+    data that arrived, in the tensors ────┐   columns, as wide as the scratch allows  ┌─► the lost shard, in the tensors
+    parity, pinned ─► rows of the scratch ─┴── side stream: one kernel for each step ──┘
+
+A register is the device's live memory, or a row of the scratch: parity, and what a leaf's end or a leaf on the host (a counter
+of steps) makes impossible to use as it lies.
+
+Invariants, on a device
+  1. The device needs `scratch_bytes` beside the state, whatever is decoded.
+  2. The columns of all helper threads are enqueued in one stream, band after band, so that one scratch serves them all.
+  3. `decode` returns when the device has passed the band's last column: its parity's memory may be used again, and any stream
+     may read what was decoded.
+
+What talks to CUDA is behind `Device`, so that this runs where there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from reft.client.memory import xor
+from reft.client.memory.cuda import Device
 from reft.client.restore.load_plan import ALIGNMENT, Group
 from reft.client.restore.tensor_view import CellSpace
 from reft.core.coding.erasure import Program, decode_program, run
@@ -118,3 +139,90 @@ class _HostColumns(Columns):
         self.space.read(begin, room[: end - begin])
         room[end - begin :] = 0
         return room
+
+
+class DeviceDecoder(Decoder):
+    """Decodes on one device; cells that lie on the host alone, there.
+
+    Args:
+        device: of the state.
+        streams: of that device, or what stands for them in the contract test.
+        scratch_bytes: of the device, for all registers of a column that are not live memory.
+    """
+
+    def __init__(self, device: torch.device, streams: Device, scratch_bytes: int) -> None:
+        super().__init__(device)
+        self._streams, self._scratch_bytes = streams, scratch_bytes
+        self._scratch: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Waits until the device has made the live tensors: helper threads, and the side stream, write them next."""
+        self._streams.host_waits(self._streams.record_compute())
+
+    def decode(self, group: Group, lane: Lane, rows: Rows, space: CellSpace) -> None:
+        """As on the host.
+
+        Raises:
+            ValueError: the scratch has no room for the columns of one alignment.
+        """
+        if not space.is_on_device:
+            super().decode(group, lane, rows, space)
+            return
+        program = self.program(group, lane)
+        width = self._width(program, group)
+        with self._lock, torch.no_grad(), self._streams.on_side():
+            if self._scratch is None:
+                self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
+            for first in range(group.begin, group.end, width):
+                last = min(first + width, group.end)
+                _DeviceColumns(group, lane, rows, space, first, last).run(program, self._scratch)
+            done = self._streams.record_side()
+        self._streams.host_waits(done)
+
+    def _width(self, program: Program, group: Group) -> int:
+        """Columns at a time: a row of the scratch for each register, though most need none."""
+        registers = len(program.inputs) + len(program.outputs) + program.scratch
+        width = self._scratch_bytes // registers // ALIGNMENT * ALIGNMENT
+        if not width:
+            raise ValueError(
+                f"{self._scratch_bytes} bytes of scratch memory for decoding; {registers} registers need "
+                f"{registers * ALIGNMENT} at least (REFT_PARITY_SCRATCH_BYTES)"
+            )
+        return min(width, group.end - group.begin)
+
+
+class _DeviceColumns(Columns):
+    def run(self, program: Program, scratch: torch.Tensor) -> None:
+        n = self.last - self.first
+        room: Iterator[torch.Tensor] = (scratch[at : at + n] for at in range(0, scratch.nbytes - n + 1, n))
+        inputs = [self._input(shard, packet, room) for shard, packet in program.inputs]
+        ranges = [self.place(shard, packet) for shard, packet in program.outputs]
+        views = [self.space.device_view(begin, end) if full else None for begin, end, full in ranges]
+        outputs = [next(room) if view is None else view for view in views]
+        xor.run(program, inputs, outputs, [next(room) for _ in range(program.scratch)])
+        for view, output, (begin, end, _) in zip(views, outputs, ranges, strict=True):
+            if view is None:
+                self.space.scatter(begin, output[: end - begin])
+
+    def _input(self, shard: int, packet: int, room: Iterator[torch.Tensor]) -> torch.Tensor:
+        if shard >= self.lane.code.k:
+            return next(room).copy_(torch.from_numpy(self.parity(shard, packet)), non_blocking=True)
+        begin, end, full = self.place(shard, packet)
+        view = self.space.device_view(begin, end) if full else None
+        if view is not None:
+            return view
+        row = next(room)
+        self.space.gather(begin, row[: end - begin])
+        row[end - begin :].zero_()
+        return row
+
+
+def decoder_for(device: torch.device, scratch_bytes: int) -> Decoder:
+    """The decoder for state on a device: there if it is a CUDA device, else on the host.
+
+    Args:
+        device: where the state lies.
+        scratch_bytes: of a CUDA device, the most that decoding takes.
+    """
+    return DeviceDecoder(device, Device(device), scratch_bytes) if device.type == "cuda" else Decoder()

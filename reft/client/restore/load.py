@@ -17,7 +17,7 @@ Invariants
 
 Messages arrive in a tensor's own memory where a piece is one run of one dense tensor on the host. Else, and for tensors on a
 device, they arrive in a bounded buffer (pinned if there is a device) and are copied on. Shards of a device are decoded there
-(`reft.client.restore.device_decode`), others on the host; their digests are taken on the host in either case.
+(`reft.client.restore.decode`), others on the host; their digests are taken on the host in either case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What ranks that hold replicas compare with every snapshot, so that shards of unlike replicas never make a version.
+"""The replica check: ranks that should hold the same bytes compare digests, at attach and with every snapshot.
+
+With every snapshot, so that shards of unlike replicas never make a version:
 
     first snapshots of an attach     a digest of all of each cell
     later ones                       a digest of WINDOW_BYTES of it; the window wanders with the step
@@ -11,7 +13,7 @@ elsewhere. What to digest follows from the step's number alone, so that all rank
 found within cell / WINDOW_BYTES snapshots; one that spreads, as in weights that were once updated with unlike gradients, with
 the next.
 
-Which leaves that should be replicas are not: found at attach, before anything is placed.
+At attach, before anything is placed, to find the leaves that differ:
 
     cells, if all replicas were alike ─► every rank: one digest of each of its cells ─► all the same: done
                                                                                     └► digests of leaves, from one rank of

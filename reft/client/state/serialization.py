@@ -1,6 +1,4 @@
-"""Trees of small values for the capsule: copies without live values, and back.
-
-The bytes of a capsule's tree, in which what an optimizer counts for each of its parameters is written once if all count alike.
+"""Small values of a capsule: trees without live values, there and back, and the bytes of such a tree.
 
 An optimizer that counts in Python numbers (`state[p]["step"] += 1`) has no numbers until its first step, and as many as it has
 parameters from then on. Written by the names of parameters they would make a capsule too large whose names fit at attach.

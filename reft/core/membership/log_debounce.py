@@ -1,4 +1,4 @@
-"""What is said aloud of nodes, in logs: what is final at once, all else once it has lasted.
+"""Keeps logs short: of nodes, what is final is logged at once and all else once it has lasted.
 
     signal   HEALTHY ─► SUSPECT ─► HEALTHY        within LASTED_S: nothing is said
              HEALTHY ─► SUSPECT ─ ─ ─ ─ ─ ─ ►     said after LASTED_S, with the reason that it has by then
@@ -7,9 +7,9 @@
 On busy machines doubts come and go with each beat that is late; a log that says them all hides the one that stays.
 Agents and `status` are told everything as it is: this is for people only.
 
-What is said aloud of a trouble that comes and goes: where steps take milliseconds it may do so at every second one.
+Of a trouble that comes and goes, where steps take milliseconds maybe at every second one:
 
-trouble ─► said ─► over ─► said ─► the same within AGAIN_S ─► not said, nor that it is over
+    trouble ─► said ─► over ─► said ─► the same within AGAIN_S ─► not said, nor that it is over
 """
 
 from __future__ import annotations

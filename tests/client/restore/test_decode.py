@@ -7,8 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory.cuda import Device
-from reft.client.restore.decode import Decoder
-from reft.client.restore.device_decode import DeviceDecoder, decoder_for
+from reft.client.restore.decode import Decoder, DeviceDecoder, decoder_for
 from reft.client.restore.load import Loaded
 from reft.client.restore.tensor_view import CellSpace
 from reft.errors import RestoreError
