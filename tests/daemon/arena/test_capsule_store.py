@@ -1,0 +1,35 @@
+"""The file of a kept capsule: one that an earlier reft wrote is read, and written again byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reft.core.commit.version import Epoch, Version
+from reft.errors import FormatError
+from reft.wire import capsule_format, messages
+from reft_daemon.arena import capsule_store
+
+GOLDEN = Path(__file__).parent / "golden/capsule-1.0"  # written on 2026-11-24 by commit 7f3928b
+
+
+def test_a_golden_capsule_is_read_and_made_again():
+    data = GOLDEN.read_bytes()
+    job, record = capsule_store.decode(data)
+    assert (job, record.rank, record.kept_bytes, record.digests) == ("golden-job.1", 5, 64, bytes(range(32)))
+    assert messages.version_from(record.version) == Version(Epoch(3, bytes(range(16))), 1234)
+    tree = capsule_format.decode(record.capsule)
+    assert (tree["step"], tree["random"], tree["seed"]) == (1234, (1, 2, -3.5), b"\x00\xff")
+    assert np.array_equal(tree["order"], np.arange(4))
+    record.capsule = capsule_format.encode(tree)
+    assert capsule_store.encode(job, record) == data
+
+
+@pytest.mark.parametrize("at", [0, 8, 20, 86, -1])
+def test_a_flipped_byte_makes_it_an_erasure(at):
+    data = bytearray(GOLDEN.read_bytes())
+    data[at] ^= 1
+    with pytest.raises(FormatError):
+        capsule_store.decode(bytes(data))
