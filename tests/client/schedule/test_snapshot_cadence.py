@@ -8,8 +8,8 @@ import pytest
 
 from reft.core.commit.lag_backoff import MEMORY, Delays
 from reft.core.commit.snapshot_interval import PRIOR_S, History, is_due
+from reft.core.recovery.inventory import Inventory
 from reft.errors import ConfigError
-from reft.wire.inventory import Findings
 from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import step_once
 from tests.support.daemons import until
@@ -114,7 +114,7 @@ def test_an_interval_that_can_not_be_is_refused(attach, every):
 
 
 def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch):
-    monkeypatch.setattr(Findings, "history", History(PRIOR_S, 1))
+    monkeypatch.setattr(Inventory, "history", History(PRIOR_S, 1))
     model, optimizer = make()
     for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
         monkeypatch.setenv("REFT_MTBF_S", str(given))
