@@ -20,6 +20,7 @@ import os
 import secrets
 import sys
 import time
+import weakref
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -52,6 +53,34 @@ SILENCE_S = 2.0  # of the store, before a person is told
 CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
 
+class News:
+    """What the daemons' signals mean for this agent, as the heartbeat client's thread tells it."""
+
+    def __init__(self) -> None:
+        self.latest: tuple[Term | None, Reaction] = (None, Reaction())
+        self._lost_s: dict[str, float] = {}  # home → when this agent was told that it is lost
+
+    def heard(self, term: Term, reaction: Reaction) -> None:
+        """Takes in a reaction; called from a thread of the heartbeat client."""
+        # Once a term: a node that comes back must not be counted out again by each further piece of news.
+        known = self.latest[1].lost if self.latest[0] is term else frozenset()
+        self._lost_s = {**self._lost_s, **dict.fromkeys(reaction.lost - known, time.monotonic())}
+        self.latest = (term, reaction)
+
+    def is_gone(self, facts: Facts, seen_s: float) -> bool:
+        """Whether a node is lost, or its agent has ended, since it was seen at `seen_s`."""
+        told_s = self._lost_s.get(facts.home, float("-inf"))
+        return told_s >= seen_s or (bool(facts.process) and has_ended(facts.process))
+
+
+def _end(looker: Looker, listener: Listener | None, guard: Guard | None, warm: Warm | None) -> None:
+    """Ends the threads and processes of a handler that is gone."""
+    looker.close()
+    for each in (listener and listener.stop, guard and guard.close, warm and warm.close):
+        if each:
+            each()
+
+
 class ReftRendezvousHandler(RendezvousHandler):
     """See the module.
 
@@ -71,7 +100,8 @@ class ReftRendezvousHandler(RendezvousHandler):
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
-        self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._is_gone)
+        self._news = News()
+        self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._news.is_gone)
         inner._state_holder = self._holder
         inner._record = recorder(type(inner).__name__, settings.run_id, self._node)  # type: ignore[method-assign]
         inner._op_executor = Executor(self._node, self._holder, settings, facts, shrink_s)
@@ -83,10 +113,10 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._said = ""
         self._guard, self._is_guarded, self._warm = guard, False, warm
         self._daemon = daemon
-        self._listener = Listener(*daemon, tls(), self._heard) if daemon else None
+        self._listener = Listener(*daemon, tls(), self._news.heard) if daemon else None
         self._term: Term | None = None
-        self._news: tuple[Term | None, Reaction] = (None, Reaction())
-        self._lost_s: dict[str, float] = {}  # home → when this agent was told that it is lost
+        # No thread may hold this handler, or one that torch drops without `shutdown` would never end them.
+        weakref.finalize(self, _end, self._looker, self._listener, guard, warm).atexit = False
 
     @property
     def use_agent_store(self) -> bool:
@@ -137,13 +167,6 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._term = Term(job.id, self._facts.home, state.launch, state.round, token, nodes)
         self._listener.begin(self._term)
 
-    def _heard(self, term: Term, reaction: Reaction) -> None:
-        """From a thread of the listener."""
-        # Once a term: a node that comes back must not be counted out again by each further piece of news.
-        known = self._news[1].lost if self._news[0] is term else frozenset()
-        self._lost_s = {**self._lost_s, **dict.fromkeys(reaction.lost - known, time.monotonic())}
-        self._news = (term, reaction)
-
     def _settle(self) -> None:
         """From here on this thread may ask the store itself."""
         if not self._looker.settle(SILENCE_S):
@@ -182,7 +205,7 @@ class ReftRendezvousHandler(RendezvousHandler):
 
     def _reasons_to_restart(self) -> int:
         """How many nodes wait, or are lost; torch's agent restarts its workers if there are any."""
-        term, reaction = self._news
+        term, reaction = self._news.latest
         if term is not None and term is self._term and reaction.reason:
             self._say(f"{reaction.reason} Workers restart without waiting for errors.")
             return 1
@@ -205,10 +228,6 @@ class ReftRendezvousHandler(RendezvousHandler):
         if lost:
             self._say(f"lost: {', '.join(map(str, sorted(lost)))}. Workers restart without waiting for errors.")
         return len(lost)
-
-    def _is_gone(self, facts: Facts, seen_s: float) -> bool:
-        told_s = self._lost_s.get(facts.home, float("-inf"))
-        return told_s >= seen_s or (bool(facts.process) and has_ended(facts.process))
 
     def _say(self, text: str) -> None:
         if text != self._said:

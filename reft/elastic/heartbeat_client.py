@@ -85,8 +85,6 @@ class Listener:
 
     def close(self, last: Agent) -> None:
         """Says a last word; returns when the daemons have heard it, or after LAST_WORD_S."""
-        self._closed.set()
-        self._wake.set()
         if self._term is not None:
             self._phase = last
             calls = [call for call in (self._send(*target) for target in self._targets()) if call]
@@ -95,6 +93,12 @@ class Listener:
                     call.result(timeout=LAST_WORD_S)
                 except (grpc.RpcError, grpc.FutureTimeoutError, grpc.FutureCancelledError):
                     continue
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends both threads without a word."""
+        self._closed.set()
+        self._wake.set()
         for channel, _ in list(self._channels.values()):
             channel.close()
 

@@ -29,7 +29,7 @@ class Looker:
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
-        self._orders: queue.SimpleQueue[Future[int]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Future[int] | None] = queue.SimpleQueue()
         self._asked: Future[int] | None = None
         self._thread = threading.Thread(target=self._answer, daemon=True)  # the end of the agent waits for no store
 
@@ -56,13 +56,16 @@ class Looker:
         self._asked = None
         return True
 
+    def close(self) -> None:
+        """Ends the thread, after the question that is under way."""
+        self._orders.put(None)
+
     def _is_answered(self, patience_s: float | None) -> bool:
         assert self._asked is not None
         return bool(wait([self._asked], patience_s).done)
 
     def _answer(self) -> None:
-        while True:
-            asked = self._orders.get()
+        while (asked := self._orders.get()) is not None:
             try:
                 asked.set_result(self._ask())
             except BaseException as error:

@@ -158,3 +158,12 @@ def test_an_agent_knows_who_watches_it_without_its_own_daemon():
         assert {name for name, _ in listener._targets()} == {"", "id1", "id2"}
     finally:
         listener.close(Agent.FINISHED)
+
+
+def test_a_client_that_is_stopped_ends_its_threads_in_the_middle_of_a_call(nodes):
+    begin(nodes)
+    threads = nodes[0].listener._threads
+    nodes[0].listener.stop()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -268,7 +269,7 @@ def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monk
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
     assert job.shared.standing == 1, "the question goes on"
-    a._heard(a._term, Reaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    a._news.heard(a._term, Reaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
     assert a.num_nodes_waiting() == 1 and job.shared.standing == 1
     (joined,) = job.join(a)
     until(lambda: "store does not answer" in capfd.readouterr().err, what="a line for people")
@@ -389,3 +390,33 @@ def test_the_state_survives_its_form():
 def test_what_is_no_state_is_refused(data):
     with pytest.raises(RendezvousStateError):
         decode(data)
+
+
+class Listens:
+    """A daemon's signals, as far as a handler that is dropped has to do with them."""
+
+    def __init__(self, *arguments):
+        self.is_stopped = False
+
+    def begin(self, term):
+        """Nothing."""
+
+    def stop(self):
+        self.is_stopped = True
+
+
+def test_a_handler_that_is_dropped_without_shutdown_ends_its_threads(make_job, monkeypatch):
+    monkeypatch.setattr(handler, "Listener", Listens)
+    job = make_job("1")
+    inner = create_handler(
+        job.store, job.shared, RendezvousParameters("reft", "", "job", 1, 1, local_addr="127.0.0.1", **job.options)
+    )
+    agent = ReftRendezvousHandler(inner, Facts(), "none", shrink_s=0.3, daemon=("unix:/none", None))
+    listener, poller = agent._listener, agent._looker._thread
+    agent.next_rendezvous()
+    assert agent.num_nodes_waiting() == 0 and poller.is_alive() and not listener.is_stopped
+    inner._stop_heartbeats()
+    del agent, inner
+    gc.collect()
+    poller.join(20)
+    assert not poller.is_alive() and listener.is_stopped

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.elastic.warm import fork_server, warm
+from reft.elastic.warm import fork_server, torch_patch, warm
 from reft.elastic.warm.fork_server import Failed
-from reft.elastic.warm.warm import Server, Warm, _Forked, can_fork
+from reft.elastic.warm.torch_patch import ForkedProcess
+from reft.elastic.warm.warm import Server, Warm, can_fork
 from tests.support import probe
 from tests.support.daemons import ROOT, until
 from tests.support.rendezvous import Agents
@@ -57,13 +58,15 @@ def start(tmp_path, server) -> Callable[..., subprocess.Popen[bytes]]:
         ):
             if is_warm:
                 pid = server.fork(command, environment, [no.fileno(), out.fileno(), err.fileno()])
-                return _Forked(command, pid)
+                return ForkedProcess(command, pid)
             return subprocess.Popen(command, env=environment, stdin=no, stdout=out, stderr=err, start_new_session=True)
 
     return make
 
 
-@pytest.mark.parametrize("words", [[PROBE], ["-m", "tests.support.probe"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "words", [[PROBE], ["tests/support/probe.py"], ["-m", "tests.support.probe"]], ids=["script", "relative", "module"]
+)
 def test_a_forked_worker_finds_what_one_that_python_started_finds(tmp_path, start, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = []
@@ -117,7 +120,7 @@ def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
         fork_server.send(server._control, order, [0, 1, 2, wait])
         pid = int(server._hear("pid", 60))
     os.close(wait)
-    worker = _Forked(command, pid)
+    worker = ForkedProcess(command, pid)
     assert worker.poll() is None
     os.close(go)
     assert worker.wait(60) == 1 and not said.exists()
@@ -174,6 +177,42 @@ def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_pat
     assert server.process.poll() is not None and not (tmp_path / "said").exists()
 
 
+def test_a_worker_in_which_cuda_can_not_be_used_never_runs_and_a_cold_one_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "torch.py").write_text(
+        "import types\ncuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: True)"
+    )
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    workers = Warm(["torch"], str(tmp_path))
+    command = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"]
+    try:
+        assert workers.start(command, {}, [0, 1, 2]) is None
+        assert workers.start(command, {}, [0, 1, 2]) is None
+    finally:
+        workers.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has used CUDA" in line and "so will be all that follow" in line and not (tmp_path / "said").exists()
+
+
+def test_torch_is_changed_only_while_workers_come_from_the_server(monkeypatch):
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    before = torch_patch.api.get_subprocess_handler
+    workers = Warm([], "")
+    workers.install()
+    assert torch_patch.api.get_subprocess_handler is not before
+    workers.close()
+    assert torch_patch.api.get_subprocess_handler is before
+
+
+def test_a_torch_without_a_name_is_left_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
+    monkeypatch.delattr(torch_patch.SubprocessHandler, "_popen")
+    workers = Warm([], "")
+    before = torch_patch.api.get_subprocess_handler
+    workers.install()
+    assert torch_patch.api.get_subprocess_handler is before and workers.start([], {}, []) is None
+    assert "SubprocessHandler._popen, so warm=yes has no effect" in capsys.readouterr().err
+
+
 def test_a_server_ends_with_its_agent(server):
     assert server._hear("ready", 60)
     server._control.close()  # as the kernel does
@@ -193,7 +232,9 @@ def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
         for name in "ab":
             with open(tmp_path / name, "w") as out:
                 command = [sys.executable, "-u", str(script)]
-                assert _Forked(command, server.fork(command, dict(os.environ), [0, out.fileno(), 2])).wait(60) == 0
+                assert (
+                    ForkedProcess(command, server.fork(command, dict(os.environ), [0, out.fileno(), 2])).wait(60) == 0
+                )
     finally:
         server.close()
     drawn = [(tmp_path / name).read_text().split() for name in "ab"]

@@ -15,6 +15,7 @@ def look() -> dict[str, object]:
     main = sys.modules["__main__"]
     return {
         "name": __name__, "file": __file__, "main": main.__dict__ is globals(), "package": __package__,
+        "spec": main.__spec__ and main.__spec__.name, "doc": main.__doc__,
         "names": sorted(name for name in globals() if not name.startswith("__")),
         "argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path, "folder": os.getcwd(),
         "environment": dict(os.environ), "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],

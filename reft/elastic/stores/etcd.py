@@ -216,7 +216,12 @@ class EtcdBackend(RendezvousBackend):
         return _refused(self._keys.get, "state")
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        now, revision, is_ours = _refused(self._keys.put_if, "state", state, int(token or 0))
+        try:
+            before = int(token or 0)
+        except (TypeError, ValueError):  # no token of ours: the state is not what its owner thinks, so it is not set
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        now, revision, is_ours = _refused(self._keys.put_if, "state", state, before)
         return (now, revision, is_ours) if revision else None
 
 

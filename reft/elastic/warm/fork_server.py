@@ -8,6 +8,7 @@
 2. `between` ends at once, so the kernel gives the worker to the nearest ancestor that adopts orphans, which is the agent: it is
    the worker's parent as if it had started it. Exit codes, signals, and death with the agent are as without us.
 3. A worker runs nothing of its script before its agent has said so, and knows its pid.
+4. A worker asks torch whether CUDA was used before the fork. If so it ends, and its agent starts a cold one.
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ BOOT = (
     "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\n"
     "from reft.elastic.warm.fork_server import main\ndel sys\nmain()"
 )
+BAD_FORK = b"bad"  # in place of a pid
 TITLE_ROOM = 2048  # bytes of the server's own command line, so that a worker's fits in its place
 _STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: where the command line lies in memory
 
 
 class Failed(Exception):
-    """What was asked for could not be done; the message says why."""
+    """What was asked for could not be done; the message says why.
+
+    Attributes:
+        is_final: whether the next try would fail alike.
+    """
+
+    def __init__(self, message: str, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
 
 
 @dataclass(frozen=True)
@@ -128,6 +138,8 @@ def serve(control: socket.socket) -> Order | None:
             pid = _fork()
         except OSError as error:
             send(control, {"error": f"the fork failed: {error}"})
+        except Failed as error:
+            send(control, {"error": str(error), "final": error.is_final})
         else:
             if not pid:
                 control.close()
@@ -139,7 +151,12 @@ def serve(control: socket.socket) -> Order | None:
 
 
 def _fork() -> int:
-    """0 in the worker, its pid in the server."""
+    """0 in the worker, its pid in the server.
+
+    Raises:
+        OSError: there is no worker.
+        Failed: the worker has ended, since CUDA was used before the fork.
+    """
     told, tell = os.pipe()
     between = os.fork()
     if between:
@@ -149,6 +166,8 @@ def _fork() -> int:
         os.waitpid(between, 0)  # from here on the worker is the agent's child
         if not pid:
             raise OSError("no process could be made")
+        if pid == BAD_FORK:
+            raise Failed("what the fork server imported has used CUDA, which a fork can't use", is_final=True)
         return int(pid)
     try:
         if os.fork():
@@ -156,10 +175,20 @@ def _fork() -> int:
     except OSError:
         os._exit(1)
     os.setsid()
+    if _is_in_bad_fork():
+        os.write(tell, BAD_FORK)
+        os._exit(1)
     os.write(tell, str(os.getpid()).encode())
     os.close(tell)
     os.close(told)
     return 0
+
+
+def _is_in_bad_fork() -> bool:
+    """Whether torch knows that CUDA was used before this fork; its name is private, and torch 2.13 has it."""
+    torch: Any = sys.modules.get("torch")
+    ask = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", None)
+    return bool(ask and ask())
 
 
 def run(order: Order) -> None:
@@ -188,8 +217,9 @@ def run(order: Order) -> None:
         if is_module:
             runpy._run_module_as_main(what)  # type: ignore[attr-defined]  # what python -m runs
         else:
-            code = compile(Path(what).read_bytes(), what, "exec", dont_inherit=True)
-            runpy._run_code(code, vars(main), None, "__main__", None, None, what)  # type: ignore[attr-defined]
+            path = os.path.abspath(what)  # as python has it in __file__ and in tracebacks, whatever was typed
+            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+            runpy._run_code(code, vars(main), None, "__main__", None, None, path)  # type: ignore[attr-defined]
     except Exception as error:
         trace = _without_us(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -3,9 +3,16 @@
     agent ── starts, with itself ──► fork server (reft.elastic.warm.fork_server): imports, waits
     torch wants a worker ─► Handler._popen ─► the server forks one, the agent adopts it ─► a Popen like any other
 
-Nothing is forked before torch wants a worker, so there is one warm process an agent, never one that might join late. The seam is
-torch's `get_subprocess_handler`, whose handlers start processes in `_popen`: what torch does with a worker afterwards is
-untouched. A worker that can't be forked is started as torch does, and a line says why.
+Nothing is forked before torch wants a worker, so there is one warm process an agent, never one that might join late.
+torch_patch.py is the seam. A worker that can't be forked is started as torch does, and a line says why.
+
+Why not `torchrun --start-method=forkserver --run-path` with a preload? That is as fast from the second restart
+on, but with torch 2.13
+  - the user must type the flag, and a job that was started without it stays slow;
+  - it hangs when a worker ends by `sys.exit(None)` or `os._exit(0)`, and loses what a worker had not written yet;
+  - a script can't import the modules beside it;
+  - REFT_ROUND is what it was when the server started, so a restarted worker would join an old round;
+  - workers are no children of the agent, so the guard can't end them with it.
 """
 
 from __future__ import annotations
@@ -17,16 +24,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from reft.console import say
 from reft.elastic.options import script_of
-from reft.elastic.warm import fork_server
+from reft.elastic.warm import fork_server, torch_patch
 from reft.elastic.warm.fork_server import Failed
+from reft.elastic.warm.torch_patch import ForkedProcess
 
 # What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
 MODULES = (
@@ -43,14 +48,14 @@ class Server:
 
     Args:
         modules: what it imports.
-        place: see `forking.place_of`.
+        place: see `fork_server.place_of`.
     """
 
     def __init__(self, modules: Sequence[str], place: str) -> None:
         self._control, theirs = socket.socketpair()
         command = [
-            sys.executable, "-u", "-c", fork_server.BOOT, place, str(theirs.fileno()), "+".join(modules), "." *
-            fork_server.TITLE_ROOM,
+            sys.executable, "-u", "-c", fork_server.BOOT, place, str(theirs.fileno()), "+".join(modules),
+            "." * fork_server.TITLE_ROOM,
         ]  # fmt: skip
         with theirs:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
@@ -88,7 +93,7 @@ class Server:
         if got is None:
             raise Failed("the fork server has ended")
         if "error" in got[0]:
-            raise Failed(str(got[0]["error"]))
+            raise Failed(str(got[0]["error"]), got[0].get("final", False))
         return got[0][what]
 
     def close(self) -> None:
@@ -110,44 +115,27 @@ def _adopting() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-class _Forked(subprocess.Popen[bytes]):
-    """A child that was not started here: waits, signals and exit codes are Popen's own."""
-
-    def __init__(self, args: Sequence[str], pid: int) -> None:
-        self._given = pid
-        super().__init__(args)
-
-    def _execute_child(self, *_: Any) -> None:
-        self.pid, self._child_created = self._given, True
-
-
 class Warm:
     """The agent's fork server, and torch's workers out of it.
 
     Args:
         extra: modules to import beside MODULES.
-        place: see `forking.place_of`.
+        place: see `fork_server.place_of`.
     """
 
     def __init__(self, extra: Sequence[str], place: str) -> None:
         self._modules, self._place = [*MODULES, *extra], place
         self._server: Server | None = Server(self._modules, place)
         self._said = ""
+        self._undo: Callable[[], None] | None = None
 
     def install(self) -> None:
-        """Makes torch's agent in this process take its workers from here."""
-        if not hasattr(api, "get_subprocess_handler") or not hasattr(SubprocessHandler, "_popen"):
+        """Makes torch's agent in this process take its workers from here, until `close`."""
+        try:
+            self._undo = torch_patch.install(self.start)
+        except torch_patch.Unknown as error:
             self.close()
-            say("this torch starts workers in another way than 2.13: warm=yes has no effect.")
-            return
-        warm = self
-
-        class Handler(SubprocessHandler):
-            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
-                descriptors = [0, *(file.fileno() if file else i for i, file in ((1, self._stdout), (2, self._stderr)))]
-                return warm.start(args, env, descriptors) or super()._popen(args, env)
-
-        api.get_subprocess_handler = Handler
+            say(f"this torch or Python has no {error}, so warm=yes has no effect.")
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
@@ -159,12 +147,12 @@ class Warm:
             self._say(f"started cold: {' '.join(command[:4])} … is no Python script that can be forked.")
             return None
         try:
-            return _Forked(command, self._server.fork(command, environment, descriptors))
+            return ForkedProcess(command, self._server.fork(command, environment, descriptors))
         except Failed as error:
-            was_ready = self._server.is_ready
+            may_go_on = self._server.is_ready and not error.is_final
             self._server.close()
-            self._server = Server(self._modules, self._place) if was_ready else None
-            later = "the next ones are forked again" if was_ready else "so will be all that follow"
+            self._server = Server(self._modules, self._place) if may_go_on else None
+            later = "the next ones are forked again" if may_go_on else "so will be all that follow"
             self._say(f"started cold, and {later}: {error}.")
             return None
 
@@ -174,7 +162,9 @@ class Warm:
         self._said = text
 
     def close(self) -> None:
-        """Ends the server; workers go on."""
+        """Ends the server, and puts torch back; workers go on."""
+        if self._undo:
+            self._undo()
         if self._server:
             self._server.close()
         self._server = None
