@@ -15,13 +15,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise, repeat
 
 import numpy as np
 
-from reft.client.memory.openmp import oversubscribed
 from reft.client.memory.streaming import Copy, streaming
 from reft.client.memory.threads import Worker, together
 from reft.client.snapshot.cpu_plan import Part, Plan
@@ -57,8 +55,6 @@ class CpuCopier:
         self._stream = streaming()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
-        # Only there may they take a core from torch's team.
-        self._beside: Callable[[], AbstractContextManager[None]] = oversubscribed if cpus else nullcontext
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
         self._idle: list[Worker] = []  # there once a snapshot takes a course
@@ -148,8 +144,7 @@ class CpuCopier:
     def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
         """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
         if job.course is None:
-            with self._beside():
-                self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
         passage = Passage(job.course, plan.weights, len(plan.tasks))
         self._gate.open(passage)
