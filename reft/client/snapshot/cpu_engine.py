@@ -20,7 +20,7 @@ from itertools import pairwise, repeat
 
 import numpy as np
 
-from reft.client.memory.streaming import Copy, streaming
+from reft.client.memory import streaming
 from reft.client.memory.threads import Worker, together
 from reft.client.snapshot.cpu_plan import Part, Plan
 from reft.client.snapshot.engine import CopyJob
@@ -52,7 +52,6 @@ class CpuCopier:
         self._reading.set()  # set: nothing is being read
         self._clock = clock
         self._gate = Gate(clock)
-        self._stream = streaming()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
@@ -207,18 +206,18 @@ class CpuCopier:
                 for part in plan.tasks[task]:
                     for chunk in part.chunks:
                         job.at_chunk(chunk)
-                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes, self._stream)
+                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes)
             counts[(tier or self._gate.tier) - 1] += written
         self.tally.wrote(counts)
 
 
-def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int, stream: Copy) -> int:
+def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:
     """Copies one part and digests each of its chunks; how many bytes were copied."""
     target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
     if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
         leaf, begin, copied, _ = part.runs[0]
         digested = sources[leaf][begin : begin + copied]  # still in the core's cache; the slot is not
-        stream(target, digested)
+        streaming.copy(target, digested)
     else:
         for leaf, begin, nbytes, at in part.runs:  # of several leaves, with padding between
             np.copyto(data[at : at + nbytes], sources[leaf][begin : begin + nbytes])
