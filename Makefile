@@ -49,7 +49,7 @@ clean:
 
 # torch stands on the same command line as the rest: pip must never swap the pinned one for another.
 # The packages stand in the list because an editable install knows only those that it saw.
-$(READY): pyproject.toml .ci/constraints.txt $(wildcard reft/__init__.py daemon/*/__init__.py)
+$(READY): pyproject.toml .ci/constraints.txt $(wildcard reft/__init__.py daemon/*/__init__.py reft/client/memory/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt torch==2.13.0 -e '.[dev]'
 	touch $@

@@ -1,7 +1,8 @@
 """What pages cost: of slots, small and huge, and of fresh memory that is made ahead while another thread computes in Python.
 
     slot    make | first and later memcpy into it, through a mapping | read back from its file, and through a new mapping
-    room    make, alone | make beside a thread that computes in Python, in machine code, and by numpy in blocks
+    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in blocks of some sizes;
+            the longest time for which that thread waited when it mapped memory
 
 `python bench/pages.py [--gib 1]`. Each figure is the median of five rounds, and the least and the most. A first one is
 not counted: a hypervisor must back the memory then.
@@ -10,13 +11,12 @@ not counted: a hypervisor must back the memory then.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -79,19 +79,19 @@ def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
     return found
 
 
-def room(nbytes: int, is_busy: bool, block_bytes: int | None = None) -> float:
-    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python; by numpy if in blocks."""
-    by_numpy = mock.patch.multiple(prefault, BLOCK_BYTES=block_bytes, mapped=mock.Mock(side_effect=OSError))
-    with by_numpy if block_bytes else nullcontext():
+def room(nbytes: int, is_busy: bool, mib: int = prefault.BLOCK_BYTES >> 20, by_numpy: bool = False) -> dict[str, float]:
+    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python, and maps memory."""
+    advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 refuses both
+    with mock.patch.multiple(prefault, BLOCK_BYTES=mib << 20, _POPULATE_WRITE=advice):
         began = time.perf_counter()
         made = Room(nbytes)
-        made.make_pages()
-        waiter = threading.Thread(target=made.wait)
-        waiter.start()
-        while is_busy and waiter.is_alive():
+        waited = seconds(made.make_pages)  # a thread's stack is a mapping, too
+        pages = made._pages
+        while is_busy and pages and any(thread.is_alive() for thread in pages._threads):
             sum(range(100))
-        waiter.join()
-        return time.perf_counter() - began
+            waited = max(waited, seconds(lambda: mmap.mmap(-1, mmap.PAGESIZE)))
+        made.wait()
+        return {"make": time.perf_counter() - began, "a mapping waits": waited}
 
 
 def main() -> int:
@@ -99,9 +99,8 @@ def main() -> int:
     parser.add_argument("--gib", type=float, default=1.0, help="of memory")
     nbytes = int(parser.parse_args().gib * 1024) << 20
     whole = np.ones(nbytes + 64, np.uint8)
-    memory = whole[-whole.ctypes.data % 64 :][
-        :nbytes
-    ]  # as torch's tensors lie: else the kernel copies at half the speed
+    begin = -whole.ctypes.data % 64  # as torch's tensors lie: else the kernel copies at half the speed
+    memory = whole[begin : begin + nbytes]
     found: dict[str, list[float]] = defaultdict(list)
     for is_huge in (False, True):
         slot(memory, is_huge)
@@ -110,12 +109,13 @@ def main() -> int:
                 found[f"slot, {'huge' if is_huge else 'small'}: {name}"].append(value)
     room(nbytes, False)
     for _ in range(ROUNDS):
-        found["room: alone"].append(room(nbytes, False))
-        found["room: beside Python"].append(room(nbytes, True))
-        for mib in (2, 16, 64):
-            found[f"room: beside Python, by numpy, blocks of {mib} MiB"].append(room(nbytes, True, mib << 20))
+        found["room, alone: make"].append(room(nbytes, False)["make"])
+        for by_numpy, mib in ((False, 2), (False, 16), (False, 64), (False, nbytes >> 20), (True, 16)):
+            way = f"room, beside Python, {'numpy' if by_numpy else 'kernel'}, {mib} MiB"
+            for name, value in room(nbytes, True, mib, by_numpy).items():
+                found[f"{way}: {name}"].append(value)
     for name, values in found.items():
-        print(f"{name:48} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
+        print(f"{name:56} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
     return 0
 
 

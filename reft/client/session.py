@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
+from reft.client.memory import streaming
 from reft.client.schedule import hooks
 from reft.client.schedule.foreign_optimizers import Strangers
 from reft.client.schedule.iteration_profile import OTHER, Rhythm
@@ -345,7 +346,8 @@ class Session:
         bubble_fraction: share of the snapshots' bytes that was copied in gaps of the schedule or inside `idle()`;
         gap_bytes, compute_bytes, collective_bytes, fence_bytes: of all snapshots, by what training did when their copy
         began; at the fence it waited; gap_error, gap_error_worst: how far the schedule's closed form is off the measured
-        idle time, relative, in all and of the worst gap; -1 if nothing can be compared.
+        idle time, relative, in all and of the worst gap; -1 if nothing can be compared; streaming_copy: 1 if snapshots of
+        host memory are copied past the caches, else 0.
         """
         if self._snapshots is None:
             numbers = dict.fromkeys(("snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction", *TIER_BYTES), 0.0)
@@ -355,6 +357,7 @@ class Session:
                 "whole_step": -1,
                 "gap_error": -1.0,
                 "gap_error_worst": -1.0,
+                "streaming_copy": int(streaming.is_past_caches),
                 **numbers,
             }
         counts, tally = self._snapshots.counts, self._snapshots.copier.tally
@@ -368,6 +371,7 @@ class Session:
             "bytes": self._snapshots.bytes_per_snapshot(),
             "gap_error": comparison.total if comparison else -1.0,
             "gap_error_worst": comparison.worst if comparison else -1.0,
+            "streaming_copy": int(streaming.is_past_caches),
             "stall_ms": 1000 * tally.stall_s / max(counts.snapshots, 1),
             "bubble_fraction": tally.written(Tier.GAP) / max(tally.written(), 1),
             **{name: tally.written(tier) for name, tier in TIER_BYTES.items()},

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from reft import errors
+from reft.client.memory import streaming
 from reft.client.session import _drain
 from reft.client.snapshot.cpu_engine import CpuCopier
 from reft.core.pipeline.pacing import Tier
@@ -274,6 +275,15 @@ def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):
     step_once(model, optimizer)
     session.step_end()
     assert session.stats()["snapshots"] == 0
+
+
+@pytest.mark.parametrize("is_past_caches", [True, False])
+def test_stats_say_whether_copies_go_past_the_caches(attach, monkeypatch, is_past_caches):
+    monkeypatch.setattr(streaming, "is_past_caches", is_past_caches)
+    session = attach(*make())
+    assert session.stats()["streaming_copy"] == is_past_caches
+    session.close()
+    assert session.stats()["streaming_copy"] == is_past_caches
 
 
 def test_a_slot_that_is_not_sealed_yet_is_not_chosen_even_if_its_step_is_void(attach, monkeypatch):

@@ -13,6 +13,7 @@ TOP = ("pyproject.toml", "README.md", "Makefile", ".gitignore")
 TEXT = {
     ".py",
     ".pyi",
+    ".c",
     ".proto",
     ".md",
     ".toml",

@@ -54,7 +54,7 @@ def _made(missing: Sequence[Leaf], subjects: Subjects, before: Bindings, room: R
         make_missing_state(missing, subjects, room)
         return subjects.bind()
     finally:
-        room.settle()  # pages are made by writing zeros: nobody may have a tensor there meanwhile
+        room.settle()  # an old kernel's pages are made by writing zeros: nobody may have a tensor there meanwhile
 
 
 def room_for(leaves: Iterable[Leaf], subjects: Subjects, bindings: Bindings) -> Room:

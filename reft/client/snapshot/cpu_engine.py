@@ -15,14 +15,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import pairwise, repeat
 
 import numpy as np
 
-from reft.client.memory.openmp import oversubscribed
-from reft.client.memory.streaming import Copy, streaming
+from reft.client.memory import streaming
 from reft.client.memory.threads import Worker, together
 from reft.client.snapshot.cpu_plan import Part, Plan
 from reft.client.snapshot.engine import CopyJob
@@ -54,11 +52,8 @@ class CpuCopier:
         self._reading.set()  # set: nothing is being read
         self._clock = clock
         self._gate = Gate(clock)
-        self._stream = streaming()
         self._plan: Plan | None = None
         self._job: CopyJob | None = None
-        # Only there may they take a core from torch's team.
-        self._beside: Callable[[], AbstractContextManager[None]] = oversubscribed if cpus else nullcontext
         self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
         self._idle: list[Worker] = []  # there once a snapshot takes a course
@@ -148,8 +143,7 @@ class CpuCopier:
     def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
         """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
         if job.course is None:
-            with self._beside():
-                self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
         passage = Passage(job.course, plan.weights, len(plan.tasks))
         self._gate.open(passage)
@@ -212,18 +206,18 @@ class CpuCopier:
                 for part in plan.tasks[task]:
                     for chunk in part.chunks:
                         job.at_chunk(chunk)
-                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes, self._stream)
+                    written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes)
             counts[(tier or self._gate.tier) - 1] += written
         self.tally.wrote(counts)
 
 
-def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int, stream: Copy) -> int:
+def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:
     """Copies one part and digests each of its chunks; how many bytes were copied."""
     target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
     if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
         leaf, begin, copied, _ = part.runs[0]
         digested = sources[leaf][begin : begin + copied]  # still in the core's cache; the slot is not
-        stream(target, digested)
+        streaming.copy(target, digested)
     else:
         for leaf, begin, nbytes, at in part.runs:  # of several leaves, with padding between
             np.copyto(data[at : at + nbytes], sources[leaf][begin : begin + nbytes])

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client.memory.prefetching import ahead
 from reft.client.state.extract.dtensor import Box, local_piece
 from reft.client.state.parameters import Names
 from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
@@ -129,11 +128,9 @@ class Bindings:
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
     _empty: list[Any] = field(default_factory=list)  # containers without entries, as most modules have
     _views: list[Iterable[Any]] = field(default_factory=list)
-    _held: list[Any] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
     _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
     _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
-    _ahead: Callable[[], object] | None = None
     _counted: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
@@ -214,7 +211,6 @@ class Bindings:
         if not container:
             self._empty.append(container)
             return
-        self._held.append(container)
         self._views.append(view)
         self._entries.extend(view)
 
@@ -236,11 +232,6 @@ class Bindings:
 
     def hold(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
-        if self._ahead is None:
-            self._ahead = ahead(
-                [*self._views, *self._held, *self._empty, *self._entries, *self._located], self._located
-            )
-        self._ahead()  # after a step nothing of this is in a cache
         return (
             not any(self._empty)
             and all(len(container) == size for container, size in self._sizes)

@@ -91,12 +91,12 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
     held = [*before.leaves(), *subjects.predict()]
     began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(memory, taken) -> None:
+    def slow(block) -> None:
         began.set()
         handed_out.wait(0.3)
         ended.set()
 
-    monkeypatch.setattr(pages_module, "toucher", lambda: slow)
+    monkeypatch.setattr(pages_module, "_make", slow)
     room = room_for(held, subjects, before)
     assert began.wait(10)
     if fails_in:
@@ -125,12 +125,12 @@ def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
 def test_a_closed_room_is_written_by_nobody(monkeypatch):
     began, ended, closed = threading.Event(), threading.Event(), threading.Event()
 
-    def slow(memory, taken) -> None:
+    def slow(block) -> None:
         began.set()
         closed.wait(0.3)
         ended.set()
 
-    monkeypatch.setattr(pages_module, "toucher", lambda: slow)
+    monkeypatch.setattr(pages_module, "_make", slow)
     room = Room(4 * MIB)
     room.make_pages()
     assert began.wait(10)

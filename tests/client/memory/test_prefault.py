@@ -3,94 +3,97 @@
 from __future__ import annotations
 
 import mmap
-import platform
-import time
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from reft.client.memory import prefault as module
-from reft.client.memory.prefault import BLOCK_BYTES, Pages, toucher
-from tests.support.smaps import bytes_of
+from reft.client.memory.prefault import BLOCK_BYTES, THREADS, Pages
+from reft.wire.shm import advise
 
-PLACE = 2 << 20
-
-
-def refuse(code):
-    raise PermissionError(13, "Permission denied")
+PAGE = mmap.PAGESIZE
+MIB = 1 << 20
 
 
-@pytest.fixture(params=["machine code", "numpy"])
+def fresh(nbytes: int) -> np.ndarray:
+    """Private memory in small pages, without any page yet."""
+    whole = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(whole, np.uint8)
+
+
+def pages_of(memory: np.ndarray) -> list[int]:
+    """The indices of the memory's pages that are there."""
+    with Path("/proc/self/pagemap").open("rb") as entries:
+        entries.seek(memory.ctypes.data // PAGE * 8)
+        found = np.frombuffer(entries.read(-(-memory.nbytes // PAGE) * 8), np.uint64)
+    return np.flatnonzero(found >> 63).tolist()
+
+
+@pytest.fixture(params=["kernel", "numpy"])
 def way(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(module, "mapped", refuse)
-    elif platform.machine() != "x86_64":
-        pytest.skip("the loop is one of x86-64")
+        monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)  # as a kernel before 5.14 takes it
+    elif advise(fresh(PAGE), module._POPULATE_WRITE):
+        pytest.skip("this kernel makes no pages on request")
     return request.param
 
 
-@pytest.mark.parametrize(
-    "nbytes", [1, mmap.PAGESIZE, mmap.PAGESIZE + 1, PLACE - 1, PLACE, PLACE + 1, 3 * PLACE + 5000, BLOCK_BYTES + PLACE + 1]
-)  # fmt: skip
-def test_a_byte_of_each_small_page_is_written_and_nothing_else(way, nbytes):
-    memory = np.ones(nbytes + 3 * PLACE, np.uint8)
-    expected = memory.copy()
-    expected[: nbytes : mmap.PAGESIZE] = 0
-    toucher()(memory[:nbytes], np.zeros(1, np.uint64))
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5000])
+def test_each_page_is_made_and_none_beside_them(way, nbytes):
+    memory = fresh(nbytes + 2 * MIB)
+    Pages(memory[:nbytes]).wait()
+    assert pages_of(memory) == [*range(-(-nbytes // PAGE))]
+    assert not memory.any()
+
+
+def test_where_the_kernel_makes_no_pages_a_byte_of_each_is_written(monkeypatch):
+    monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)
+    memory = np.ones(BLOCK_BYTES + 5 * PAGE + 1, np.uint8)
+    Pages(memory[: BLOCK_BYTES + 3 * PAGE + 1]).wait()
+    expected = np.ones_like(memory)
+    expected[: BLOCK_BYTES + 3 * PAGE + 1 : PAGE] = 0
     assert np.array_equal(memory, expected)
 
 
-def test_the_log_says_why_numpy_writes(monkeypatch, caplog):
-    caplog.set_level("INFO", "reft")
-    monkeypatch.setattr(module, "mapped", refuse)
-    toucher()
-    assert "Permission denied" in caplog.text
+def test_the_kernel_is_asked_for_one_block_at_a_time(monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "advise", lambda block, advice: asked.append((block.ctypes.data, block.nbytes)) or 0)
+    memory = fresh(4 * BLOCK_BYTES + 5000)
+    begin = memory.ctypes.data
+    Pages(memory).wait()
+    assert sorted(asked) == [
+        *((begin + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)), (begin + 4 * BLOCK_BYTES, 5000),
+    ]  # fmt: skip
 
 
-def test_nothing_is_written_once_all_is_taken(way):
-    memory = np.ones(3 * PLACE, np.uint8)
-    for taken in (memory.nbytes, memory.nbytes + 5 * PLACE):
-        toucher()(memory, np.array([taken], np.uint64))
-    assert memory.all()
+def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(monkeypatch):
+    under_way, go_on = threading.Barrier(THREADS + 1), threading.Event()
+    made = []
 
+    def slow(block) -> None:
+        under_way.wait(10)
+        go_on.wait(10)
+        made.append(block.ctypes.data)
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the loop is one of x86-64")
-def test_who_stops_waits_for_one_place_a_thread():
-    memory, taken = np.ones(8 * PLACE, np.uint8), np.array([5 * PLACE], np.uint64)
-    toucher()(memory, taken)
-    assert memory[: 5 * PLACE].all() and not memory[5 * PLACE :: mmap.PAGESIZE].any(), "places are taken one by one"
-    assert taken[0] == 8 * PLACE
-
-
-def test_both_threads_make_pages_and_all_are_there(way, monkeypatch):
-    calls = []
-
-    def noting():
-        touch = toucher()
-        return lambda memory, taken: (calls.append(taken), touch(memory, taken))
-
-    monkeypatch.setattr(module, "toucher", noting)
-    whole = mmap.mmap(-1, 2 * BLOCK_BYTES + PLACE + 5000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(whole, np.uint8)
+    monkeypatch.setattr(module, "_make", slow)
+    memory = fresh(8 * BLOCK_BYTES)
     pages = Pages(memory)
-    pages.wait()
-    assert len(calls) == 2 and calls[0] is calls[1], "they share what is taken"
-    assert bytes_of(memory.ctypes.data, "Rss") >= memory.nbytes
+    under_way.wait(10)  # each thread has a block
+    settling = threading.Thread(target=pages.settle)
+    settling.start()
+    while pages._left:
+        assert settling.is_alive()
+    assert settling.is_alive() and not made
+    go_on.set()
+    settling.join(10)
+    assert sorted(made) == [memory.ctypes.data, memory.ctypes.data + BLOCK_BYTES]
 
 
-def test_settled_pages_are_made_by_nobody(monkeypatch):
-    memory = np.ones(PLACE, np.uint8)
-    seen = []
-
-    def waiting():
-        def touch(memory, taken):
-            until = time.monotonic() + 10
-            while taken[0] < memory.nbytes and time.monotonic() < until:
-                pass
-            seen.append(int(taken[0]))
-
-        return touch
-
-    monkeypatch.setattr(module, "toucher", waiting)
-    Pages(memory).settle()
-    assert seen == [PLACE, PLACE]
+def test_settled_pages_may_be_settled_and_waited_for_again():
+    pages = Pages(fresh(MIB))
+    for _ in range(2):
+        pages.settle()
+        pages.wait()

@@ -1,59 +1,92 @@
-"""Copies past the caches: the same bytes, at any size and place, and nothing beside them."""
+"""Copies past the caches: the same bytes as numpy's, at any size and alignment, and nothing beside them.
+
+Where reft was installed without a compiler, numpy's copy is tested alone.
+"""
 
 from __future__ import annotations
 
 import platform
+import runpy
+import sys
+import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reft.client.memory import streaming as module
-from reft.client.memory.streaming import streaming
+from reft.client import memory as package
+from reft.client.memory import streaming
 
 ROOM = 1 << 12
+LINE = 64
+COPIES = [np.copyto] if streaming.copy is np.copyto else [np.copyto, streaming.copy]
+each_copy = pytest.mark.parametrize("copy", COPIES, ids=lambda copy: "numpy" if copy is np.copyto else "extension")
 
 
-@pytest.fixture(scope="module")
-def copy():
-    return streaming()
+def aligned(nbytes: int, seed: int) -> np.ndarray:
+    """Random bytes that begin with a line."""
+    memory = np.random.default_rng(seed).integers(0, 256, nbytes + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + nbytes]
 
 
-def test_this_machine_streams(copy):
-    assert (copy is not np.copyto) == (platform.machine() == "x86_64")
-
-
+@each_copy
 @given(size=st.integers(0, ROOM), to=st.integers(0, 200), begin=st.integers(0, 200), seed=st.integers(0, 1 << 32))
+@example(size=ROOM, to=0, begin=0, seed=0)
+@example(size=ROOM + 1, to=0, begin=1, seed=0)
+@example(size=ROOM - 1, to=63, begin=0, seed=0)
+@example(size=LINE - 1, to=1, begin=0, seed=0)
+@example(size=1, to=5, begin=3, seed=0)
 def test_bytes_are_the_same_and_none_beside_them_is_written(copy, size, to, begin, seed):
-    random = np.random.default_rng(seed)
-    source = random.integers(0, 256, ROOM + 400, np.uint8)
-    memory = random.integers(0, 256, ROOM + 464, np.uint8)
-    memory = memory[-memory.__array_interface__["data"][0] % 64 :]  # so that `to` says how a target is aligned
+    source, memory = aligned(ROOM + 400, seed), aligned(ROOM + 400, seed + 1)
     expected = memory.copy()
     expected[to : to + size] = source[begin : begin + size]
     copy(memory[to : to + size], source[begin : begin + size])
     assert np.array_equal(memory, expected)
 
 
-def test_a_target_of_another_size_is_refused(copy):
+@each_copy
+@pytest.mark.parametrize(("target", "source"), [(64, 128), (128, 64), (0, 64)])
+def test_a_target_of_another_size_is_refused_and_not_written(copy, target, source):
+    memory = np.zeros(target, np.uint8)
     with pytest.raises(ValueError):
-        copy(np.zeros(64, np.uint8), np.zeros(128, np.uint8))
+        copy(memory, np.ones(source, np.uint8))
+    assert not memory.any()
 
 
-def refuse(code):
-    raise PermissionError(13, "Permission denied")
+@each_copy
+def test_a_target_that_may_not_be_written_is_refused(copy):
+    memory = np.zeros(256, np.uint8)
+    memory.flags.writeable = False
+    with pytest.raises((TypeError, ValueError)):
+        copy(memory, np.ones(256, np.uint8))
+    assert not memory.any()
 
 
-def test_where_no_code_may_be_mapped_numpy_copies_and_the_log_says_so(monkeypatch, caplog):
-    caplog.set_level("INFO", "reft")
-    monkeypatch.setattr(module, "mapped", refuse)
-    assert streaming() is np.copyto
-    assert "Permission denied" in caplog.text
+@each_copy
+def test_other_threads_run_python_while_bytes_are_copied(copy):
+    source, target = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
+    first, last = 8 << 20, 56 << 20  # memcpy may copy backwards, and the very ends in any order
+
+    def runs_meanwhile() -> bool:
+        target[:] = 0
+        copying = threading.Thread(target=copy, args=(target, source))
+        copying.start()
+        found = False
+        while copying.is_alive():
+            found |= bool(target[first] != target[last])
+        return found
+
+    assert any(runs_meanwhile() for _ in range(50)), "this thread never ran between one byte and the other"
 
 
-def test_other_processors_run_none_of_it_and_the_log_says_so(monkeypatch, caplog):
-    caplog.set_level("INFO", "reft")
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert streaming() is np.copyto
-    assert "aarch64" in caplog.text
+def test_the_extension_copies_past_the_caches_on_x86_64():
+    assert streaming.is_past_caches == (streaming.copy is not np.copyto and platform.machine() == "x86_64")
+
+
+def test_without_the_extension_numpy_copies(monkeypatch):
+    monkeypatch.delattr(package, "_streaming", raising=False)
+    monkeypatch.setitem(sys.modules, "reft.client.memory._streaming", None)
+    found = runpy.run_path(streaming.__file__)
+    assert found["copy"] is np.copyto and found["is_past_caches"] is False
