@@ -17,12 +17,12 @@
 5. Who leaves a round to join the next stays on the wait list meanwhile: a job between two rounds is never empty.
 6. Who waits for more nodes than the minimum does so for `shrink` seconds once the job has run.
 7. What torch records of each action costs nothing unless somebody listens. torch walks through all loaded modules for the
-   name of the caller, for tens of milliseconds between reading the state and writing it, in which others overtake.
+   name of the caller, for tens of milliseconds between reading the state and writing it, in which others overtake. Here the
+   name of an event is that of the class; the message says which action it was.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,14 +57,13 @@ def poll_s(max_nodes: int) -> float:
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
 
 
-def recorder(where: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
-    """torch's `_record` of a class named `where`; see 7 above."""
+def recorder(name: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
+    """Returns a `_record` for one of torch's classes, whose events get this name; see 7 above."""
 
     def record(message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         construct_and_record_rdzv_event(
-            run_id, message, node_state, f"{where}.{sys._getframe(1).f_code.co_name}", node.addr, node.pid,
-            local_id=node.local_id, rank=rank,
-        )  # fmt: skip
+            run_id, message, node_state, name, node.addr, node.pid, local_id=node.local_id, rank=rank
+        )
 
     return record
 

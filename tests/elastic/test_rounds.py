@@ -280,17 +280,20 @@ def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monk
 
 def test_torchs_record_of_a_round_walks_through_no_modules(make_job, monkeypatch):
     """Tens of milliseconds each, between reading and writing the state: others overtake, and the more nodes, the more do."""
-    walked, names = [], set()
+    walked, said = [], set()
     monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda *_: walked.append(1) or "")
-    monkeypatch.setattr(rounds, "construct_and_record_rdzv_event", lambda *said, **_: names.add(said[3]))
+    monkeypatch.setattr(
+        rounds, "construct_and_record_rdzv_event", lambda run, message, state, name, *_, **__: said.add((name, message))
+    )
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == job.ranks(a, b) == [0, 1]
-    assert names >= {
-        "Executor._add_to_participants",
-        "Executor._keep_alive",
-        "DynamicRendezvousHandler.next_rendezvous",
-    }
+    for name, action in (
+        ("Executor", "added itself to the participants"),
+        ("Executor", "updated its keep-alive heartbeat"),
+        ("DynamicRendezvousHandler", "attempts to join the next round"),
+    ):
+        assert any(name == its and action in message for its, message in said), action
     assert not walked
 
 

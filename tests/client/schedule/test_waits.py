@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -15,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from reft import schedules
 from reft.client.schedule import hooks
+from reft.client.schedule.hooks import waits
 from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
 from reft.client.snapshot.cpu_engine import CpuCopier
 from tests.support.daemons import until
@@ -29,12 +31,23 @@ def alone(tmp_path):
 
 
 @pytest.fixture
-def rhythm():
-    copier = CpuCopier([])
-    made = Rhythm(copier)
-    made.mark(1)
-    yield made
-    copier.close()
+def make_rhythm():
+    copiers = []
+
+    def make():
+        copiers.append(CpuCopier([]))
+        made = Rhythm(copiers[-1])
+        made.mark(1)
+        return made
+
+    yield make
+    for copier in copiers:
+        copier.close()
+
+
+@pytest.fixture
+def rhythm(make_rhythm):
+    return make_rhythm()
 
 
 def names(rhythm):
@@ -142,4 +155,59 @@ def test_without_a_description_nothing_is_followed(alone, rhythm):
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
     assert names(rhythm) == [] and dist.Work.wait is call
+    stop()
+
+
+def barrier_in_another_thread():
+    thread = threading.Thread(target=dist.barrier)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]])
+def test_followers_share_one_wrapper_until_the_last_one_stops(alone, make_rhythm, order):
+    call = dist.Work.wait
+    rhythms = [make_rhythm() for _ in range(3)]
+    stops = [waits.follow(rhythms[0])]
+    wrapped = dist.Work.wait
+    stops += [waits.follow(rhythm) for rhythm in rhythms[1:]]
+    assert dist.Work.wait is wrapped is not call
+    expected = [[], [], []]
+    for index in order:
+        dist.barrier()
+        barrier_in_another_thread()
+        for i in order[order.index(index) :]:
+            expected[i] += [WAIT, OTHER]
+        assert [names(each) for each in rhythms] == expected
+        stops[index]()
+        stops[index]()  # once more does nothing
+        assert dist.Work.wait is (call if index == order[-1] else wrapped)
+    dist.barrier()
+    assert [names(each) for each in rhythms] == expected
+
+
+@pytest.mark.parametrize("wraps", [functools.wraps, lambda _: lambda wrapper: wrapper])
+def test_a_wrapper_of_somebody_else_stays_and_each_wait_is_told_once(alone, make_rhythm, monkeypatch, wraps):
+    monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)  # puts the original back at the end
+    first, second = make_rhythm(), make_rhythm()
+    stop = waits.follow(first)
+    ours, theirs = dist.Work.wait, []
+    dist.Work.wait = other = wraps(ours)(lambda work, *args: theirs.append(1) or ours(work, *args))
+    stop()
+    assert dist.Work.wait is other, "it was not ours to take off"
+    dist.barrier()
+    assert not names(first)
+    stop = waits.follow(second)
+    dist.barrier()
+    assert names(second) == [WAIT, OTHER] and not names(first) and len(theirs) == 2
+    stop()
+    assert dist.Work.wait is other
+
+
+def test_a_wait_that_raises_has_ended_too(alone, rhythm, monkeypatch):
+    monkeypatch.setattr(dist.Work, "wait", lambda _: 1 / 0)
+    stop = waits.follow(rhythm)
+    with pytest.raises(ZeroDivisionError):
+        dist.Work.wait(None)
+    assert rhythm.name == OTHER and names(rhythm) == [WAIT, OTHER]
     stop()

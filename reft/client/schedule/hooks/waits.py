@@ -2,7 +2,8 @@
 gathers and reductions, messages of a pipeline that the loop itself sends.
 
 The seam is `torch.distributed.Work.wait`, the one method that every blocking collective and every asynchronous one ends
-in when Python waits for it; it is wrapped for the whole process, and put back. What waits inside of C++ is not seen:
+in when Python waits for it. It is wrapped for the whole process, but only while somebody follows: all followers share one
+wrapper, which has the list of them, and the last one to stop puts the original back. What waits inside of C++ is not seen:
 functional collectives, and the buckets of DDP, for which there is client/schedule/hooks/ddp.py.
 
 Where the host's time is the device's, whoever waits is idle, whatever the others do meanwhile: such a wait is a gap. On a
@@ -14,6 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -22,26 +24,58 @@ from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
 from reft.core.pipeline.pacing import Tier
 
 
+@dataclass(frozen=True, eq=False)
+class _Follower:
+    """One rhythm that is told of the waits of one thread.
+
+    Args:
+        tier: what a wait is.
+        thread: the one that trains; others wait for their own sake.
+    """
+
+    rhythm: Rhythm
+    tier: Tier
+    thread: int
+
+    def is_waiting(self) -> bool:
+        """Whether a wait that begins now is one of this thread, outside of the schedule's work."""
+        return threading.get_ident() == self.thread and self.rhythm.name == OTHER
+
+
+class _SharedWrapper:
+    """Wraps `Work.wait` for all followers; the wrapper has this object as its attribute `shared`."""
+
+    def __init__(self) -> None:
+        self.followers: list[_Follower] = []
+        self._call = call = dist.Work.wait
+
+        @functools.wraps(call)
+        def wrapped(work: Any, *args: Any, **kwargs: Any) -> Any:
+            waiting = [each for each in self.followers if each.is_waiting()]
+            for each in waiting:
+                each.rhythm.enter(each.tier, WAIT)
+            try:
+                return call(work, *args, **kwargs)
+            finally:
+                for each in waiting:
+                    each.rhythm.enter(Tier.COMPUTE, OTHER)
+
+        wrapped.shared = self  # type: ignore[attr-defined]
+        self._wrapped = dist.Work.wait = wrapped
+
+    def remove(self, follower: _Follower) -> None:
+        """Takes a follower off; after the last one the original is back, unless somebody else wrapped it again."""
+        if follower in self.followers:
+            self.followers.remove(follower)
+        if not self.followers and dist.Work.wait is self._wrapped:
+            dist.Work.wait = self._call
+
+
 def follow(rhythm: Rhythm) -> Callable[[], None]:
-    """Wraps `Work.wait`; what it returns puts it back."""
-    call = dist.Work.wait
+    """Tells the rhythm of each wait of this thread, until the function that it returns is called."""
     tier = Tier.GAP if rhythm.keeps_host_time else Tier.COLLECTIVE
-    thread = threading.get_ident()  # of training; others wait for their own sake
-
-    @functools.wraps(call)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or rhythm.name != OTHER:
-            return call(self, *args, **kwargs)
-        rhythm.enter(tier, WAIT)
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            rhythm.enter(Tier.COMPUTE, OTHER)
-
-    dist.Work.wait = wrapped
-
-    def undo() -> None:
-        if dist.Work.wait is wrapped:
-            dist.Work.wait = call
-
-    return undo
+    follower = _Follower(rhythm, tier, threading.get_ident())
+    found = getattr(dist.Work.wait, "shared", None)
+    shared = found if isinstance(found, _SharedWrapper) else _SharedWrapper()
+    shared.followers.append(follower)
+    return lambda: shared.remove(follower)

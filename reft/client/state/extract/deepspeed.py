@@ -25,7 +25,7 @@ from reft.client.state.extract import zero3
 from reft.client.state.extract.dtensor import Box
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import Wrapped
+from reft.client.state.extract.wrapping import Wrapped, between
 from reft.client.state.parameters import Named, Names, Run
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import Bindings, clean
@@ -143,7 +143,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
 
         A step that is skipped for an overflow has changed the loss scale, and counts.
         """
-        return [Wrapped(value, "_take_model_step", before, after)]
+        return [Wrapped(value, "_take_model_step", between(before, after))]
 
 
 def _kind(optimizer: Any) -> str:

@@ -25,7 +25,7 @@ from reft.client.state.extract.dtensor import Box
 from reft.client.state.extract.megatron_modules import TESTED
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import Wrapped
+from reft.client.state.extract.wrapping import Wrapped, between
 from reft.client.state.parameters import Named, Names
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import Bindings
@@ -149,7 +149,7 @@ class MegatronExtractor:
 
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
         """The outermost step. One that is skipped for an overflow has changed the loss scale, and counts."""
-        return [Wrapped(value, "step", before, after)]
+        return [Wrapped(value, "step", between(before, after))]
 
 
 def members(value: Any) -> list[Any]:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import itertools
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +23,13 @@ from torch.distributed.tensor import DTensor
 from reft.client.memory.huge_pages import Room
 from reft.client.state.extract.dtensor import Box, like, local_piece
 from reft.client.state.extract.registry import Removable
+from reft.client.state.extract.wrapping import Wrapped
 from reft.client.state.parameters import Named, Names
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import Bindings, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
-CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(
-    lambda: None
-).__code__  # of what torch wraps each class's step into
 KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
 
 
@@ -252,14 +247,21 @@ class OptimizerExtractor:
     def hook(
         self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
     ) -> list[Removable]:
-        """On the object itself, never on one inside it. Where the step is compiled, they break its graph and run as they are.
+        """Hooks the object itself, never an optimizer inside it. Where the step is compiled, the hooks break its graph.
 
         Else torch.compile would go through all that a mark does, compile what it can of it for seconds, and warn of the rest.
         """
-        untraced = torch.compiler.disable  # needs torch._dynamo, which whoever has an optimizer has imported
+        untraced = torch.compiler.disable  # needs torch._dynamo, which making an optimizer has imported
+        before, calls = untraced(before), _Calls(untraced(after))
+
+        def begin(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
+            calls.begin(optimizer)
+            return _before_writing(before, optimizer, arguments, named)
+
         return [
-            value.register_step_pre_hook(untraced(functools.partial(_before_writing, untraced(before)))),
-            value.register_step_post_hook(untraced(functools.partial(_after_outermost, after))),
+            value.register_step_pre_hook(untraced(begin)),
+            value.register_step_post_hook(untraced(calls.end)),
+            Wrapped(value, "step", untraced(calls.around, recursive=False)),
         ]
 
 
@@ -302,18 +304,56 @@ def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimize
     return ((args[0], then_before, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_before})
 
 
-def _after_outermost(after: Callable[..., None], optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """A step's post-hook: calls `after`, but not behind the parent's step that a subclass calls within its own.
+class _Calls:
+    """Calls `after` once for each step of an optimizer that has ended, and not for the parent's step that it calls.
 
-    The stack is asked, and no count of calls is kept: a step that raises calls no post-hook.
+    torch calls the hooks of both steps. A call of the instance's step goes through `around` once, since `super().step()` does
+    not; `around` also sees a step that raises, which calls no post-hook.
+
+    A method that was bound before attach goes past `around`: one that was compiled then, or the one that Accelerate puts back
+    after each step of a GradScaler. For such a call the hooks count how deep the steps are nested. A step that raises leaves
+    that count too high, so it is cut to the most that the class can nest. That is exact for torch's own optimizers, and for
+    those that always call their parent's step.
     """
-    frame: FrameType | None = sys._getframe()
-    calls = 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is CALLS_HOOKS and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    if calls < 2:
-        after(optimizer)
+
+    def __init__(self, after: Callable[..., None]) -> None:
+        self._after = after
+        self._is_around = False  # a call of the instance's step is under way
+        self._has_ended = False  # and a step of a class has ended in it
+        self._depth = 0  # of a call that went past `around`
+
+    def around(self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the step that the instance had."""
+        if self._is_around:  # a step that calls `self.step`
+            return call(*args, **kwargs)
+        self._is_around, self._has_ended = True, False
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._is_around = False
+        if self._has_ended:
+            self._after(optimizer)
+        return result
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """In the pre-hook of a class's step."""
+        if not self._is_around:
+            self._depth = min(self._depth + 1, _steps_to_nest(type(optimizer)))
+
+    def end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """The post-hook of a class's step."""
+        self._has_ended = True
+        if not self._is_around:
+            self._depth -= 1
+            if self._depth <= 0:
+                self._depth = 0
+                self._after(optimizer)
+
+
+def _steps_to_nest(kind: type[torch.optim.Optimizer]) -> int:
+    """How many steps of classes a call can run inside each other: those that the class has or inherits."""
+    steps = (vars(each)["step"] for each in kind.__mro__ if "step" in vars(each) and each is not torch.optim.Optimizer)
+    return len({inspect.unwrap(step) for step in steps})
 
 
 def pieces(parameter: Named, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Box | None]]:

@@ -1,0 +1,369 @@
+"""Each step of an optimizer is counted once, at its end, whatever calls it and whatever wraps it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from reft.client.state.extract.optimizers import OptimizerExtractor
+from reft.client.state.extract.wrapping import Wrapped
+
+torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps the step of a class when its first object is made
+
+
+class Nested(torch.optim.SGD):
+    """Calls its parent's step, which calls the hooks too. Fails before or behind that step when told to."""
+
+    fails = ""
+
+    def step(self, closure=None):
+        if self.fails == "before":
+            raise RuntimeError
+        loss = super().step(closure)
+        if self.fails == "behind":
+            raise RuntimeError
+        return loss
+
+
+class Careful(torch.optim.SGD):
+    """Goes on where its parent's step fails."""
+
+    def step(self, closure=None):
+        with contextlib.suppress(RuntimeError):
+            super().step(self._fail)
+
+    def _fail(self):
+        raise RuntimeError
+
+
+class Alone(torch.optim.SGD):
+    """Does not call its parent's step. Fails when told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise RuntimeError
+
+
+class Recursive(torch.optim.SGD):
+    """Steps twice in one step, by the attribute of the instance."""
+
+    is_inside = False
+
+    def step(self, closure=None):
+        if not self.is_inside:
+            self.is_inside = True
+            self.step()
+            self.is_inside = False
+        return super().step(closure)
+
+
+def make(kind=torch.optim.SGD, **options):
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return kind([parameter], lr=0.1, **options)
+
+
+class Hooked:
+    """The hooks on an optimizer, and what they were called for: `ends` has the parameter's value at each end."""
+
+    def __init__(self, optimizer):
+        self.begins, self.ends = 0, []
+        self._hooks = OptimizerExtractor().hook(optimizer, self._before, self._after)
+
+    def _before(self, *_):
+        self.begins += 1
+
+    def _after(self, optimizer):
+        self.ends.append(round(optimizer.param_groups[0]["params"][0][0].item(), 3))
+
+    def remove(self):
+        for hook in self._hooks:
+            hook.remove()
+
+
+def bound_before(optimizer):
+    """The step as it is now: it goes past what is wrapped around the step later."""
+    return optimizer.step
+
+
+def looked_up(optimizer):
+    """Looks the step up at each call, as training loops do."""
+    return lambda: optimizer.step()
+
+
+def compiled(optimizer):
+    """The step as it is now, compiled."""
+    torch._dynamo.reset()
+    return torch.compile(optimizer.step, backend="eager")
+
+
+@pytest.mark.parametrize("reached", [looked_up, bound_before, compiled])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Nested])
+def test_a_step_counts_once_also_if_it_calls_its_parents(kind, reached):
+    optimizer = make(kind)
+    step = reached(optimizer)
+    hooked = Hooked(optimizer)
+    for calls in (1, 2, 3):
+        step()
+        assert len(hooked.ends) == calls
+    hooked.remove()
+    step()
+    assert len(hooked.ends) == 3
+
+
+def test_a_step_that_is_compiled_while_hooked_counts_once():
+    optimizer = make(Nested)
+    hooked = Hooked(optimizer)
+    step = compiled(optimizer)
+    for calls in (1, 2, 3):
+        step()
+        assert len(hooked.ends) == calls
+    hooked.remove()
+    step()
+    assert len(hooked.ends) == 3 and optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(0.6)
+
+
+def test_an_attribute_that_is_a_compiled_step_counts_once():
+    optimizer = make(Nested)
+    mine = optimizer.step = compiled(optimizer)
+    hooked = Hooked(optimizer)
+    for calls in (1, 2):
+        optimizer.step()
+        assert len(hooked.ends) == calls
+    hooked.remove()
+    assert optimizer.step is mine
+
+
+@pytest.mark.parametrize("reached", [looked_up, bound_before, compiled])
+@pytest.mark.parametrize("fails", ["before", "behind"])
+def test_a_step_that_raises_does_not_count_and_the_next_one_does(fails, reached):
+    optimizer = make(Nested)
+    step = reached(optimizer)
+    hooked = Hooked(optimizer)
+    for _ in range(2):
+        optimizer.fails = fails
+        with pytest.raises(RuntimeError):
+            step()
+        assert not hooked.ends
+    optimizer.fails = ""
+    for calls in (1, 2):
+        step()
+        assert len(hooked.ends) == calls
+    value = round(optimizer.param_groups[0]["params"][0][0].item(), 3)
+    assert hooked.ends[-1] == value, "not at the end of the parent's step"
+
+
+@pytest.mark.parametrize("reached", [looked_up, bound_before])
+def test_a_step_without_a_parents_counts_again_after_it_raised(reached, monkeypatch):
+    optimizer = make(torch.optim.AdamW)
+    step = reached(optimizer)
+    hooked = Hooked(optimizer)
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(torch.optim.AdamW, "_init_group", lambda *_: 1 / 0)
+        step()
+    step()
+    assert len(hooked.ends) == 1
+
+
+def test_a_call_past_the_wrapper_does_not_disturb_the_next_through_it():
+    optimizer = make(Careful)
+    step = bound_before(optimizer)
+    hooked = Hooked(optimizer)
+    step()
+    optimizer.step()
+    assert len(hooked.ends) == 1, "the parent's step raised, and the first call can't see that"
+
+
+def test_a_step_that_could_call_its_parents_and_does_not_counts_again_after_it_raised():
+    optimizer = make(Alone)
+    hooked = Hooked(optimizer)
+    optimizer.fails = True
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    optimizer.fails = False
+    for calls in (1, 2):
+        optimizer.step()
+        assert len(hooked.ends) == calls
+
+
+@pytest.mark.parametrize("kind", [Careful, Recursive])
+def test_a_step_counts_once_if_its_parents_raises_or_it_calls_itself(kind):
+    optimizer = make(kind)
+    hooked = Hooked(optimizer)
+    for calls in (1, 2):
+        optimizer.step()
+        assert len(hooked.ends) == calls
+
+
+def test_a_wrapper_of_the_user_that_does_not_step_counts_nothing():
+    optimizer = make()
+    optimizer.step = lambda *_: None
+    hooked = Hooked(optimizer)
+    optimizer.step()
+    assert not hooked.ends
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Nested])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_scheduler_goes_on_in_both_orders_and_says_nothing_new(is_first, kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = make(kind)
+        scheduler = ExponentialLR(optimizer, 0.5) if is_first else None
+        theirs = vars(optimizer).get("step")
+        hooked = Hooked(optimizer)
+        scheduler = scheduler or ExponentialLR(optimizer, 0.5)
+        assert "closure" in inspect.signature(optimizer.step).parameters
+        optimizer._opt_called = False
+        for calls in (1, 2):
+            optimizer.step()
+            scheduler.step()
+            assert len(hooked.ends) == calls and optimizer._opt_called, "torch sets it in the scheduler's wrapper"
+        hooked.remove()
+        if is_first:
+            assert optimizer.step is theirs, "the scheduler's wrapper is put back"
+        assert optimizer.step._wrapped_by_lr_sched
+        again = Hooked(optimizer)  # another session
+        optimizer.step()
+        scheduler.step()
+        ExponentialLR(optimizer, 0.5)
+        assert len(again.ends) == 1 and len(hooked.ends) == 2
+        again.remove()
+        optimizer.step()
+        assert len(again.ends) == 1 and optimizer.step._wrapped_by_lr_sched
+
+
+def test_a_scheduler_warns_as_ever_of_a_loop_that_steps_it_first():
+    optimizer = make()
+    hooked = Hooked(optimizer)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step\(\)"):
+        scheduler.step()
+    assert not hooked.ends
+
+
+def test_a_wrapper_that_a_scheduler_keeps_lets_the_optimizer_go():
+    optimizer = make()
+    hooked = Hooked(optimizer)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    hooked.remove()
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer, scheduler
+        assert reference() is None, "a circle of references holds it, and its state"
+    finally:
+        gc.enable()
+
+
+def test_a_scaler_skips_what_overflows_and_the_rest_counts():
+    optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    hooked = Hooked(optimizer)
+    for gradient, calls in ((1.0, 1), (float("inf"), 1), (1.0, 2)):
+        optimizer.zero_grad()
+        scaler.scale(gradient * optimizer.param_groups[0]["params"][0].sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert len(hooked.ends) == calls
+
+
+def test_copies_of_a_hooked_optimizer_are_whole_and_not_hooked():
+    optimizer = make(momentum=0.9)
+    hooked = Hooked(optimizer)
+    optimizer.step()
+    for copied in (copy.deepcopy(optimizer), copy.copy(optimizer)):
+        assert "step" not in vars(copied)
+        before = copied.param_groups[0]["params"][0].clone()
+        copied.param_groups[0]["params"][0].grad = torch.ones(2)
+        copied.step()
+        assert not torch.equal(copied.param_groups[0]["params"][0], before)
+    assert len(hooked.ends) == 1
+    assert optimizer.state_dict().keys() == {"state", "param_groups"}
+
+
+def test_an_optimizer_of_an_optimizer_counts_once(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = ZeroRedundancyOptimizer([parameter], torch.optim.SGD, lr=0.1)
+        hooked = Hooked(optimizer)
+        scheduler = ExponentialLR(optimizer, 0.5)
+        for calls in (1, 2):
+            parameter.grad = torch.ones(2)
+            optimizer.step()
+            scheduler.step()
+            assert len(hooked.ends) == hooked.begins == calls
+        hooked.remove()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_was_there_is_put_back():
+    optimizer = make(Nested)
+    hooked = Hooked(optimizer)
+    assert "step" in vars(optimizer)
+    hooked.remove()
+    assert "step" not in vars(optimizer)
+    hooked.remove()
+    assert "step" not in vars(optimizer)
+
+
+def test_a_wrapper_above_ours_stays():
+    optimizer = make()
+    hooked = Hooked(optimizer)
+    ours = optimizer.step
+    optimizer.step = theirs = lambda *args: ours(*args)
+    hooked.remove()
+    assert optimizer.step is theirs
+    optimizer.step()
+    assert not hooked.ends and optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(0.9)
+
+
+class Engine:
+    """Has a method that may fail."""
+
+    fails = False
+
+    def train(self, by):
+        return 1 / (not self.fails) + by
+
+
+def test_any_method_is_wrapped_with_its_arguments_result_and_error():
+    engine, calls = Engine(), []
+
+    def around(owner, call, *args, **kwargs):
+        calls.append((owner, args, kwargs))
+        return 10 * call(*args, **kwargs)
+
+    wrapped = Wrapped(engine, "train", around)
+    assert engine.train(1) == engine.train(by=1) == 20
+    assert calls == [(engine, (1,), {}), (engine, (), {"by": 1})]
+    engine.fails = True
+    with pytest.raises(ZeroDivisionError):
+        engine.train(1)
+    engine.fails = False
+    wrapped.remove()
+    assert engine.train(1) == 2 and not vars(engine).keys() - {"fails"}
+
+
+def test_ours_passes_calls_on_once_removed_from_below_another():
+    engine, calls = Engine(), []
+    wrapped = Wrapped(engine, "train", lambda owner, call, by: calls.append(by) or call(by))
+    ours = engine.train
+    engine.train = lambda by: ours(by)
+    assert engine.train(1) == 2 and calls == [1]
+    wrapped.remove()
+    assert engine.train(1) == 2 and calls == [1]
