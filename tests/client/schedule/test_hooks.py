@@ -196,7 +196,9 @@ def test_deepspeeds_pipeline_is_idle_but_for_its_work():
 
 
 def test_what_is_no_schedule_is_refused():
-    for known in (None, schedules.OneFOneB(0, 2, 4), schedules.Custom(), Schedule1F1B(Played("1F1B", 1).stage, M)):
+    played = Played("1F1B", 1)
+    for known in (None, schedules.OneFOneB(0, 2, 4), schedules.Custom(), Schedule1F1B(played.stage, M)):
         hooks.check(known)
+    played.stop()
     with pytest.raises(ConfigError, match="schedule is a str"):
         hooks.check("1F1B")
