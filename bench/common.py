@@ -369,7 +369,7 @@ def daemon() -> Iterator[tuple[str, int]]:
         ]
         with process([sys.executable, "-m", "reft_daemon", *flags], home / "log", {}) as started:
             end = time.monotonic() + 30
-            while not (home / "d.sock.fd").exists():
+            while not (home / "d.sock.ln").exists():
                 if started.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"the daemon did not start:\n{(home / 'log').read_text()}")
                 time.sleep(0.05)

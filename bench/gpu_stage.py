@@ -9,7 +9,7 @@ The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp3
 a parameter; it takes part in a group of D replicas that survives the loss of F, so each snapshot writes |P|/(D-F) bytes.
 Waits last as long as the closed form says, from forwards and backwards that are measured first; on CUDA they are kernels
 that do nothing. Everything else is what a session uses: the share and its parity, the engine, the rhythm of the hooks,
-pinned slots (three). What a session has more is a capsule and the line to its daemon.
+pinned slots (three). What a session has more is a capsule and the connection to its daemon.
 
 Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by the schedule; and the
 same engine without regard to it, which copies at once. The first block of each kind is left out.

@@ -152,7 +152,7 @@ async def serve(settings: Settings) -> None:
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = Identity(
-        settings.node, settings.domain, addresses, str(doors.handout_path), str(doors.line_path), settings.memory_bytes,
+        settings.node, settings.domain, addresses, str(doors.local_path), settings.memory_bytes,
         settings.tls is not None, settings.idle_exit_s > 0, trusts_peers,
     )  # fmt: skip
     daemon, peer, health = DaemonService(registry, identity), PeerService(registry), health_service.aio.HealthServicer()

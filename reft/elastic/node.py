@@ -14,7 +14,7 @@ from reft.console import say
 from reft.elastic.options import text
 from reft.elastic.shared_state import Facts
 from reft.errors import ConfigError, ReftError
-from reft.wire import daemon_launcher, handout, rpc
+from reft.wire import daemon_launcher, local_socket, rpc
 from reft.wire.daemon_launcher import Reviver
 from reft.wire.process import Process, machine, mark_of
 from reft.wire.tls import Tls
@@ -54,7 +54,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver]
     flags = _flags(parameters)
     try:
         address, hello = daemon_launcher.find(settings, flags)
-        pid = handout.introduce(hello.handout, daemon_launcher.HELLO_DEADLINE_S).process.pid
+        pid = local_socket.introduce(hello.local_socket, daemon_launcher.HELLO_DEADLINE_S).process.pid
         daemon_launcher.hello(address, agent_pid=pid)
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")

@@ -18,7 +18,7 @@ from reft.core.recovery.recovery import Copy, Held
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 6  # daemons and clients of unlike numbers refuse each other
+PROTOCOL = 7  # daemons and clients of unlike numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
 SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest

@@ -123,7 +123,7 @@ def test_folders_that_a_clean_up_emptied_keep_no_daemon_from_starting(start, tra
     assert process.answers()
 
 
-@pytest.mark.parametrize("suffix", ["", ".fd", ".ln"])
+@pytest.mark.parametrize("suffix", ["", ".ln"])
 def test_a_file_where_a_socket_is_to_be_stays(tmp_path, suffix):
     path = tmp_path / f"notes{suffix}"
     path.write_text("precious")
@@ -250,7 +250,7 @@ def test_a_bad_variable(tmp_path):
 
 def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
     names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
-    for path in (daemon.socket, Path(f"{daemon.socket}.fd"), *(slot_path(daemon, name) for name in names)):
+    for path in (daemon.socket, Path(f"{daemon.socket}.ln"), *(slot_path(daemon, name) for name in names)):
         assert path.stat().st_mode & 0o077 == 0
     assert (daemon.folder / "job").stat().st_mode & 0o077 == 0
 
@@ -262,7 +262,7 @@ def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
     daemon.process.send_signal(number)
     assert daemon.process.wait(60) == 0
     assert all(slot_path(daemon, name).exists() for name in names)
-    assert not daemon.socket.exists() and not Path(f"{daemon.socket}.fd").exists()
+    assert not daemon.socket.exists() and not Path(f"{daemon.socket}.ln").exists()
     assert "Traceback" not in daemon.log.read_text()
 
 
@@ -331,7 +331,7 @@ def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
         room = psutil.Process(pid).num_fds() + 4
         subprocess.run(["prlimit", f"--pid={pid}", f"--nofile={room}"], check=True)
         idle = []
-        for path in [f"{process.socket}.fd"] * 8 + [str(process.socket)] * 20:
+        for path in [f"{process.socket}.ln"] * 8 + [str(process.socket)] * 20:
             idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             idle[-1].settimeout(1)
             try:

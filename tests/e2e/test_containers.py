@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reft.errors import AttachError
-from reft.wire import handout
+from reft.wire import local_socket
 from tests.e2e.test_examples import killed, losses, restored, run
 from tests.support.daemons import ROOT, DaemonProcess, until
 
@@ -83,17 +83,17 @@ def test_the_daemon_knows_trainers_by_its_own_pids_and_sees_them_die(daemon):
 def test_a_daemon_that_can_not_see_its_trainers_says_what_to_do(tmp_path):
     socket = tmp_path / "d.sock"
     command = [*CONTAINER, sys.executable, "-m", "reft_daemon", "--socket", str(socket), "--dir", str(tmp_path / "s")]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
-    daemon = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.DEVNULL)
+    packages = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+    daemon = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": packages}, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: (tmp_path / "d.sock.fd").exists() or list(tmp_path.glob("*.fd")), what="the daemon's start")
-        (door,) = tmp_path.glob("*.fd")
+        path = tmp_path / "d.sock.ln"
+        until(path.exists, what="the daemon's start")
         with pytest.raises(AttachError, match=r"does not see.*hostPID"):
-            handout.introduce(str(door), 10)
+            local_socket.introduce(str(path), 10)
         inside = subprocess.run(
             ["nsenter", f"--pid=/proc/{daemon.pid}/ns/pid_for_children", "--", sys.executable, "-c",
-             f"from reft.wire import handout; print(handout.introduce({str(door)!r}, 10).process.pid > 1)"],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+             f"from reft.wire import local_socket as s; print(s.introduce({str(path)!r}, 10).process.pid > 1)"],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": packages},
         )  # fmt: skip
         assert inside.stdout == "True\n", inside.stderr
     finally:

@@ -20,7 +20,7 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.failpoints import Failpoints
-from reft.wire import capsule_format, handout, line, messages, rpc
+from reft.wire import capsule_format, local_socket, messages, rpc
 from reft.wire.process import stat_of
 from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
@@ -39,7 +39,7 @@ Code = grpc.StatusCode
 class Refused(grpc.RpcError):
     """A report that the daemon refused."""
 
-    def __init__(self, reply: pb.ReportReply) -> None:
+    def __init__(self, reply: pb.LocalReply) -> None:
         super().__init__(reply.error)
         self.reply = reply
 
@@ -153,8 +153,12 @@ class Job:
         return [slot.name for slot in self.call(rank, "Lease", self.lease_request(rank, pid, **changes)).slots]
 
     def descriptors(self, rank: int, names: Sequence[str]) -> list[int]:
-        request = pb.HandoutRequest(job=self.name, epoch=self.epoch, rank=rank, slots=names)
-        return handout.ask(self.hellos[self.home.get(rank, 0)].handout, request, [], 10)
+        request = pb.SlotsRequest(job=self.name, epoch=self.epoch, rank=rank, slots=names)
+        return local_socket.ask_slots(self.local_socket(rank), request, [], 10)
+
+    def local_socket(self, rank: int = 0) -> str:
+        """The path of the socket of the daemon of that rank."""
+        return self.hellos[self.home.get(rank, 0)].local_socket
 
     def maps(self, rank: int, names: Sequence[str]) -> list[SlotMap]:
         """The slots as their trainer maps them."""
@@ -177,9 +181,19 @@ class Job:
         )  # fmt: skip
         return self.send_report(rank, request, timeout)
 
-    def send_report(self, rank: int, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
-        """The reply to one report on a line of its own."""
-        return ask_line(self.hellos[self.home.get(rank, 0)].line, request, timeout)
+    def send_report(
+        self, rank: int, report: pb.ReportRequest, timeout: float = 20.0, protocol: int = messages.PROTOCOL
+    ) -> pb.ReportReply:
+        """The reply to one report, on a connection of its own.
+
+        Raises:
+            Refused: the daemon refused it.
+            TimeoutError: nothing came in time.
+        """
+        reply = ask(self.local_socket(rank), pb.LocalRequest(report=report, protocol=protocol), timeout)
+        if reply.status:
+            raise Refused(reply)
+        return reply.report
 
     def headers(self, node: int = 0) -> dict[str, tuple[SlotState, int]]:
         """Name → (state, step) of every slot that a node offers."""
@@ -190,26 +204,17 @@ class Job:
         return self.daemons[node].status(self.name).whole
 
 
-def ask_line(path: str, request: pb.ReportRequest, timeout: float = 20.0) -> pb.ReportReply:
-    """The reply to one report.
-
-    Raises:
-        Refused: the daemon refused it.
-        TimeoutError: nothing came in time.
-    """
+def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalReply:
+    """The reply to one request over the local socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
         connection.connect(path)
-        request.protocol = request.protocol or messages.PROTOCOL
-        connection.sendall(line.frame(request))
-        frames = line.Frames()
+        connection.sendall(local_socket.frame(request))
+        frames = local_socket.Frames()
         while data := connection.recv(1 << 16):
             for body in frames.feed(data):
-                reply = pb.ReportReply.FromString(body)
-                if reply.status:
-                    raise Refused(reply)
-                return reply
-    raise ConnectionError("the daemon has ended the line")
+                return pb.LocalReply.FromString(body)
+    raise ConnectionError("the daemon has ended the connection")
 
 
 def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:

@@ -15,7 +15,7 @@ import grpc
 
 from reft.core.recovery.survey_timeout import WHOLE_S, patience_s
 from reft.errors import AttachError, ConfigError, ReftError
-from reft.wire import handout, messages, rpc
+from reft.wire import local_socket, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -43,8 +43,7 @@ class Identity:
     node: str
     domain: str
     addresses: tuple[str, ...]
-    handout: str
-    line: str
+    local_socket: str
     limit_bytes: int
     tls: bool
     unattended: bool
@@ -129,8 +128,8 @@ class DaemonService(pb_grpc.DaemonServicer):
         held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(
             protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
-            handout=me.handout, version=__version__, pid=os.getpid(), domain=me.domain, line=me.line, held=held,
-            tls=me.tls, unattended=me.unattended,
+            version=__version__, pid=os.getpid(), domain=me.domain, local_socket=me.local_socket, held=held, tls=me.tls,
+            unattended=me.unattended,
         )  # fmt: skip
 
     @translated
@@ -400,10 +399,10 @@ def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
 
 def _check_sizes(request: pb.LeaseRequest) -> None:
     """Raises ConfigError for what no trainer asks; whether the rest fits is decided before memory is touched."""
-    if request.slots > handout.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
+    if request.slots > local_socket.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
         raise ConfigError(
             f"{request.slots} slots with a table of {request.table_bytes} bytes; "
-            f"{handout.DESCRIPTORS_MAX} and {TABLE_MAX} are allowed."
+            f"{local_socket.DESCRIPTORS_MAX} and {TABLE_MAX} are allowed."
         )
     if request.slots and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
         raise ConfigError(f"chunks of {request.chunk_bytes} bytes; it must be a multiple of {PAGE}.")

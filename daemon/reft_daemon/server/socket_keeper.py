@@ -1,12 +1,12 @@
 """The sockets in the daemon's folder, made again when somebody removes them: whoever clears /tmp after a job does.
 
     PATH       calls of gRPC          ┐
-    PATH.fd    descriptors of slots   ├ every LOOK_S: are all there? ── no ──► new ones at the same paths
-    PATH.ln    reports                │
+    PATH.ln    the local socket       ├ every LOOK_S: are both there? ── no ──► new ones at the same paths
     PATH.lock  one daemon a socket    ┘
 
 Without them a daemon holds memory that nobody can reach, and its arena's lock keeps the next one out. Reports that have a
-connection go on meanwhile; calls of gRPC that are under way are ended, as by a daemon that restarts.
+connection go on meanwhile; calls of gRPC that are under way are ended, as by a daemon that restarts. Trainers of protocol 6
+report at PATH.ln too: those that outlive their daemon are told there that they are of another protocol.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from reft.errors import ConfigError, ReftError
 from reft_daemon.arena.arena import claim_folder, lock_file
 from reft_daemon.registry import Registry
 from reft_daemon.server.grpc_server import server
-from reft_daemon.server.handout import Handout
-from reft_daemon.server.line import LineServer
+from reft_daemon.server.local_socket import LocalSocket
 
 log = logging.getLogger("reft.daemon")
 LOOK_S = 1.0
@@ -42,17 +41,15 @@ class Doors:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.handout_path, self.line_path = path, _beside(path, ".fd"), _beside(path, ".ln")
+        self._path, self.local_path = path, _beside(path, ".ln")
         self._lock = -1
         self._claim()
         self._server: grpc.aio.Server | None = None
-        self._handout: Handout | None = None
-        self._handing: asyncio.Future[None] | None = None
-        self._line: LineServer | None = None
+        self._local: LocalSocket | None = None
 
     def _claim(self) -> None:
         claim_folder(self._path.parent)
-        for path in (self._path, self.handout_path, self.line_path):
+        for path in (self._path, self.local_path):
             if path.exists() and not path.is_socket():  # it would be removed to make room
                 raise ConfigError(f"{path} exists, and is no socket.", "name another path with --socket")
         before, self._lock = self._lock, lock_file(_beside(self._path, ".lock"), "socket folder")
@@ -60,16 +57,13 @@ class Doors:
             os.close(before)
 
     async def open(self, registry: Registry, serve: Callable[[grpc.aio.Server], None]) -> None:
-        """Listens at all of them.
+        """Listens at both of them.
 
         Args:
             registry: the jobs of which descriptors are asked and reports come.
             serve: adds the services to a server.
         """
-        self._handout = Handout(self.handout_path, registry)
-        self._handing = asyncio.ensure_future(self._handout.serve())
-        self._line = LineServer(self.line_path, registry)
-        await self._line.start()
+        self._local = LocalSocket(self.local_path, registry)
         self._server = server()
         serve(self._server)
         self._path.unlink(missing_ok=True)
@@ -103,18 +97,14 @@ class Doors:
 
     def _are_there(self) -> bool:
         # os.path, not Path: that raises where a folder can't be looked into, and this must never end the daemon.
-        return all(map(os.path.exists, (self._path, self.handout_path, self.line_path)))
+        return os.path.exists(self._path) and os.path.exists(self.local_path)
 
     async def close(self, grace_s: float | None) -> None:
         """Listens no more; calls that are under way have so long to end."""
         if self._server is not None:
             await self._server.stop(grace_s)
-        if self._handing is not None:
-            self._handing.cancel()
-        if self._handout is not None:
-            self._handout.close()
-        if self._line is not None:
-            self._line.close()
+        if self._local is not None:
+            self._local.close()
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:

@@ -291,7 +291,7 @@ def await_daemon(node: Node) -> None:
 def short_folder() -> Path:
     """A new folder for sockets: their paths have a hard limit, and TMPDIR may be long."""
     folder = Path(tempfile.mkdtemp(prefix="reft-demo-"))
-    if len(os.fsencode(folder / "node-a.sock.fd")) <= rpc.UNIX_PATH_MAX:
+    if len(os.fsencode(folder / "node-a.sock.ln")) <= rpc.UNIX_PATH_MAX:
         return folder
     folder.rmdir()
     return Path(tempfile.mkdtemp(prefix="reft-demo-", dir="/tmp"))

@@ -63,7 +63,7 @@ from reft.core.layout.layout import pack
 from reft.core.recovery.lineage import known_to, next_epoch
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
-from reft.wire import daemon_launcher, handout, manifest, messages, rpc
+from reft.wire import daemon_launcher, local_socket, manifest, messages, rpc
 from reft.wire.daemon_launcher import Reviver
 from reft.wire.inventory import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
@@ -140,7 +140,7 @@ class Attachment:
         self.predicted = pack(leaves)
         identity = rank_table.identity_facts(self.settings, self.launch)
         self.address, self.hello = daemon_launcher.find(self.settings, job=rank_table.job_of(identity).id)
-        self.own = handout.introduce(self.hello.handout, self.settings.attach_deadline_s)
+        self.own = local_socket.introduce(self.hello.local_socket, self.settings.attach_deadline_s)
         if self.hello.held:
             self._make_room()
         self.symbolic, self.table = symbolic.of(leaves), messages.table_to(self.predicted)
@@ -318,7 +318,7 @@ class Attachment:
 
     def _register(self) -> dict[str, Any]:
         self.leaser = Leaser(
-            self.address, self.hello.handout, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
+            self.address, self.hello.local_socket, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
             self.own, self.launch.under_agent, self._device if self._on_cuda else None,
         )  # fmt: skip
         self.leaser.register()
@@ -395,7 +395,7 @@ class Attachment:
         epoch, base = self.decision.epoch, self.decision.base
         reporter = Reporter(
             self.address,
-            self.hello.line,
+            self.hello.local_socket,
             self.job.id,
             epoch,
             self.exchange.rank,

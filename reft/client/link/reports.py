@@ -24,7 +24,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
 from reft.wire import messages, rpc
-from reft.wire.line import Line
+from reft.wire.local_socket import ReportConnection
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class Reporter:
-    """One rank's line to its daemon.
+    """One rank's reports to its daemon.
 
     Args:
         address: of the daemon's unix socket.
-        path: of its line, from HelloReply.line.
+        path: of its local socket, from HelloReply.local_socket.
         job, epoch, rank: who reports.
         deadline_s: for which the daemon may hold back a reply.
         refused: called with the address when nobody listens to reports.
@@ -56,7 +56,7 @@ class Reporter:
         self._deadline_s = deadline_s
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
-        self._line: Line | None = None
+        self._connection: ReportConnection | None = None
         self._until = -1  # the newest step that was answered
         self._sealed: dict[int, Mapping[int, int]] = {}  # undecided step → cell → digest
         self._under_way = 0
@@ -115,7 +115,6 @@ class Reporter:
                 job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
                 said=messages.said_to(Said(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
-                protocol=messages.PROTOCOL,
             )  # fmt: skip
             try:
                 self._connected().send(request)
@@ -128,18 +127,18 @@ class Reporter:
                 self._heard_s = now_s
             self._under_way += 1
 
-    def _connected(self) -> Line:
-        """The line; made anew if there is none, with a thread that hears what comes back."""
-        if self._line is None:
-            self._line = Line(self._path)
-            threading.Thread(target=self._hear, args=(self._line,), name="reft-news", daemon=True).start()
-        return self._line
+    def _connected(self) -> ReportConnection:
+        """The connection; made anew if there is none, with a thread that hears what comes back."""
+        if self._connection is None:
+            self._connection = ReportConnection(self._path)
+            threading.Thread(target=self._hear, args=(self._connection,), name="reft-news", daemon=True).start()
+        return self._connection
 
-    def _hear(self, line: Line) -> None:
-        """In a thread of its own: takes in what the daemon says, until the line ends."""
+    def _hear(self, connection: ReportConnection) -> None:
+        """In a thread of its own: takes in what the daemon says, until the connection ends."""
         why = "it has ended the connection"
         try:
-            for reply in line.replies():
+            for reply in connection.replies():
                 with self._changed:
                     self._under_way -= reply.calls
                     self._heard_s = time.monotonic()
@@ -153,11 +152,11 @@ class Reporter:
         except (ValueError, KeyError, DecodeError) as error:
             why = f"it said what can't be read: {error}"
         with self._changed:
-            if self._line is line:  # nobody here has closed it
-                self._line, self._under_way = None, 0
+            if self._connection is connection:  # nobody here has closed it
+                self._connection, self._under_way = None, 0
                 self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
                 self._changed.notify_all()
-        line.close()
+        connection.close()
 
     def _failed(self, error: ReftError) -> None:
         if self.is_fenced:
@@ -166,13 +165,13 @@ class Reporter:
             log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
         self.error = error
 
-    def _take(self, reply: pb.ReportReply) -> None:
+    def _take(self, reply: pb.LocalReply) -> None:
         try:
             messages.check_protocol(reply.protocol, "the daemon was replaced, and now speaks", "this trainer")
         except ReftError as error:
             self._failed(error)
         else:
-            self._heard(reply)
+            self._heard(reply.report)
 
     def _heard(self, reply: pb.ReportReply) -> None:
         if self.error is not None and not self.is_fenced:
@@ -243,6 +242,6 @@ class Reporter:
 
     def close(self) -> None:
         with self._changed:
-            line, self._line = self._line, None
-        if line is not None:
-            line.close()
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

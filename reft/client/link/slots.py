@@ -18,7 +18,7 @@ from reft.config import Config
 from reft.core.commit.slots import Slot
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import align
-from reft.wire import handout, messages, rpc
+from reft.wire import local_socket, messages, rpc
 from reft.wire.shm import map_file
 from reft.wire.slot_format import PAGE, Bytes, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
@@ -35,7 +35,7 @@ class Leaser:
 
     Args:
         address: of the daemon's unix socket.
-        handout_path: of the socket that hands out descriptors.
+        socket_path: of the socket that hands out descriptors, from HelloReply.local_socket.
         job, epoch, rank: who leases.
         own: this process, as the daemon sees it.
         under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
@@ -43,12 +43,12 @@ class Leaser:
     """
 
     address: str
-    handout_path: str
+    socket_path: str
     job: str
     epoch: Epoch
     rank: int
     settings: Config
-    own: handout.Caller
+    own: local_socket.Caller
     under_agent: bool
     pins_for: torch.device | None
 
@@ -75,8 +75,8 @@ class Leaser:
 
     def take(self, names: list[str], keeps: bool = False) -> list[MappedSlot]:
         """Maps slots of this rank by name; `keeps`: their descriptors stay open until they are closed."""
-        request = pb.HandoutRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
-        descriptors = handout.ask(self.handout_path, request, [], self.settings.attach_deadline_s)
+        request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
+        descriptors = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         return [
             MappedSlot.open(i, name, descriptor, os.fstat(descriptor).st_size, keeps)
             for i, (name, descriptor) in enumerate(zip(names, descriptors, strict=True))
@@ -85,10 +85,11 @@ class Leaser:
     def give_back(self, slots: list[MappedSlot]) -> None:
         """Gives a restarted daemon the memfds that this process kept for it."""
         kept = [slot for slot in slots if slot.descriptor >= 0]
-        request = pb.HandoutRequest(
+        request = pb.SlotsRequest(
             job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, returned=[slot.name for slot in kept]
         )
-        handout.ask(self.handout_path, request, [slot.descriptor for slot in kept], self.settings.rpc_deadline_s)
+        descriptors = [slot.descriptor for slot in kept]
+        local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
 
     def release(self) -> None:
         """Takes the registration back."""

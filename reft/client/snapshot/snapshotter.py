@@ -388,7 +388,7 @@ class Snapshots:
         self.reporter.release()
 
     def close(self) -> None:
-        """Ends the engine's thread and the line to the daemon; the slots stay with the daemon."""
+        """Ends the engine's thread and the connection to the daemon; the slots stay with the daemon."""
         self.copier.close()
         self.reporter.close()
         self._unmap()

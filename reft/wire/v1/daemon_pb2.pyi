@@ -153,32 +153,30 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., agent_pid: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol", "node", "node_id", "addresses", "handout", "version", "pid", "domain", "held", "line", "tls", "unattended")
+    __slots__ = ("protocol", "node", "node_id", "addresses", "version", "pid", "domain", "held", "local_socket", "tls", "unattended")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    HANDOUT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    LINE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_SOCKET_FIELD_NUMBER: _ClassVar[int]
     TLS_FIELD_NUMBER: _ClassVar[int]
     UNATTENDED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     node_id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    handout: str
     version: str
     pid: int
     domain: str
     held: bool
-    line: str
+    local_socket: str
     tls: bool
     unattended: bool
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., handout: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., line: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("job", "launch", "pids", "fence", "known")
@@ -387,7 +385,7 @@ class Said(_message.Message):
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ..., sealed: _Optional[_Iterable[_Union[SealedStep, _Mapping]]] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish", "protocol")
+    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -395,7 +393,6 @@ class ReportRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WISH_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
@@ -403,11 +400,10 @@ class ReportRequest(_message.Message):
     wait_ms: int
     trouble: str
     wish: int
-    protocol: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start", "calls", "status", "error", "protocol")
+    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -415,10 +411,6 @@ class ReportReply(_message.Message):
     UNLIKE_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
     PACE_START_FIELD_NUMBER: _ClassVar[int]
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
@@ -426,11 +418,7 @@ class ReportReply(_message.Message):
     unlike: _containers.RepeatedScalarFieldContainer[int]
     every: int
     pace_start: int
-    calls: int
-    status: int
-    error: str
-    protocol: int
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -862,21 +850,49 @@ class BeatReply(_message.Message):
     heard: _containers.RepeatedCompositeFieldContainer[Heard]
     def __init__(self, signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
 
-class HandoutRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "returned", "slots", "who")
+class LocalRequest(_message.Message):
+    __slots__ = ("report", "slots", "who", "protocol")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    report: ReportRequest
+    slots: SlotsRequest
+    who: bool
+    protocol: int
+    def __init__(self, report: _Optional[_Union[ReportRequest, _Mapping]] = ..., slots: _Optional[_Union[SlotsRequest, _Mapping]] = ..., who: bool = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class LocalReply(_message.Message):
+    __slots__ = ("report", "descriptors", "caller", "calls", "status", "error", "protocol")
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    report: ReportReply
+    descriptors: int
+    caller: Caller
+    calls: int
+    status: int
+    error: str
+    protocol: int
+    def __init__(self, report: _Optional[_Union[ReportReply, _Mapping]] = ..., descriptors: _Optional[int] = ..., caller: _Optional[_Union[Caller, _Mapping]] = ..., calls: _Optional[int] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class SlotsRequest(_message.Message):
+    __slots__ = ("job", "epoch", "rank", "returned", "slots")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
-    WHO_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
     returned: _containers.RepeatedScalarFieldContainer[str]
     slots: _containers.RepeatedScalarFieldContainer[str]
-    who: bool
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., returned: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[str]] = ..., who: bool = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., returned: _Optional[_Iterable[str]] = ..., slots: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Caller(_message.Message):
     __slots__ = ("pid", "pid_start", "parent")

@@ -47,7 +47,7 @@ def test_what_differs_is_named(request_changes, settings_changes, text):
 
 def test_another_reft_on_another_node_is_refused(monkeypatch):
     with monkeypatch.context() as older:
-        older.setattr(messages, "PROTOCOL", 5)
+        older.setattr(messages, "PROTOCOL", 6)
         other = agreed_facts(REQUEST, SETTINGS)
-    with pytest.raises(ConfigError, match=r"rank 0 has protocol 6, rank 1 5\."):
+    with pytest.raises(ConfigError, match=r"rank 0 has protocol 7, rank 1 6\."):
         job_of(other)

@@ -15,7 +15,7 @@ from reft.core.commit.round import Said
 from reft.core.commit.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
-from reft.wire.line import Frames, frame
+from reft.wire.local_socket import Frames, frame
 from reft.wire.messages import PROTOCOL, said_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
@@ -44,13 +44,18 @@ class Played:
             self.frames = Frames()
         while not self.waiting:
             data = self.there.recv(1 << 16)
-            assert data, "the line ended"
+            assert data, "the connection ended"
             self.waiting += self.frames.feed(data)
-        return said_from(pb.ReportRequest.FromString(self.waiting.pop(0)).said)
+        request = pb.LocalRequest.FromString(self.waiting.pop(0))
+        assert request.protocol == PROTOCOL
+        return said_from(request.report.said)
 
-    def say(self, calls: int = 1, whole: int = -1, **facts) -> None:
-        facts = {"until": whole, "protocol": PROTOCOL, **facts}
-        self.there.sendall(frame(pb.ReportReply(calls=calls, whole=whole, **facts)))
+    def say(self, calls: int = 1, whole: int = -1, protocol: int = PROTOCOL, **facts) -> None:
+        report = pb.ReportReply(**{"whole": whole, "until": whole, **facts})
+        self.there.sendall(frame(pb.LocalReply(report=report, calls=calls, protocol=protocol)))
+
+    def refuse(self, status: int, error: str, protocol: int = PROTOCOL) -> None:
+        self.there.sendall(frame(pb.LocalReply(calls=1, status=status, error=error, protocol=protocol)))
 
     def end(self) -> None:
         self.there.close()
@@ -59,7 +64,7 @@ class Played:
 
 @pytest.fixture
 def played(tmp_path):
-    daemon = Played(tmp_path / "line")
+    daemon = Played(tmp_path / "local")
     yield daemon
     daemon.listening.close()
     if daemon.there is not None:
@@ -68,7 +73,7 @@ def played(tmp_path):
 
 @pytest.fixture
 def reporter(played, tmp_path):
-    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
+    found = Reporter(f"unix:{tmp_path}/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0, Failpoints())
     yield found
     found.close()
 
@@ -145,10 +150,10 @@ def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
 
 
 def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
-    reporter = Reporter("unix:/none", str(tmp_path / "line"), "job", EPOCH, 0, 20.0, Failpoints())
+    reporter = Reporter("unix:/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0, Failpoints())
     for step in range(1, 200):
         reporter.answer(step, SEALED if step in (3, 5) else VOID)
-    daemon = Played(tmp_path / "line")
+    daemon = Played(tmp_path / "local")
     reporter.answer(200, VOID)
     assert daemon.next() == says({3: SEALED, 5: SEALED, 200: VOID})
     reporter.close()
@@ -182,15 +187,26 @@ def test_a_daemon_of_another_protocol_is_not_believed(reporter, played):
     assert "now speaks protocol 0" in str(reporter.error) and whole(reporter) == -1
 
 
+def test_a_daemon_of_the_protocol_before_the_envelopes_is_understood(reporter, played):
+    """It reads the report as its own ReportRequest, sees another protocol, and answers with its own ReportReply."""
+    reporter.answer(1, SEALED)
+    played.next()
+    body = pb.ReportReply(whole=-1).SerializeToString()
+    body += pb.LocalReply(calls=1, status=9, error="you speak protocol 7", protocol=6).SerializeToString()
+    played.there.sendall(len(body).to_bytes(4, "little") + body)
+    until(lambda: reporter.error is not None)
+    assert "you speak protocol 7" in str(reporter.error) and reporter._under_way == 0
+
+
 def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
-    played.say(whole=-1, status=10, error="epoch 1 is over")
+    played.refuse(10, "epoch 1 is over")
     until(lambda: reporter.is_fenced)
     assert isinstance(reporter.error, StaleEpoch)
     played.end()
-    until(lambda: reporter._line is None)
-    assert reporter.is_fenced, "the end of the line is no news for who is fenced"
+    until(lambda: reporter._connection is None)
+    assert reporter.is_fenced, "the end of the connection is no news for who is fenced"
     reporter.answer(2, SEALED)
     played.next()
     played.say(whole=1)
@@ -198,7 +214,7 @@ def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
     assert reporter.is_fenced
 
 
-def test_what_can_not_be_read_ends_the_line(reporter, played):
+def test_what_can_not_be_read_ends_the_connection(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.there.sendall(b"\3\0\0\0\xff\xff\xff")

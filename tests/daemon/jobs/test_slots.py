@@ -13,7 +13,7 @@ import pytest
 from reft.core.commit.round import Answer
 from reft.core.commit.slots import SlotState
 from reft.errors import AttachError
-from reft.wire import handout, messages
+from reft.wire import local_socket, messages
 from reft.wire.inventory import Findings
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until
@@ -336,15 +336,15 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     cramped.start()
     assert job.headers() == {}
     assert job.report(0, {}).slots_missing
-    request = pb.HandoutRequest(job="job", epoch=job.epoch, rank=0, returned=names)
-    assert handout.ask(job.hellos[0].handout, request, descriptors, 5) == []
-    assert handout.ask(job.hellos[0].handout, request, descriptors, 5) == []  # twice is once
+    request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=names)
+    assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []
+    assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []  # twice is once
     assert not job.report(0, {}).slots_missing
     assert job.headers() == {names[0]: (LANDED, 1), names[1]: (EMPTY, 0)}
     assert cramped.call("Status", pb.StatusRequest()).held_bytes == sum(slot.file_bytes for slot in reply.slots)
-    wrong = pb.HandoutRequest(job="job", epoch=job.epoch, rank=0, returned=["rank-0.slot-x/../y"])
+    wrong = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=["rank-0.slot-x/../y"])
     with pytest.raises(AttachError, match="no memfd of fixed size"):
-        handout.ask(job.hellos[0].handout, wrong, descriptors[:1], 5)
+        local_socket.ask_slots(job.local_socket(), wrong, descriptors[:1], 5)
     trainer.kill()
     until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
     for descriptor in descriptors:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 
 from reft.core.commit.round import Answer, Outcome
 from reft.errors import AttachError
-from reft.wire import handout, messages, rpc
+from reft.wire import local_socket, messages, rpc
 from reft.wire.slot_format import Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -67,9 +67,9 @@ def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job
     """A daemon may be upgraded under trainers that said Hello to the one before it."""
     said = messages.said_to(says({1: Answer.SEALED}))
     for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
-        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said, protocol=protocol)
+        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said)
         with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
-            job.send_report(0, report)
+            job.send_report(0, report, protocol=protocol)
     assert shared.status("job").ranks[0].step == -1
 
 
@@ -235,8 +235,8 @@ def test_an_older_epoch_is_stale_everywhere(shared, job):
         other = pb.Decision(epoch=pb.Epoch(counter=2, ident=b"x" * 16))
         shared.call("Decide", pb.DecideRequest(manifest=job.manifest, decision=other))
     with pytest.raises(AttachError, match="is over"):
-        request = pb.HandoutRequest(job="job", epoch=old, slots=["rank-0.slot-0"])
-        handout.ask(job.hellos[0].handout, request, [], 5)
+        request = pb.SlotsRequest(job="job", epoch=old, slots=["rank-0.slot-0"])
+        local_socket.ask_slots(job.local_socket(), request, [], 5)
     assert shared.status("job").epoch.counter == 2
 
 
@@ -299,10 +299,10 @@ def test_a_read_names_a_slot_and_a_version(shared, job):
 
 
 def test_a_thousand_idle_connections(shared, job):
-    """Those of gRPC are kept; those of the small socket are served in turn, and dropped at their deadline."""
+    """Those of gRPC are kept; those of the local socket are served in turn, and dropped at their deadline."""
     idle = []
     try:
-        for path in [str(shared.socket)] * 900 + [job.hellos[0].handout] * 60:
+        for path in [str(shared.socket)] * 900 + [job.local_socket()] * 60:
             idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             idle[-1].connect(path)
         assert shared.answers()
@@ -312,7 +312,7 @@ def test_a_thousand_idle_connections(shared, job):
             connection.close()
 
 
-# The small socket
+# The local socket
 
 
 def talk(path: str, data: bytes, descriptors: tuple[int, ...] = (), shut: bool = True) -> bytes:
@@ -322,39 +322,42 @@ def talk(path: str, data: bytes, descriptors: tuple[int, ...] = (), shut: bool =
         socket.send_fds(connection, [data], list(descriptors))
         if shut:
             connection.shutdown(socket.SHUT_WR)
-        return connection.recv(handout.REQUEST_MAX)
+        return connection.recv(local_socket.READ_BYTES)
 
 
-def frame(request: pb.HandoutRequest) -> bytes:
-    body = request.SerializeToString()
-    return struct.pack("<I", len(body)) + body
+def framed(**request: object) -> bytes:
+    return local_socket.frame(pb.LocalRequest(protocol=messages.PROTOCOL, **request))
 
 
 @pytest.mark.parametrize(
     ("data", "answer"),
     [
-        (b"\1", b"ended early"),
-        (struct.pack("<I", 100) + b"abc", b"ended early"),
-        (struct.pack("<I", 1 << 31), b"the limit is 4096"),
-        (struct.pack("<I", 3) + b"\xff\xff\xff", b"no request"),
-        (frame(pb.HandoutRequest(job="../x")), b"not allowed"),
-        (frame(pb.HandoutRequest(job="none")), b"holds no job"),
+        (b"\1", "ended early"),
+        (struct.pack("<I", 100) + b"abc", "ended early"),
+        (struct.pack("<I", 1 << 31), f"the limit is {16 * MIB}"),
+        (struct.pack("<I", 3) + b"\xff\xff\xff", "parsing"),
+        (framed(), "no request"),
+        (framed(slots=pb.SlotsRequest(job="x" * 5000)), "the limit is 4096"),
+        (framed(slots=pb.SlotsRequest(job="../x")), "not allowed"),
+        (framed(slots=pb.SlotsRequest(job="none")), "holds no job"),
     ],
 )
-def test_a_bad_request_for_descriptors(shared, job, data, answer):
+def test_a_bad_request(shared, job, data, answer):
     before = descriptors_of(shared)
-    reply = talk(job.hellos[0].handout, data)
-    assert reply[0] == 0 and answer in reply
+    (body,) = local_socket.Frames().feed(talk(job.local_socket(), data))
+    reply = pb.LocalReply.FromString(body)
+    assert reply.status and answer in reply.error and reply.protocol == messages.PROTOCOL
     until(lambda: descriptors_of(shared) <= before, what="the connection's end")
 
 
 @pytest.mark.parametrize(
-    ("rank", "slots"), [(0, []), (0, ["rank-0.slot-9"]), (1, ["rank-0.slot-0"]), (0, ["../../lock"])]
+    ("rank", "slots"),
+    [(0, []), (0, ["rank-0.slot-9"]), (1, ["rank-0.slot-0"]), (0, ["../../lock"]), (0, ["rank-0.slot-0"] * 33)],
 )
 def test_slots_of_others_are_not_handed_out(shared, job, rank, slots):
-    request = pb.HandoutRequest(job="job", epoch=job.epoch, rank=rank, slots=slots)
+    request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=rank, slots=slots)
     with pytest.raises(AttachError, match="has no slots"):
-        handout.ask(job.hellos[0].handout, request, [], 5)
+        local_socket.ask_slots(job.local_socket(), request, [], 5)
 
 
 def foreign(kind: str, folder: str) -> int:
@@ -381,9 +384,9 @@ def foreign(kind: str, folder: str) -> int:
 def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind):
     before, held = descriptors_of(shared), shared.call("Status", pb.StatusRequest()).held_bytes
     descriptor = foreign(kind, str(tmp_path))
-    request = pb.HandoutRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
+    request = pb.SlotsRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
     with pytest.raises(AttachError, match=r"no memfd|no slot|not a slot"):
-        handout.ask(job.hellos[0].handout, request, [descriptor], 5)
+        local_socket.ask_slots(job.local_socket(), request, [descriptor], 5)
     os.close(descriptor)
     until(lambda: descriptors_of(shared) <= before, what="the foreign descriptor's end")
     assert "rank-0.slot-7" not in job.headers()
@@ -392,21 +395,21 @@ def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind)
 
 def test_more_descriptors_than_names_and_very_many(shared, job):
     before = descriptors_of(shared)
-    request = pb.HandoutRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
+    request = pb.SlotsRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
     with pytest.raises(AttachError, match="2 descriptors came for 1 slots"):
-        handout.ask(job.hellos[0].handout, request, [0, 0], 5)
+        local_socket.ask_slots(job.local_socket(), request, [0, 0], 5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(job.hellos[0].handout)
-        connection.send(struct.pack("<I", handout.REQUEST_MAX))  # the rest of the request never comes
+        connection.connect(job.local_socket())
+        connection.send(struct.pack("<I", local_socket.REQUEST_MAX))  # the rest of the request never comes
         for _ in range(2):
-            socket.send_fds(connection, [b"\0"], [0] * handout.DESCRIPTORS_MAX)
+            socket.send_fds(connection, [b"\0"], [0] * local_socket.DESCRIPTORS_MAX)
         assert b"more than 32" in connection.recv(100)
     until(lambda: descriptors_of(shared) <= before, what="their end")
 
 
 def test_a_caller_that_goes_silent_delays_nobody(shared, job):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect(job.hellos[0].handout)
+        silent.connect(job.local_socket())
         silent.send(b"\5\0")
         assert len(job.maps(0, job.lease(0))) == 2
 

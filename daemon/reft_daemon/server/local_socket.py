@@ -1,0 +1,341 @@
+"""Serves the local socket of `reft.wire.local_socket`: reports, descriptors of slots, and who a caller is.
+
+    listener ── accept, own user only ──► newcomer ── first request ──► caller ──► the trainer ends it
+                                             └── DEADLINE_S ──► dropped
+
+All are callbacks of the event loop on raw sockets: asyncio's transports can't pass descriptors. Nothing here waits.
+
+* A connection's requests are handled in their order. Slots and callers are answered at once.
+* A report is answered once: when its newest step is decided, or when its time is over. One reply may answer several reports.
+  A connection looks at what it owes when a report comes, when the round has news, and when the oldest report's time is over.
+* Newcomers are at most CONNECTIONS_MAX: more wait in the kernel, for DEADLINE_S if all these are silent. Trainers that report
+  are no newcomers and take no place from them. What bounds trainers is the limit of descriptors, as with gRPC.
+* While replies wait to be sent, no request is read: what is buffered answers one read of READ_BYTES and WAITING_MAX reports.
+  Descriptors are never buffered: a caller that does not read is dropped, and has to ask again.
+* Bytes that are no request, and too many of anything, drop the caller with one warning.
+* Where no descriptor is free the listener rests for RETRY_S; connections that stand go on.
+
+`reft.wire.local_socket` says what a lost, late or repeated message does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from reft.core.commit.round import Outcome
+from reft.errors import AttachError, ReftError
+from reft.wire import local_socket, messages, rpc
+from reft.wire.local_socket import DESCRIPTORS_MAX, READ_BYTES, REQUEST_MAX, close_all, frame
+from reft.wire.process import stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon import __version__
+from reft_daemon.arena import shortage
+from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.registry import NoSuchJob, Registry
+
+log = logging.getLogger("reft.daemon")
+DEADLINE_S = 5.0
+CONNECTIONS_MAX = 64
+WAITING_MAX = 64  # reports of a connection that wait for a reply; a trainer keeps to 4
+WAIT_MAX_S = 10.0
+RETRY_S = 0.1
+
+
+class LocalSocket:
+    """Accepts callers.
+
+    Args:
+        path: of the socket; its folder is the daemon's own.
+        registry: the jobs whose ranks report and whose slots are handed out.
+    """
+
+    def __init__(self, path: Path, registry: Registry) -> None:
+        self.path, self.registry = path, registry
+        self._newcomers: set[_Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_failing = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(socket.SOMAXCONN)
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0 and len(self._newcomers) < CONNECTIONS_MAX:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            # Out of descriptors, mostly: the daemon must live on, and be asked again.
+            if not self._is_failing:
+                log.error("the local socket can't accept: %s", error)
+            self._is_failing = True
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(RETRY_S, self._listen)
+            return
+        self._is_failing = False
+        pid, uid = local_socket.peer(connection)
+        if uid != os.getuid():
+            connection.close()
+            return
+        self._newcomers.add(_Connection(self, connection, pid))
+        if len(self._newcomers) >= CONNECTIONS_MAX:
+            self._loop.remove_reader(self._listener)
+
+    def uncount(self, connection: _Connection) -> None:
+        """Counts a connection no more: a request has come, or it has ended."""
+        self._newcomers.discard(connection)
+        self._listen()
+
+    def close(self) -> None:
+        """Accepts no more; connections that stand go on."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+
+
+class _WaitingReport(NamedTuple):
+    """A report that waits for its reply: its newest step, and until when it may wait."""
+
+    step: int
+    until_s: float
+
+
+class _Connection:
+    """Answers one caller."""
+
+    def __init__(self, server: LocalSocket, connection: socket.socket, pid: int) -> None:
+        connection.setblocking(False)
+        self._server, self._socket, self._pid = server, connection, pid
+        self._loop = asyncio.get_running_loop()
+        self._frames = local_socket.Frames()
+        self._received: list[int] = []  # descriptors of the request that is coming
+        self._unsent = bytearray()
+        self._job: HeldJob | None = None
+        self._report = pb.ReportRequest()  # the newest
+        self._waiting: list[_WaitingReport] = []
+        self._timer: asyncio.TimerHandle | None = None
+        why = f"no request came within {DEADLINE_S:g} s"
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(DEADLINE_S, self._drop, why)
+        self._loop.add_reader(connection, self._read)
+
+    # The connection
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, READ_BYTES, DESCRIPTORS_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            return self._end()
+        self._received += descriptors
+        try:
+            if len(self._received) > DESCRIPTORS_MAX:
+                raise ValueError(f"more than {DESCRIPTORS_MAX} descriptors came")
+            for body in self._frames.feed(data):
+                if self._socket.fileno() >= 0:
+                    self._handle(body)
+            if not data:
+                self._end()
+        except (ValueError, DecodeError, OSError) as error:
+            self._drop(str(error))
+        except Exception:
+            self._end()  # the trainer connects again, and says again what was lost
+            raise
+
+    def _send(self, reply: pb.LocalReply, descriptors: Sequence[int] = ()) -> None:
+        """Sends a reply, or what of it the caller takes now: the rest follows."""
+        reply.protocol = messages.PROTOCOL
+        data, sent = frame(reply), 0
+        try:
+            if not self._unsent:
+                sent = socket.send_fds(self._socket, [data], list(descriptors))
+        except BlockingIOError:
+            pass
+        except OSError as error:  # the caller has gone, or the kernel passes no descriptor now
+            return self._drop(str(error)) if descriptors else self._end()
+        if descriptors and not sent:
+            return self._drop("it does not read, and descriptors can't wait")
+        self._unsent += data[sent:]
+        if self._unsent:
+            self._loop.remove_reader(self._socket)
+            self._loop.add_writer(self._socket, self._flush)
+
+    def _flush(self) -> None:
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            return self._end()
+        if not self._unsent:
+            self._loop.remove_writer(self._socket)
+            self._loop.add_reader(self._socket, self._read)
+
+    def _drop(self, why: str) -> None:
+        log.warning("a caller of the local socket was dropped: %s", why)
+        if not self._unsent:
+            with contextlib.suppress(OSError):
+                code = grpc.StatusCode.INVALID_ARGUMENT.value[0]
+                self._socket.send(frame(pb.LocalReply(status=code, error=why, protocol=messages.PROTOCOL)))
+        self._end()
+
+    def _end(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        close_all(self._received)
+        self._waiting.clear()
+        self._follow(None)
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
+        self._server.uncount(self)
+
+    # Requests
+
+    def _handle(self, body: bytes) -> None:
+        """Handles one request.
+
+        Raises:
+            ValueError, DecodeError: it is none.
+        """
+        request = pb.LocalRequest.FromString(body)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+            self._server.uncount(self)
+        kind = request.WhichOneof("what")
+        if kind != "report" and len(body) > REQUEST_MAX:
+            raise ValueError(f"a request of {len(body)} bytes; the limit is {REQUEST_MAX}")
+        try:
+            # The trainer may have said Hello to an earlier daemon, of another reft.
+            messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
+            if kind == "report":
+                self._handle_report(request.report)
+            elif kind == "slots":
+                self._handle_slots(request.slots)
+            elif kind == "who":
+                self._send(pb.LocalReply(calls=1, caller=_seen(self._pid)))
+            else:
+                raise ValueError("no request")
+        except ReftError as error:
+            self._refuse(error, 1)
+        finally:
+            close_all(self._received)  # those that nothing took
+
+    def _refuse(self, error: ReftError, requests: int) -> None:
+        """Refuses so many requests, and all reports that were not answered."""
+        calls, self._waiting = requests + len(self._waiting), []
+        code = grpc.StatusCode.NOT_FOUND if isinstance(error, NoSuchJob) else rpc.status_of(error)
+        self._send(pb.LocalReply(calls=calls, status=code.value[0], error=str(error)))
+
+    def _handle_slots(self, request: pb.SlotsRequest) -> None:
+        job = self._server.registry.get(request.job)
+        job.check_epoch(request.epoch)
+        if request.returned:
+            return self._take_back(job, request)
+        # A registered trainer may also read what other ranks of its job left on this node.
+        held = job.all_slots
+        ranks = {slot.rank for slot in held.values()} if request.rank in job.leases else {request.rank}
+        unknown = [name for name in request.slots if name not in held or held[name].rank not in ranks]
+        if unknown or not 0 < len(request.slots) <= DESCRIPTORS_MAX:
+            raise AttachError(f"rank {request.rank} of job {job.id} has no slots {unknown} here.")
+        descriptors = [held[name].descriptor for name in request.slots]
+        self._send(pb.LocalReply(calls=1, descriptors=len(descriptors)), descriptors)
+
+    def _take_back(self, job: HeldJob, request: pb.SlotsRequest) -> None:
+        if len(self._received) != len(request.returned):
+            raise AttachError(f"{len(self._received)} descriptors came for {len(request.returned)} slots.")
+        for name in request.returned:
+            slot = self._server.registry.arena.take_back(job.id, request.rank, name, self._received[0])
+            self._received.pop(0)
+            job.take_back(slot)
+        self._send(pb.LocalReply(calls=1, descriptors=0))
+
+    # Reports
+
+    def _handle_report(self, report: pb.ReportRequest) -> None:
+        if len(self._waiting) >= WAITING_MAX:
+            raise ValueError(f"{WAITING_MAX} of its reports wait for a reply")
+        job = self._server.registry.get(report.job)
+        self._follow(job)
+        job.report(report)
+        self._report = report
+        newest = report.said.until if report.said.HasField("until") else -1
+        self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
+        self._answer_reports()
+
+    def _follow(self, job: HeldJob | None) -> None:
+        """Calls `_answer_reports` at that job's news from now on."""
+        if job is self._job:
+            return
+        if self._job is not None:
+            self._job.listeners.discard(self._answer_reports)
+        if job is not None:
+            job.listeners.add(self._answer_reports)
+        self._job = job
+
+    def _answer_reports(self) -> None:
+        """Answers the reports that can be answered, or have waited for long enough."""
+        job = self._job
+        if not self._waiting or job is None:
+            return
+        try:
+            job.check_epoch(self._report.epoch)
+        except ReftError as error:
+            return self._refuse(error, 0)
+        now_s = self._loop.time()
+        outcome = job.round.outcome if job.round else Outcome()
+        waiting = [each for each in self._waiting if not outcome.decides(each.step) and each.until_s > now_s]
+        calls, self._waiting = len(self._waiting) - len(waiting), waiting
+        if waiting and self._timer is None:
+            self._timer = self._loop.call_at(min(each.until_s for each in waiting), self._wait_is_over)
+        if calls:
+            self._send(pb.LocalReply(calls=calls, report=_news(job, self._report.rank, outcome)))
+
+    def _wait_is_over(self) -> None:
+        self._timer = None
+        self._answer_reports()
+
+
+def _news(job: HeldJob, rank: int, outcome: Outcome) -> pb.ReportReply:
+    has_slots = any(slot.rank == rank for slot in job.slots.values())
+    return pb.ReportReply(
+        whole=outcome.whole, until=outcome.until, open=outcome.open, unlike=outcome.unlike,
+        slots_missing=not has_slots, every=outcome.pace.every, pace_start=outcome.pace.start,
+    )  # fmt: skip
+
+
+def _seen(pid: int) -> pb.Caller:
+    """The caller, as this daemon sees it.
+
+    Raises:
+        AttachError: this daemon does not see it, so would not notice its death.
+    """
+    try:
+        facts = stat_of(pid)
+    except OSError as error:
+        raise shortage.told(error) from error
+    if facts is None:
+        raise AttachError(
+            "it lives in a pid namespace that this daemon does not see.",
+            "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
+        )
+    return pb.Caller(pid=pid, pid_start=facts.start, parent=facts.parent)

@@ -1,0 +1,217 @@
+"""The local socket carries what a trainer or an agent says to its own daemon beside gRPC.
+
+    trainer, agent                                       daemon
+      LocalRequest: report ───────────────────────────►    takes the report in
+                    ◄─────────────── LocalReply: report    once the newest step is decided, or after wait_ms
+      LocalRequest: slots (+ descriptors given back) ─►
+                    ◄── LocalReply: descriptors (+ these)  at once
+      LocalRequest: who ──────────────────────────────►
+                    ◄─────────────── LocalReply: caller    at once
+
+A frame is its message's length, 4 bytes, little-endian, and protobuf. Descriptors travel with the frame's first byte.
+
+* A trainer that reports never waits: neither for the connection nor for a daemon that does not read.
+* A descriptor that came is the caller's, or is closed.
+* Lost: a connection that ends loses what is under way. The trainer connects anew, and its next report says all that is
+  undecided. Slots are asked for again. The kernel closes descriptors that nobody received.
+* Late: a report of a passed step changes nothing, and an older outcome does not undo a newer one.
+* Repeated: a report changes nothing the second time. Slots are handed out again. A memfd that was given back is kept once.
+
+Why not gRPC: it can't pass descriptors, and it can't say which process has called. A container's processes do not know
+their pids in the daemon's pid namespace; the kernel tells the daemon (SO_PEERCRED). Reports could be a gRPC stream, but a
+trainer must not hold a living channel while the user's code forks: see "What waits for whom" in reft/DESIGN.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError, Message
+
+from reft.errors import AttachError
+from reft.wire.messages import PROTOCOL
+from reft.wire.process import Process
+from reft.wire.v1 import daemon_pb2 as pb
+
+MESSAGE_MAX: Final = 16 << 20  # bytes: 16 steps with the digests of 70,000 cells each
+REQUEST_MAX: Final = 4096  # bytes of a request that is no report
+DESCRIPTORS_MAX: Final = 32
+READ_BYTES: Final = 64 << 10
+_LENGTH: Final = struct.Struct("<I")
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+def frame(message: Message) -> bytes:
+    """A message as it travels."""
+    body = message.SerializeToString()
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts the bytes of a connection into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that these bytes complete.
+
+        Raises:
+            ValueError: one says that it is longer than MESSAGE_MAX, or no bytes came and one is not complete.
+        """
+        if self._data and not data:
+            raise ValueError("a message ended early")
+        self._data += data
+        bodies, at = [], 0
+        while len(self._data) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, at)
+            if length > MESSAGE_MAX:
+                raise ValueError(f"a message of {length} bytes; the limit is {MESSAGE_MAX}")
+            end = at + _LENGTH.size + length
+            if end > len(self._data):
+                break
+            bodies.append(bytes(self._data[at + _LENGTH.size : end]))
+            at = end
+        del self._data[:at]
+        return bodies
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the other end, from the kernel; pid 0: this pid namespace has none for it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes these descriptors, and empties the list."""
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+class ReportConnection:
+    """The trainer's end for reports. One thread reads `replies`, any thread may send.
+
+    Args:
+        path: of the socket, from HelloReply.local_socket.
+
+    Raises:
+        OSError: nobody listens there, or too many wait to be accepted.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._rest: threading.Thread | None = None
+        try:
+            self._socket.settimeout(0)  # a daemon that does not accept must hold up nobody
+            self._socket.connect(path)
+            self._socket.settimeout(None)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def send(self, report: pb.ReportRequest) -> None:
+        """Sends without waiting: a thread sends what the daemon does not take in at once.
+
+        Raises:
+            OSError: the connection has ended, or the daemon has not taken in what was sent before (BlockingIOError).
+        """
+        if self._rest is not None and self._rest.is_alive():
+            raise BlockingIOError("an earlier report is still on its way")
+        data = frame(pb.LocalRequest(report=report, protocol=PROTOCOL))
+        sent = self._socket.send(data, socket.MSG_DONTWAIT)
+        if sent < len(data):
+            self._rest = threading.Thread(target=self._send_rest, args=(data[sent:],), name="reft-report", daemon=True)
+            self._rest.start()
+
+    def _send_rest(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # `replies` ends then too
+            self._socket.sendall(data)
+
+    def replies(self) -> Iterator[pb.LocalReply]:
+        """What the daemon says, until the connection ends."""
+        frames = Frames()
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(READ_BYTES):
+                for body in frames.feed(data):
+                    yield pb.LocalReply.FromString(body)
+
+    def close(self) -> None:
+        """Ends the connection; `replies` ends too."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def ask_slots(path: str, request: pb.SlotsRequest, give: Sequence[int], deadline_s: float) -> list[int]:
+    """The descriptors that the daemon hands out; the caller owns them.
+
+    Args:
+        path: of the socket, from HelloReply.local_socket.
+        give: descriptors to give back, for the slots named in request.returned.
+
+    Raises:
+        AttachError: the daemon refused, or did not answer within the deadline.
+    """
+    reply, descriptors = _exchange(path, pb.LocalRequest(slots=request), give, deadline_s)
+    if reply.WhichOneof("what") != "descriptors" or reply.descriptors != len(descriptors):
+        close_all(descriptors)
+        raise AttachError(f"the daemon refused the slots: {reply.error or 'no reply.'}")
+    return descriptors
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A process as its daemon sees it.
+
+    Attributes:
+        parent: pid of the process that started it; 0 if the daemon can't see that one.
+    """
+
+    process: Process
+    parent: int
+
+
+def introduce(path: str, deadline_s: float) -> Caller:
+    """This process as the daemon sees it.
+
+    Args:
+        path: of the socket, from HelloReply.local_socket.
+
+    Raises:
+        AttachError: the daemon does not see it, or did not answer within the deadline.
+    """
+    reply, descriptors = _exchange(path, pb.LocalRequest(who=True), [], deadline_s)
+    close_all(descriptors)
+    if reply.WhichOneof("what") != "caller":
+        raise AttachError(f"the daemon did not say who this process is: {reply.error or 'no reply.'}")
+    return Caller(Process(reply.caller.pid, reply.caller.pid_start), reply.caller.parent)
+
+
+def _exchange(
+    path: str, request: pb.LocalRequest, give: Sequence[int], deadline_s: float
+) -> tuple[pb.LocalReply, list[int]]:
+    """A request's reply, empty if none came, and the descriptors that came with it; the caller owns them."""
+    request.protocol = PROTOCOL
+    frames, descriptors = Frames(), list[int]()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(deadline_s)
+            connection.connect(path)
+            socket.send_fds(connection, [frame(request)], list(give))
+            while True:
+                data, more, _, _ = socket.recv_fds(connection, READ_BYTES, DESCRIPTORS_MAX)
+                descriptors += more
+                bodies = frames.feed(data)
+                if bodies or not data:
+                    return pb.LocalReply.FromString(bodies[0] if bodies else b""), descriptors
+    except (OSError, ValueError, DecodeError) as error:
+        close_all(descriptors)
+        raise AttachError(f"the daemon's local socket {path} failed: {error}.") from error

@@ -1,0 +1,362 @@
+"""The daemon's end of the local socket: silent, greedy and foolish callers keep nobody else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+
+import pytest
+
+from reft.core.commit.round import Outcome
+from reft.errors import StaleEpoch
+from reft.wire import local_socket
+from reft.wire.local_socket import READ_BYTES, Frames, frame
+from reft.wire.messages import PROTOCOL
+from reft.wire.process import stat_of
+from reft.wire.v1 import daemon_pb2 as pb
+from reft_daemon.server import local_socket as served
+from reft_daemon.server.local_socket import WAITING_MAX, LocalSocket
+from tests.support.jobs import Code
+
+WHO = frame(pb.LocalRequest(who=True, protocol=PROTOCOL))
+SLOTS = frame(pb.LocalRequest(slots=pb.SlotsRequest(slots=["rank-0.slot-0"]), protocol=PROTOCOL))
+
+
+def report(step: int = 0, wait_ms: int = 10_000) -> bytes:
+    said = pb.ReportRequest(said=pb.Said(until=step), wait_ms=wait_ms)
+    return frame(pb.LocalRequest(report=said, protocol=PROTOCOL))
+
+
+class PlayedJob:
+    """A job that hears reports, and decides when a test says so."""
+
+    def __init__(self) -> None:
+        self.id = "job"
+        self.listeners: set[Callable[[], None]] = set()
+        self.slots: dict[str, object] = {}
+        self.all_slots = {"rank-0.slot-0": SimpleNamespace(rank=0, descriptor=0)}
+        self.leases = {0: None}
+        self.round = SimpleNamespace(outcome=Outcome())
+        self.trouble: Exception | None = None
+        self.is_over = False
+
+    def check_epoch(self, epoch: pb.Epoch) -> None:
+        if self.is_over:
+            raise StaleEpoch("the epoch is over")
+
+    def report(self, request: pb.ReportRequest) -> None:
+        if self.trouble is not None:
+            raise self.trouble
+
+    def decide(self, step: int) -> None:
+        self.round.outcome = Outcome(whole=step, until=step)
+        for listener in list(self.listeners):
+            listener()
+
+
+async def turns(until: Callable[[], object]) -> None:
+    """Lets the loop turn until something is so."""
+    for _ in range(1_000_000):
+        if until():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not come to be so")
+
+
+class Asking:
+    """A caller."""
+
+    def __init__(self, path: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        self.socket.connect(path)
+        self._frames = Frames()
+        self._replies: list[bytes] = []
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def reply(self) -> pb.LocalReply | None:
+        """The next reply; None if the daemon has ended the connection."""
+        while not self._replies:
+            data = await asyncio.get_running_loop().sock_recv(self.socket, READ_BYTES)
+            if not data:
+                return None
+            self._replies += self._frames.feed(data)
+        return pb.LocalReply.FromString(self._replies.pop(0))
+
+    async def ask(self, data: bytes) -> pb.LocalReply | None:
+        await self.send(data)
+        return await self.reply()
+
+
+class Place:
+    """A daemon's local socket with one job, and callers."""
+
+    def __init__(self, path) -> None:
+        self.job = PlayedJob()
+        self.server = LocalSocket(path, SimpleNamespace(get=lambda name: self.job))
+        self.callers: list[Asking] = []
+
+    def caller(self) -> Asking:
+        self.callers.append(Asking(str(self.server.path)))
+        return self.callers[-1]
+
+    async def newcomer(self) -> tuple[Asking, served._Connection]:
+        """A caller, and the daemon's end of its connection."""
+        caller, before = self.caller(), set(self.server._newcomers)
+        await turns(lambda: self.server._newcomers - before)
+        (connection,) = self.server._newcomers - before
+        return caller, connection
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a scenario beside a server; leaves no connection and no descriptor."""
+
+    def running(scenario: Callable[[Place], Awaitable[None]]) -> None:
+        async def main() -> None:
+            place = Place(tmp_path / "s")
+            try:
+                await asyncio.wait_for(scenario(place), 60)
+            finally:
+                for caller in place.callers:
+                    caller.socket.close()
+                await turns(lambda: not place.server._newcomers and not place.job.listeners)
+                place.server.close()
+
+        before = len(os.listdir("/proc/self/fd"))
+        asyncio.run(main())
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    return running
+
+
+def test_another_users_caller_is_not_heard(run, monkeypatch):
+    async def scenario(place: Place) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(local_socket, "peer", lambda connection: (os.getpid(), os.getuid() + 1))
+            assert await place.caller().reply() is None
+        assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
+
+    run(scenario)
+
+
+def test_the_socket_is_its_users_alone(run):
+    async def scenario(place: Place) -> None:
+        assert place.server.path.stat().st_mode & 0o777 == 0o600
+
+    run(scenario)
+
+
+def test_a_caller_is_told_who_it_is_as_the_kernel_has_it(run):
+    async def scenario(place: Place) -> None:
+        reply = await place.caller().ask(WHO)
+        seen = pb.Caller(pid=os.getpid(), pid_start=stat_of(os.getpid()).start, parent=os.getppid())
+        assert reply == pb.LocalReply(caller=seen, calls=1, protocol=PROTOCOL)
+
+    run(scenario)
+
+
+def test_silent_callers_make_others_wait_until_their_deadline(run, monkeypatch, caplog):
+    monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(served, "DEADLINE_S", 0.3)
+
+    async def scenario(place: Place) -> None:
+        silent, half = place.caller(), place.caller()
+        await half.send(WHO[:5])
+        assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
+        for each in (silent, half):
+            assert "no request came within 0.3 s" in (await each.reply()).error
+            assert await each.reply() is None
+
+    run(scenario)
+    assert caplog.text.count("was dropped") == 2
+
+
+def test_trainers_that_report_take_no_place_and_have_no_deadline(run, monkeypatch):
+    monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(served, "DEADLINE_S", 0.3)
+
+    async def scenario(place: Place) -> None:
+        place.job.decide(1)
+        trainers = [place.caller() for _ in range(5)]
+        for trainer in trainers:
+            assert (await trainer.ask(report(1))).report.whole == 1
+        place.job.is_over = True
+        assert (await trainers[0].ask(report(1))).status == Code.ABORTED.value[0]
+        place.job.is_over = False
+        silent = place.caller()
+        assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
+        assert (await silent.reply()).status and await silent.reply() is None, "its deadline is over"
+        for trainer in trainers:
+            assert (await trainer.ask(report(1))).report.whole == 1
+
+    run(scenario)
+
+
+def test_one_reply_answers_all_reports_that_were_decided(run):
+    async def scenario(place: Place) -> None:
+        trainer, connection = await place.newcomer()
+        for step in (1, 2, 3):
+            await trainer.send(report(step))
+        await turns(lambda: len(connection._waiting) == 3)
+        place.job.decide(2)
+        reply = await trainer.reply()
+        assert (reply.calls, reply.report.whole) == (2, 2)
+        place.job.is_over = True
+        place.job.decide(2)
+        reply = await trainer.reply()
+        assert (reply.calls, reply.status, reply.error) == (1, Code.ABORTED.value[0], "the epoch is over")
+
+    run(scenario)
+
+
+def test_a_report_waits_for_no_longer_than_it_says(run):
+    async def scenario(place: Place) -> None:
+        trainer = place.caller()
+        assert (await trainer.ask(report(1, wait_ms=0))).report.whole == -1
+        began = asyncio.get_running_loop().time()
+        await trainer.send(report(2, wait_ms=100))
+        assert (await trainer.ask(report(3, wait_ms=300))).calls == 1
+        assert 0.1 <= asyncio.get_running_loop().time() - began
+        assert (await trainer.reply()).calls == 1
+        assert 0.3 <= asyncio.get_running_loop().time() - began
+
+    run(scenario)
+
+
+def test_more_reports_than_a_trainer_leaves_unanswered_end_the_connection(run, caplog):
+    async def scenario(place: Place) -> None:
+        trainer = place.caller()
+        await trainer.send(b"".join(report(step) for step in range(WAITING_MAX + 1)))
+        assert f"{WAITING_MAX} of its reports wait" in (await trainer.reply()).error
+        assert await trainer.reply() is None
+
+    run(scenario)
+    assert caplog.text.count("was dropped") == 1
+
+
+@pytest.mark.parametrize("data", [b"\3\0\0\0\xff\xff\xff" * 3, frame(pb.LocalRequest(protocol=PROTOCOL)) * 3])
+def test_bytes_that_are_no_request_are_warned_of_once(run, caplog, data):
+    async def scenario(place: Place) -> None:
+        caller = place.caller()
+        assert (await caller.ask(data)).status == Code.INVALID_ARGUMENT.value[0]
+        assert await caller.reply() is None
+
+    run(scenario)
+    assert caplog.text.count("was dropped") == 1
+
+
+def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
+    count = 50_000
+
+    async def scenario(place: Place) -> None:
+        greedy, connection = await place.newcomer()
+        sending = asyncio.ensure_future(greedy.send(WHO * count))
+        await turns(lambda: connection._unsent)
+        unsent = len(connection._unsent)
+        for _ in range(100):  # each is a turn of the daemon's loop
+            await asyncio.sleep(0)
+        assert len(connection._unsent) == unsent < 10 * READ_BYTES and not sending.done()
+        assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
+        for _ in range(count):
+            assert (await greedy.reply()).caller.pid == os.getpid()
+        await sending
+        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "in order, and after all of them"
+
+    run(scenario)
+
+
+def test_descriptors_do_not_wait_for_a_caller_that_does_not_read(run, caplog):
+    async def scenario(place: Place) -> None:
+        caller = place.caller()
+        await caller.send(WHO * 3000 + SLOTS)
+        await turns(lambda: "descriptors can't wait" in caplog.text)
+
+    run(scenario)
+
+
+def test_descriptors_that_no_request_takes_are_closed(run):
+    async def scenario(place: Place) -> None:
+        caller, connection = await place.newcomer()
+        for data in (WHO, report(1, wait_ms=0), SLOTS):
+            socket.send_fds(caller.socket, [data], [0, 0])
+            assert (await caller.reply()).calls == 1
+            assert not connection._received
+
+    run(scenario)
+
+
+def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(run, monkeypatch):
+    """It sends a bare ReportRequest, in which field 90 is its protocol; it looks for calls, status and error in 65 to 67."""
+    monkeypatch.setattr(served, "DEADLINE_S", 0.3)
+
+    async def scenario(place: Place) -> None:
+        older = place.caller()
+        body = pb.ReportRequest(job="job", epoch=pb.Epoch(counter=1), rank=3, said=pb.Said(until=1), trouble="none")
+        body = body.SerializeToString() + pb.LocalRequest(protocol=6).SerializeToString()
+        for _ in range(2):
+            reply = await older.ask(len(body).to_bytes(4, "little") + body)
+            assert "you speak protocol 6, this daemon" in reply.error
+            assert (reply.calls, reply.protocol) == (1, PROTOCOL)
+            silent = place.caller()
+            assert (await silent.reply()).error and await silent.reply() is None, "a deadline later it is heard still"
+        numbers = {each.name: each.number for each in pb.LocalReply.DESCRIPTOR.fields}
+        assert [numbers[name] for name in ("calls", "status", "error", "protocol")] == [65, 66, 67, 90]
+
+    run(scenario)
+
+
+def test_an_error_in_the_daemon_ends_the_connection_so_that_the_report_is_said_again(run):
+    async def scenario(place: Place) -> None:
+        unhandled: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+        place.job.trouble = RuntimeError("a bug")
+        assert await place.caller().ask(report(1)) is None
+        assert [context["exception"] for context in unhandled] == [place.job.trouble]
+
+    run(scenario)
+
+
+def test_a_closed_socket_leaves_connections_as_they_are(run):
+    async def scenario(place: Place) -> None:
+        place.job.decide(1)
+        trainer = place.caller()
+        assert (await trainer.ask(report(1))).report.whole == 1
+        for _ in range(2):
+            place.server.close()
+        assert not place.server.path.exists()
+        assert (await trainer.ask(report(1))).report.whole == 1
+
+    run(scenario)
+
+
+def test_a_lack_of_descriptors_is_said_once_and_survived(run, monkeypatch, caplog):
+    monkeypatch.setattr(served, "RETRY_S", 0.01)
+
+    class Listener:
+        def __init__(self, listener: socket.socket) -> None:
+            self._listener, self.refusals = listener, 3
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._listener, name)
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.refusals:
+                self.refusals -= 1
+                raise OSError(24, "Too many open files")
+            return self._listener.accept()
+
+    async def scenario(place: Place) -> None:
+        asyncio.get_running_loop().remove_reader(place.server._listener)
+        place.server._listener = Listener(place.server._listener)
+        place.server._listen()
+        assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
+        assert not place.server._listener.refusals
+
+    run(scenario)
+    assert caplog.text.count("can't accept") == 1
