@@ -38,7 +38,7 @@ FLOORS = {
         *("budget", "text"),
     ),
     "reft.wire": (
-        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "messages", "line", "handout"),
+        *("rebuild_request", "inventory", "manifest", "daemon_launcher", "local_socket", "messages"),
         *("timeline_socket", "rpc", "tls", "capsule_format", "slot_format", "shm", "process", "v1"),
     ),
     "reft.elastic": (
