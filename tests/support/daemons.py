@@ -17,7 +17,8 @@ from typing import Any
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from tests.support.daemon_forks import DaemonFork
+from tests.support.daemon_forks import daemon_fork
+from tests.support.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +77,7 @@ class DaemonProcess:
         self.log = self.home / "log"
         self.flags, self.network = flags, network
         self.environment = environment or {}
-        self.process: subprocess.Popen[bytes] | DaemonFork | None = None
+        self.process: subprocess.Popen[bytes] | Fork | None = None
         try:
             self.start()
         except BaseException:
@@ -93,7 +94,7 @@ class DaemonProcess:
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
         environment = {**os.environ, "PYTHONPATH": path, **self.environment}
         if self.is_forked:
-            self.process = DaemonFork(flags, environment, self.log, self.network)
+            self.process = daemon_fork(flags, environment, self.log, self.network)
         else:
             with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
