@@ -10,11 +10,11 @@ QUICK := "not slow and not soak and not chaos and not trainers"
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
-# What starts whole jobs waits for a third of its time, so two of those run side by side: a file each, since what they
-# compare with is made once a file.
+# What starts whole jobs waits for a third of its time, so three of those run side by side on two cores. What has one run for
+# a file to compare with stays together (xdist_group) and begins first; the rest is dealt out test by test.
 test: lint
-	$(BIN)/pytest -n 2 -m $(QUICK) --ignore=tests/e2e
-	$(BIN)/pytest -n 2 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
+	$(BIN)/pytest -n 2 --dist worksteal -m $(QUICK) --ignore=tests/e2e
+	$(BIN)/pytest -n 3 --dist loadgroup --timeout=300 -m $(QUICK) tests/e2e
 
 # Each other trainer in an environment of its own; two at a time, since ranks wait for one another.
 trainers: $(READY)
@@ -23,8 +23,9 @@ trainers: $(READY)
 test-trainers: trainers
 	$(BIN)/pytest -n 2 -m "trainers and not slow and not chaos"
 
+# After each edit: what needs no daemon and no trainer, within a minute. The first run sets up an environment for the stubs.
 check: lint
-	$(BIN)/pytest tests/house
+	$(BIN)/pytest -n 2 -m $(QUICK) tests/house tests/core tests/wire
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from reft.cli.demo import cluster as demo
 from reft.cli.demo.cluster import Cluster, DemoError
 from reft.cli.demo.records import Step
 from tests.support.daemons import until
+from tests.support.demo import forking
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Agents import torch once, for themselves and all their workers."""
+    monkeypatch.setattr(demo, "spawn", forking(demo.spawn))
+
+
+@pytest.mark.usefixtures("forked")
 def test_daemons_and_ranks_can_be_ended_stopped_and_brought_back():
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
         training = cluster.launch("job", 400, arguments=["--batch", "2"])

@@ -30,6 +30,12 @@ from tests.support.jobs import Job, registry_of, slot_path
 IS_ROOT = os.getuid() == 0
 
 
+@pytest.fixture(autouse=True)
+def executed(monkeypatch):
+    """Here daemons are started as people start them."""
+    monkeypatch.setattr(DaemonProcess, "is_forked", False)
+
+
 def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """A daemon that should not start: its exit code and what it says."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])

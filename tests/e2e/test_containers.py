@@ -19,7 +19,7 @@ from tests.support.daemons import ROOT, DaemonProcess, until
 
 CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc",
              "sh", "-c", 'mount -t tmpfs -o size=64m shm /dev/shm && exec "$@"', "init"]  # fmt: skip
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-id=ddp", "--rdzv-backend=reft",
+TORCHRUN = [sys.executable, "-m", "tests.support.agent", "--nproc-per-node=2", "--rdzv-id=ddp", "--rdzv-backend=reft",
             "--local-addr=127.0.0.1"]  # fmt: skip
 ATTACHES = """
 import reft, sys, torch

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 
+from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
+
+pytestmark = pytest.mark.xdist_group("crash_points")  # the undisturbed runs and the daemon are made once
 
 CHUNK = {"REFT_CHUNK_BYTES": "4096"}  # so that the small model has several chunks
 KILLED = -9
@@ -22,24 +29,38 @@ SNAPSHOT_POINTS = {
 }
 
 
-def spec(daemon: DaemonProcess, failpoints: str = "", **changes: object) -> Spec:
+def spec(daemon: DaemonProcess, job: str, failpoints: str = "") -> Spec:
     # Steps of a millisecond outrun the round; each of the first is waited for, so that none is skipped.
     options = {"seal_at": [1, 2, 3, 4]}
-    return Spec(daemon=daemon.address, failpoints=failpoints, environment=CHUNK, options=options, **changes)
+    return Spec(daemon=daemon.address, job=job, failpoints=failpoints, environment=CHUNK, options=options)
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[int, list[dict]]:
-    """Results of runs that nobody disturbed, by number of ranks."""
+def daemon() -> Iterator[DaemonProcess]:
+    """One for all, since it is not what dies here; each test has a job of its own."""
     process = DaemonProcess()
-    yield {world: run(spec(process, job=f"plain-{world}"), world) for world in (1, 2)}
+    yield process
     process.close()
 
 
+@pytest.fixture
+def make(daemon: DaemonProcess) -> Iterator[Callable[..., Spec]]:
+    """A spec of this test's job."""
+    job = f"job-{uuid.uuid4().hex[:12]}"
+    yield partial(spec, daemon, job)
+    daemon.call("Purge", pb.PurgeRequest(job=job))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(daemon: DaemonProcess) -> dict[int, list[dict]]:
+    """Results of runs that nobody disturbed, by number of ranks."""
+    return {world: run(spec(daemon, f"plain-{world}"), world) for world in (1, 2)}
+
+
 @pytest.mark.parametrize("point", SNAPSHOT_POINTS)
-def test_a_lone_trainer_killed_in_a_snapshot(daemon, undisturbed, point):
-    assert Trainers(spec(daemon, point)).wait() == [KILLED]
-    after = run(spec(daemon))
+def test_a_lone_trainer_killed_in_a_snapshot(make, undisturbed, point):
+    assert Trainers(make(point)).wait() == [KILLED]
+    after = run(make())
     assert after[0]["from"] == "memory"
     assert after[0]["began"] == SNAPSHOT_POINTS[point]
     assert_equal(after, undisturbed[1])
@@ -47,10 +68,10 @@ def test_a_lone_trainer_killed_in_a_snapshot(daemon, undisturbed, point):
 
 @pytest.mark.parametrize("ranks", ["one", "all"])
 @pytest.mark.parametrize("point", SNAPSHOT_POINTS)
-def test_ranks_killed_in_a_snapshot(daemon, undisturbed, point, ranks):
+def test_ranks_killed_in_a_snapshot(make, undisturbed, point, ranks):
     failpoint = f"{point}:rank=1" if ranks == "one" else point
-    assert KILLED in Trainers(spec(daemon, failpoint), world=2).wait()
-    after = run(spec(daemon), world=2)
+    assert KILLED in Trainers(make(failpoint), world=2).wait()
+    after = run(make(), world=2)
     assert [result["from"] for result in after] == ["memory", "memory"]
     assert after[0]["began"] == after[1]["began"] in (4, 5)
     assert_equal(after, undisturbed[2])
@@ -58,10 +79,10 @@ def test_ranks_killed_in_a_snapshot(daemon, undisturbed, point, ranks):
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("ranks", ["one", "all"])
-def test_killed_in_mid_load(daemon, undisturbed, chunk, ranks):
-    Trainers(spec(daemon, "snapshot.chunk:kill:step=5:epoch=1"), world=2).wait()
+def test_killed_in_mid_load(make, undisturbed, chunk, ranks):
+    Trainers(make("snapshot.chunk:kill:step=5:epoch=1"), world=2).wait()
     which = ":rank=0" if ranks == "one" else ""
-    assert KILLED in Trainers(spec(daemon, f"restore.chunk:kill:epoch=2:chunk={chunk}{which}"), world=2).wait()
-    after = run(spec(daemon), world=2)
+    assert KILLED in Trainers(make(f"restore.chunk:kill:epoch=2:chunk={chunk}{which}"), world=2).wait()
+    after = run(make(), world=2)
     assert after[0]["began"] == after[1]["began"] == 4
     assert_equal(after, undisturbed[2])

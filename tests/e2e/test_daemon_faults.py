@@ -10,6 +10,8 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
+pytestmark = pytest.mark.xdist_group("daemon_faults")  # the undisturbed runs are made once
+
 STEPS = 80
 # A step that waited for a call would take as long as this deadline.
 WAITS = {"REFT_RPC_DEADLINE_S": "60"}
@@ -159,17 +161,26 @@ def test_snapshots_go_on_once_a_daemon_gets_time_again(pair):
     assert [result["sealed"] for result in trainers.results()] == [[True, 1800]] * 2
 
 
-def test_two_nodes_agree_and_restore(pair, undisturbed):
+def check_two_nodes(pair, undisturbed, **where):
+    """Two nodes agree, lose all their trainers, and restore.
+
+    Args:
+        where: options of all trainers.
+    """
     addresses = [process.address for process in pair]
-    options = {"pause_at": [40], "seal_at": [37, 38, 39, 40]}  # so that none of these is skipped
+    options = {"pause_at": [40], "seal_at": [37, 38, 39, 40], **where}  # sealed, so that none of these is skipped
     trainers = Trainers(Spec("", steps=STEPS, options=options), 2, addresses)
     trainers.wait_for(40)
     for process in pair:
         until(lambda process=process: process.status("job").whole == 40, what="the outcome on both nodes")
     trainers.kill()
-    after = run(Spec("", steps=STEPS), 2, addresses)
+    after = run(Spec("", steps=STEPS, options=where), 2, addresses)
     assert [(r["from"], r["began"]) for r in after] == [("memory", 40)] * 2
     assert_equal(after, undisturbed[2])
+
+
+def test_two_nodes_agree_and_restore(pair, undisturbed):
+    check_two_nodes(pair, undisturbed)
 
 
 def test_ranks_that_change_nodes_find_their_state(pair, undisturbed):

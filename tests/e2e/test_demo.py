@@ -21,16 +21,20 @@ from tests.support.daemons import HEEDFUL, ROOT, until
 
 STEPS = 24
 SHARED = Path("/dev/shm")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]  # one whole demo for all
 
 
 class Demo:
-    """The demo as a person starts it, in a folder for temporary files of its own."""
+    """The demo in a folder for temporary files of its own.
 
-    def __init__(self, *arguments: str) -> None:
+    Args:
+        module: the demo as a person starts it, or one whose workers are forked.
+    """
+
+    def __init__(self, *arguments: str, module: str = "reft.cli.main") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="reft-t-"))
         self.shared_before = set(SHARED.glob("reft-demo-*"))
-        command = [*HEEDFUL, sys.executable, "-m", "reft.cli.main", "demo", "--steps", str(STEPS), *arguments]
+        command = [*HEEDFUL, sys.executable, "-m", module, "demo", "--steps", str(STEPS), *arguments]
         home = self.folder / "home"
         home.mkdir(mode=0o500)
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
@@ -73,10 +77,11 @@ def demo() -> Iterator[Demo]:
     started.close()
 
 
-@pytest.fixture(scope="module")
-def finished() -> Iterator[tuple[Demo, dict]]:
+# As a person starts it sixteen trainers import torch, for a minute of a core.
+@pytest.fixture(scope="module", params=["tests.support.demo", pytest.param("reft.cli.main", marks=pytest.mark.soak)])
+def finished(request: pytest.FixtureRequest) -> Iterator[tuple[Demo, dict]]:
     """A whole demo, and the document that it printed."""
-    started = Demo("--json", "--keep-logs")
+    started = Demo("--json", "--keep-logs", module=request.param)
     output, errors = started.process.communicate(timeout=280)
     assert started.process.returncode == 0, output + errors
     yield started, json.loads(output)

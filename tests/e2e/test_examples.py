@@ -15,8 +15,10 @@ from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import ROOT, DaemonProcess, until
 
 STEPS = ["--steps", "100"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=ddp",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # fmt: skip
+RANKS = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=ddp", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
+         "--local-addr=127.0.0.1"]  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
+FORKED = [sys.executable, "-m", "tests.support.agent", *RANKS]  # the same losses, and torch is imported once
 
 
 # These steps take a millisecond, and on busy cores a round takes more than all of them: so it is waited for.
@@ -90,7 +92,7 @@ def test_one_process_goes_on_where_it_was_killed(daemon):
 
 @pytest.mark.timeout(400)
 def test_torchrun_restarts_a_killed_rank(daemon):
-    plain = run(daemon, *TORCHRUN, REFT_JOB="plain")
+    plain = run(daemon, *FORKED, REFT_JOB="plain")
     assert plain.returncode == 0, plain.stderr
     done = killed(daemon, "killed", 1, *TORCHRUN)
     assert done.returncode == 0, done.stderr

@@ -9,11 +9,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.support.daemons import ROOT, DaemonProcess, purge_and_stop, until
+import reft
+from reft.errors import ConfigError
+from tests.e2e.test_daemon_faults import STEPS, check_two_nodes
+from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
@@ -119,86 +124,52 @@ def test_a_memlock_limit_does_not_matter(daemon):
     assert run(Spec(daemon.address, steps=14))[0]["began"] == 12
 
 
-@needs_root
-def test_without_ipv6():
-    """Two nodes in a network namespace whose kernel refuses IPv6: the test of the two daemons, once more, in there."""
-    command = (
-        "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up || exit 77; "
-        f"exec {sys.executable} -m pytest -q tests/e2e/test_daemon_faults.py -k two_nodes"
-    )
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    if done.returncode == 77 or "unshare" in done.stderr:
-        pytest.skip(f"network namespaces can't be made here: {done.stderr}")
-    assert done.returncode == 0, done.stdout[-2000:]
-
-
-ATTACH = """
-import os, torch, reft
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session = reft.attach(model, optimizer)
-for _ in session.steps(3):
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-print("uid", os.getuid(), "whole", session.seal(timeout=60).step)
-session.close()
-"""
-
-
-def as_user(user: int) -> list[str]:
-    """Runs what follows as `user`, who may read what root's Python needs, but write nothing of root's, and lock no memory.
-
-    Root may lock memory whatever its limit is.
-    """
-    caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-    return [
-        "prlimit",
-        "--memlock=0:0",
-        "setpriv",
-        f"--reuid={user}",
-        f"--regid={user}",
-        "--clear-groups",
-        *(caps if user else []),
-        sys.executable,
-    ]
-
-
-def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
-    base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*as_user(user), "-c", ATTACH]
-    return subprocess.run(command, env={**base, **environment}, capture_output=True, text=True, timeout=120, cwd="/")
+@pytest.fixture
+def network() -> Iterator[str]:
+    """A network namespace whose kernel refuses IPv6."""
+    script = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up && echo ready && exec cat"
+    keeper = subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        if keeper.stdout.readline() != "ready\n":
+            pytest.skip(f"network namespaces can't be made here: {keeper.communicate()[1]}")
+        yield f"/proc/{keeper.pid}/ns/net"
+    finally:
+        keeper.kill()
+        keeper.communicate()
 
 
 @needs_root
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is missing")
-def test_two_users_on_one_host_with_a_read_only_home(daemon):
-    """Each user gets a daemon of its own; one can't reach the other's."""
-    for user in (0, 65534):
-        with tempfile.TemporaryDirectory(prefix="reft-test-") as runtime:
-            os.chown(runtime, user, user)
-            done = execute(user, REFT_RUNTIME_DIR=f"{runtime}/run")
-            assert f"uid {user} whole 3" in done.stdout, done.stderr
-            purge_and_stop(Path(runtime) / "run/daemon.sock")
-    refused = execute(65534, REFT_DAEMON=daemon.address)
-    assert "DaemonUnavailable" in refused.stderr, refused.stdout
+def test_without_ipv6(network):
+    """The test of two nodes that agree and restore, once more, in there."""
+    pair = [DaemonProcess("--listen", "127.0.0.1:0", network=network) for _ in range(2)]
+    where = {"network": network}
+    try:
+        plain = run(Spec(pair[0].address, job="plain", steps=STEPS, options=where), 2)
+        check_two_nodes(pair, {2: plain}, **where)
+    finally:
+        for process in pair:
+            process.close()
 
 
-# A /tmp of its own, without anybody's daemon; this repository may lie in the one that it hides.
+# A /tmp and a /dev/shm of its own, without anybody's daemon; this repository may lie in the one that it hides.
 OWN_TMP = """
 mount --bind "$ROOT" /mnt && mount -t tmpfs -o mode=1777 tmp /tmp && mkdir -p "$ROOT" && mount --bind /mnt "$ROOT" || exit 77
+mount -t tmpfs -o mode=1777,size=256m shm /dev/shm || exit 77
 exec "$@"
 """
 BOTH = """
-import os, sys
+import sys
 from pathlib import Path
-from tests.e2e.test_limits import execute
 from tests.support.daemons import purge_and_stop
+from tests.support.users import execute
 for user in (0, 65534):
     done = execute(user)
     print(done.stdout, done.stderr, file=sys.stderr if done.returncode else sys.stdout)
+refused = execute(65534, REFT_DAEMON="unix:/tmp/reft-0/daemon.sock")
+print("refused", "DaemonUnavailable" in refused.stderr, refused.stdout)
 print("folders", sorted(path.name for path in Path("/tmp").glob("reft-*")))
 for folder in Path("/tmp").glob("reft-*"):
     purge_and_stop(folder / "daemon.sock")
@@ -207,24 +178,23 @@ for folder in Path("/tmp").glob("reft-*"):
 
 @needs_root
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is missing")
-def test_two_users_who_set_nothing_have_a_daemon_each():
+def test_two_users_with_read_only_homes_who_set_nothing_have_a_daemon_each_and_cannot_reach_the_others():
     environment = {**os.environ, "ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
     command = ["unshare", "--mount", "sh", "-c", OWN_TMP, "sh", sys.executable, "-c", BOTH]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a /tmp of its own can't be mounted here: {done.stderr}")
     assert "uid 0 whole 3" in done.stdout and "uid 65534 whole 3" in done.stdout, done.stderr
+    assert "refused True" in done.stdout, done.stdout
     assert "folders ['reft-0', 'reft-65534']" in done.stdout, done.stdout
 
 
-def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path):
+def test_a_runtime_folder_that_others_may_write_is_refused(tmp_path, monkeypatch):
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, "-c", ATTACH],
-        env={**os.environ, "REFT_RUNTIME_DIR": str(folder)},
-        capture_output=True,
-        text=True,
-    )
-    assert "ConfigError" in done.stderr and "only you can write" in done.stderr
+    monkeypatch.setenv("REFT_RUNTIME_DIR", str(folder))
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="only you can write"):
+        reft.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not list(folder.iterdir())

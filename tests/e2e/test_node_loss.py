@@ -14,11 +14,13 @@ import pytest
 from click.testing import CliRunner
 
 from reft.cli.demo.clean_up import marked
-from reft.cli.demo.records import Result, compare
+from reft.cli.demo.records import Result, compare, read_result
 from reft.cli.main import main
 from tests.support import certificates
 from tests.support.daemons import ROOT, until
 from tests.support.nodes import Nodes, stop_at
+from tests.support.recorded import PlainDemo
+from tests.support.trainers import Spec
 
 STEPS = 24
 POINTS = ["snapshot.chunk", "snapshot.parity", "restore.chunk", "snapshot.landed"]
@@ -62,15 +64,16 @@ class Moment:
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    """The same training with no loss, once for each number of ranks. They share a node, which no sum can see."""
+def undisturbed(tmp_path_factory):
+    """The same training with no loss and without reft, once for each number of ranks."""
     results: dict[int, Result] = {}
 
     def of(world: int) -> Result:
         if world not in results:
-            with Nodes(1, world) as nodes:
-                nodes.launch("plain", STEPS)
-                results[world] = nodes.await_end()
+            records = tmp_path_factory.mktemp("plain")
+            ranks = PlainDemo(Spec("", steps=STEPS, options={"records": str(records)}), world)
+            assert ranks.wait(200) == [0] * world, ranks.errors()
+            results[world] = read_result(records, world)
         return results[world]
 
     return of

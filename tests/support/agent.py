@@ -2,16 +2,20 @@
 
 Takes torchrun's own command line and is torchrun's own agent, rendezvous and restarts. Eight trainers that import torch
 on two cores need half a minute; forked ones begin at once, so tests can afford several restarts. A worker's parent is
-the server, which ends with the agent.
+the server, which ends with the agent. The server itself is forked from the agent once that has imported all of this: an
+agent and its workers import torch once.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import importlib
+import os
 import runpy
+import socket
 import sys
 import traceback
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 
 PRELOADED = [
     "torch._dynamo", "torch.distributed.run", "torch.nn.parallel", "torch.optim.lr_scheduler", "reft.client.attach.api",
@@ -26,21 +30,44 @@ ALSO = {
 }
 
 
-def work(module: str, *arguments: str) -> None:
-    """One worker: runs `module` as `python -m` does."""
-    sys.argv = [module, *arguments]
+def work(script: str, *arguments: str) -> None:
+    """One worker: runs a module as `python -m` does, and a path that ends with .py as `python` does."""
+    sys.argv = [script, *arguments]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if script.endswith(".py"):
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
     except Exception:
         traceback.print_exc()  # into the agent's log, as of any script; torch would wrap it
         sys.exit(1)
 
 
+def fork_server() -> None:
+    """Gives multiprocessing a fork server that is a fork of this process, which has no threads yet."""
+    resource_tracker.ensure_running()  # before the fork, so that both have one
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        alive_r, alive_w = os.pipe()  # the server ends when all that hold the write end have
+        server._forkserver_pid = os.fork()
+        if not server._forkserver_pid:
+            os.close(alive_w)
+            try:
+                forkserver.main(listener.fileno(), alive_r, [])
+            finally:
+                os._exit(0)
+        os.close(alive_r)
+        server._forkserver_address, server._forkserver_alive_fd = listener.getsockname(), alive_w
+
+
 def main() -> None:
     """The agent of one node."""
-    workers = multiprocessing.get_context("forkserver")
-    workers.set_forkserver_preload([*PRELOADED, *(name for each in sys.argv for name in ALSO.get(each, ()))])
-    forkserver.ensure_running()  # before our own imports, so that both go on at once
+    for module in [*PRELOADED, *(name for each in sys.argv for name in ALSO.get(each, ()))]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    fork_server()
     # Here, not above: every worker imports this module again.
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args

@@ -17,6 +17,8 @@ from typing import Any
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
+from tests.support.daemon_forks import daemon_fork
+from tests.support.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,15 +54,20 @@ def purge_and_stop(socket: Path) -> None:
 
 
 class DaemonProcess:
-    """`python -m reft_daemon` with its own socket and arena.
+    """A daemon with its own socket and arena.
 
     Args:
         flags: further command-line flags.
         environment: changes to the environment.
         folder: where slots lie; None makes one in /dev/shm.
+        network: path of the network namespace that it lives in; empty for ours.
     """
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None) -> None:
+    is_forked = True  # else `python -m reft_daemon`, which takes half a second of a core
+
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None, network: str = ""
+    ) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="reft-test-"))
         shm = Path("/dev/shm")
         self.folder = folder or Path(
@@ -68,9 +75,9 @@ class DaemonProcess:
         )
         self.socket = self.home / "d.sock"
         self.log = self.home / "log"
-        self.flags = flags
+        self.flags, self.network = flags, network
         self.environment = environment or {}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Fork | None = None
         try:
             self.start()
         except BaseException:
@@ -83,23 +90,17 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        command = [
-            sys.executable,
-            "-m",
-            "reft_daemon",
-            "--node",
-            "test",
-            "--socket",
-            str(self.socket),
-            "--dir",
-            str(self.folder),
-        ]
+        flags = ["--node", "test", "--socket", str(self.socket), "--dir", str(self.folder), *self.flags]
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
         environment = {**os.environ, "PYTHONPATH": path, **self.environment}
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *self.flags], stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        if self.is_forked:
+            self.process = daemon_fork(flags, environment, self.log, self.network)
+        else:
+            with open(self.log, "ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "reft_daemon", *flags], stdout=log, stderr=log, env=environment,
+                    start_new_session=True,
+                )  # fmt: skip
         until(lambda: self.process.poll() is not None or self.answers(), what="the daemon's start")
         if self.process.poll() is not None:
             raise RuntimeError(self.log.read_text())

@@ -123,7 +123,7 @@ class Space:
         )
         _await_ready(self._unshare, f"node {self.address}")
         (init,) = psutil.Process(self._unshare.pid).children()
-        self._pid = init.pid
+        self._pid = self.init = init.pid
         switch.run("link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", str(self._pid))
         switch.run("link", "set", self._port, "master", "br0", "up")
         self._ip("addr", "add", f"{self.address}/24", "dev", "eth0")
@@ -181,6 +181,8 @@ class LoopbackStore:
 
 class Loopback:
     """One node as processes that carry its mark, and a folder; see Space."""
+
+    init = 0  # no process: nothing is entered
 
     def __init__(self, number: int, folder: Path, mark: str) -> None:
         self.address = f"{LOOPBACK}{FIRST_NODE + number}"

@@ -31,11 +31,24 @@ import psutil
 
 from reft.cli.ask import NoSuchJob, ask
 from reft.cli.demo import clean_up
-from reft.cli.demo.cluster import LOCAL_ONLY, TRAINER, DemoError, Node, Training, await_daemon, short_folder, spawn
+from reft.cli.demo.cluster import (
+    FOREIGN,
+    FOREIGN_NAMES,
+    LOCAL_ONLY,
+    TRAINER,
+    DemoError,
+    Node,
+    Training,
+    await_daemon,
+    short_folder,
+    spawn,
+)
 from reft.cli.demo.records import Result, recovery
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.agent_forks import agent_fork
 from tests.support.daemons import ROOT, until
+from tests.support.forks import Fork
 from tests.support.netns import (
     NODE_MARK,
     Loopback,
@@ -78,7 +91,7 @@ class Machine(Node):
 
     place: Space | Loopback | None = None
     inside: str = ""  # the daemon's address for the node's own processes
-    agent: subprocess.Popen[bytes] | None = None
+    agent: subprocess.Popen[bytes] | Fork | None = None
     command: Sequence[str] = ()  # of its daemon
 
     @property
@@ -95,7 +108,7 @@ class Launch:
     command: Sequence[str]
     script: Sequence[str]
     environment: Mapping[str, str]
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    agents: list[Any] = field(default_factory=list)
     logs: list[Path] = field(default_factory=list)
 
 
@@ -220,6 +233,19 @@ class Nodes:
         own = {NODE_MARK: self._mark(machine.name), "PYTHONPATH": path, **environment}
         return spawn(machine.living.enter(command), log, self.folder, own)
 
+    def _fork(self, machine: Machine, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Fork:
+        """As `_spawn` of `python -m` with these arguments, but torch is imported already."""
+        marks = {NODE_MARK: self._mark(machine.name), clean_up.MARK: str(self.folder)}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
+        }
+        path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
+        return agent_fork(
+            arguments, {**kept, **marks, "PYTHONPATH": path, **environment}, marks, log, machine.living.init
+        )
+
     # Jobs
 
     def launch(
@@ -253,7 +279,7 @@ class Nodes:
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
         given = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
-        agents: list[subprocess.Popen[bytes]] = []
+        agents: list[Any] = []
         logs: list[Path] = []
         training = Training(job, self.world, out, agents, logs)
         self._launch = Launch(training, command, script, given, agents, logs)
@@ -271,7 +297,10 @@ class Nodes:
             **self._launch.environment,
         }  # fmt: skip
         log = self._launch.training.out / f"{machine.name}.log"
-        machine.agent = self._spawn(machine, command, log, environment)
+        if "LOGLEVEL" in environment:  # which torch reads when it is imported
+            machine.agent = self._spawn(machine, command, log, environment)
+        else:
+            machine.agent = self._fork(machine, command[2:], log, environment)
         self._launch.agents.append(machine.agent)
         self._launch.logs.append(log)
 

@@ -116,6 +116,22 @@ class Ranks(Trainers):
     target = staticmethod(run)
 
 
+def train_demo(spec: dict[str, Any]) -> None:
+    """One forked rank of the demo's script, without reft; spec["options"]: records, a folder."""
+    os.environ.update(
+        REFT_MODE="off", RANK=str(spec["rank"]), WORLD_SIZE=str(spec["world"]), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(spec["port"]), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    sys.argv = ["train", "--out", spec["options"]["records"], "--steps", str(spec["steps"])]
+    runpy.run_module("reft.demo.train", run_name="__main__", alter_sys=True)
+
+
+class PlainDemo(Trainers):
+    """All ranks of one undisturbed run of the demo's script."""
+
+    target = staticmethod(train_demo)
+
+
 def main() -> None:
     """One rank under torchrun."""
     started_s = time.monotonic()

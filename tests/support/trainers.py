@@ -18,6 +18,7 @@ from typing import Any
 
 from reft.cli.demo.cluster import free_port
 from tests.support.daemons import until
+from tests.support.forks import enter
 
 FORKS = multiprocessing.get_context("forkserver")
 # torch._dynamo is what the first optimizer of a process imports, for three seconds.
@@ -56,6 +57,8 @@ def _heard(train: Callable[[dict[str, Any]], None], spec: dict[str, Any]) -> Non
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
     try:
+        if "network" in spec["options"]:
+            enter(spec["options"]["network"])
         train(spec)
     except BaseException:
         traceback.print_exc()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +26,7 @@ from reft.core.recovery.recovery import Plan, Shortfall
 from reft.wire.inventory import Findings
 from reft.wire.slot_format import PAGE, best_header
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
+from tests.support import scripts
 from tests.support.daemons import purge_and_stop, until
 from tests.support.trainers import Spec, Trainers, run
 
@@ -36,14 +36,14 @@ def make(width=8):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def script(tmp_path: Path, body: str) -> list[str]:
+def script(tmp_path: Path, body: str) -> Path:
     path = tmp_path / "train.py"
     path.write_text(
         "import os, signal, sys, torch, reft\n"
         "model = torch.nn.Linear(4, 4)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n" + body
     )
-    return [sys.executable, str(path)]
+    return path
 
 
 LOOP = """
@@ -56,9 +56,9 @@ print("sealed", session.seal().whole)
 """
 
 
-def execute(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def execute(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("REFT_", "SLURM_", "TORCHELASTIC"))}
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**kept, **environment})
+    return scripts.execute(path, {**kept, **environment})
 
 
 # What is refused, and how

@@ -11,11 +11,17 @@ from tests.core.model.node_loss_model import Model, Rules, Size, lane
 SIZES = {
     "two nodes, three steps": (Size(nodes=2, slots=2, steps=3), 6_035),
     "two nodes, silent ones return": (Size(nodes=2, slots=2, steps=2, returns=True), 3_236),
-    "two nodes, two attaches": (Size(nodes=2, slots=2, steps=2, attaches=2, returns=True), 23_776),
+    "two nodes, two attaches": (Size(nodes=2, slots=2, steps=2, attaches=2), 2_117),
+    "two nodes, two attaches, silent ones return": (Size(nodes=2, slots=2, steps=1, attaches=2, returns=True), 520),
     "two nodes, three slots": (Size(nodes=2, slots=3, steps=2), 1_258),
     "three nodes": (Size(nodes=3, slots=2, steps=2), 10_400),
     "three nodes, two attaches": (Size(nodes=3, slots=2, steps=1, attaches=2, returns=True), 2_831),
 }
+
+
+@pytest.mark.soak
+def test_the_rules_hold_for_two_steps_after_two_attaches_with_silent_nodes():
+    assert Model(Size(nodes=2, slots=2, steps=2, attaches=2, returns=True), Rules()).explore() == 23_776
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -20,7 +20,7 @@ from reft.core.commit.slots import Slot, SlotState, choose
 from reft.core.commit.version import Epoch, Version
 
 EPOCH = Epoch(1, b"e" * 16)
-STEPS = 600
+STEPS = 300
 Network = Callable[[random.Random, int, float], float]  # chance, rank, time → how long a message from or to it takes
 
 

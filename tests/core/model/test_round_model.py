@@ -11,10 +11,16 @@ SIZES = {
     "two slots, a crash": (Size(ranks=2, slots=2, steps=3, crashes=1), 29_876),
     "two slots, two crashes": (Size(ranks=2, slots=2, steps=2, crashes=2), 4_444),
     "three slots, a crash": (Size(ranks=2, slots=3, steps=2, crashes=1), 2_308),
-    "three ranks, a crash": (Size(ranks=3, slots=2, steps=2, crashes=1), 45_681),
+    "three ranks, two crashes": (Size(ranks=3, slots=2, steps=1, crashes=2), 478),
+    "three ranks, no crash": (Size(ranks=3, slots=2, steps=2, crashes=0), 1_771),
     "two slots, many steps": (Size(ranks=2, slots=2, steps=4, crashes=0), 7_953),
     "three slots, many steps": (Size(ranks=2, slots=3, steps=3, crashes=0), 3_655),
 }
+
+
+@pytest.mark.soak
+def test_the_rules_hold_for_three_ranks_and_a_crash():
+    assert Model(Size(ranks=3, slots=2, steps=2, crashes=1), Rules()).explore() == 45_681
 
 
 @pytest.mark.parametrize("name", SIZES)
