@@ -61,13 +61,25 @@ class Demo:
         files = [
             path for path in self.folder.iterdir() if path.name.startswith("reft-demo") and "logs" not in path.name
         ]
-        return [*self.descendants(), *files, *(set(SHARED.glob("reft-demo-*")) - self.shared_before)]
+        shared = set(SHARED.glob("reft-demo-*")) - self.shared_before
+        return [*self.descendants(), *files, *(path for path in shared if not is_in_use(path))]
 
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
         until(lambda: not self.leftovers(), what="that nothing is left")
         shutil.rmtree(self.folder)
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a living process names it: then it belongs to pretend nodes of another test, which runs beside this one."""
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join(process.cmdline()):
+                return True
+        except psutil.Error:
+            continue
+    return False
 
 
 @pytest.fixture
@@ -110,7 +122,8 @@ def test_both_kills_happen_and_nothing_is_lost(finished):
 
 
 def test_nothing_is_left_behind(finished):
-    assert finished[0].leftovers() == []
+    until(lambda: not finished[0].leftovers(), what="that nothing is left")  # tests beside this one make folders, too
+    assert finished[0].descendants() == []
 
 
 def test_the_comparison_reads_what_was_trained(results):
