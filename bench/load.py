@@ -41,7 +41,7 @@ import torch.multiprocessing as processes
 
 from bench import common
 from bench.options import count, listed, output
-from reft.client.restore.load import Loaded, load
+from reft.client.restore.load import load
 from reft.client.restore.load_plan import Piece, Sequencer, Sizes
 from reft.client.restore.transport import GlooTransport
 from reft.core.coding.placement import Placement
@@ -148,7 +148,7 @@ class Rank:
             GlooTransport(self.group, DEADLINE_S), self.placement, self.rank, self.have,
             {old: old for old in self.have}, self.slots, self.live, (), self.lost, lambda chunk: None,
         )  # fmt: skip
-        if found != Loaded((), ()):
+        if found != ():
             raise RuntimeError(f"rank {self.rank}: {found}")
 
     def plain(self) -> None:

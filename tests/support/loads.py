@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from reft.client.restore.decode import Decoder
-from reft.client.restore.load import Loaded, load
+from reft.client.restore.load import load
 from reft.client.restore.load_plan import Sizes
 from reft.core.coding.placement import Placement
 from reft.wire.slot_format import SlotMap
@@ -82,13 +82,13 @@ class Job:
         return slot.digests[: slot.chunks].copy()
 
     def load(self, lost: Collection[int] = (), readers: Any = None, sizes: Sizes = SMALL, box: Postbox | None = None,
-             at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[Loaded | Exception]:  # fmt: skip
+             at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[tuple[int, ...] | Exception]:  # fmt: skip
         """All ranks load, each in a thread, without the lost slots."""
         box = box or Postbox()
         have = frozenset(range(self.world)) - frozenset(lost)
         reader_of = {old: old for old in have} | (readers or {})
 
-        def one(rank: int) -> Loaded:
+        def one(rank: int) -> tuple[int, ...]:
             mine = {old: self.slots[old] for old in have if reader_of[old] == rank}
             table = {old: self.digests(old) for old in lost} if digests is None else digests
             return load(
@@ -118,5 +118,5 @@ def every_loss(job: Job, f: int) -> None:
     for count in range(f + 1):
         for lost in itertools.combinations(range(job.world), count):
             job.live = [blank(tensors) for tensors in job.ranks]
-            assert job.load(lost) == [Loaded((), ())] * job.world, f"lost {lost}"
+            assert job.load(lost) == [()] * job.world, f"lost {lost}"
             assert job.is_whole(), f"lost {lost}"

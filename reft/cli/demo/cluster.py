@@ -3,8 +3,6 @@
     with Cluster(nodes=2, ranks_per_node=2) as cluster:
         training = cluster.launch("job-1", steps=30, environment={"REFT_FAILPOINTS": "…"})
         cluster.signal_ranks("job-1", [0, 3], signal.SIGKILL)
-        cluster.signal_daemon(1, signal.SIGKILL)
-        cluster.start_daemon(1)
         codes = training.wait(deadline_s=60)
         training.result()          # every line and digest that the ranks wrote
 
@@ -18,7 +16,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -37,6 +34,7 @@ from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 
 TRAINER = "reft.demo.train"
+RESTARTS = 10  # how often an agent may restart its workers
 ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 10 MiB
 DAEMON_START_S = 30.0
 STATUS_S = 1.0
@@ -155,25 +153,6 @@ class Cluster:
         self._keeper.stdin.close()
         self._keeper.wait()
 
-    # Daemons
-
-    def start_daemon(self, node: int) -> None:
-        """Starts a node's daemon again, over the slots that the last one left; returns when it answers.
-
-        Raises:
-            DemoError: it ended, or does not answer in time.
-        """
-        self._spawn_daemon(self.nodes[node])
-        await_daemon(self.nodes[node])
-
-    def signal_daemon(self, node: int, number: int) -> None:
-        """Signals a node's daemon; returns after its end if the signal ends it."""
-        daemon = self.nodes[node].daemon
-        assert daemon is not None
-        daemon.send_signal(number)
-        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-            daemon.wait()
-
     def _spawn_daemon(self, node: Node) -> None:
         command = [sys.executable, "-m", "reft_daemon", "--node", node.name, "--socket", str(node.socket),
                    "--listen", "127.0.0.1:0", "--dir", str(node.slots)]  # fmt: skip
@@ -183,7 +162,6 @@ class Cluster:
 
     def launch(
         self, job: str, steps: int, *, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = (),
-        module: str = TRAINER, restarts: int = 10,
     ) -> Training:  # fmt: skip
         """Starts a job's agents; returns at once.
 
@@ -192,16 +170,14 @@ class Cluster:
             steps: passed to the script as --steps.
             environment: further variables of the trainers, such as REFT_FAILPOINTS.
             arguments: further arguments of the script, which gets --out FOLDER and --steps N first.
-            module: the script, as `python -m` takes it; it must write what `reft.demo.train` writes.
-            restarts: how often an agent may restart its workers.
         """
         out = self.kept / job
         out.mkdir()
         command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.nodes)}",
             f"--nproc-per-node={self.ranks_per_node}", "--rdzv-backend=c10d", f"--rdzv-id={job}",
-            f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={restarts}",
-            "-m", module, "--out", str(out), "--steps", str(steps), *arguments,
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", f"--max-restarts={RESTARTS}",
+            "-m", TRAINER, "--out", str(out), "--steps", str(steps), *arguments,
         ]  # fmt: skip
         logs = [out / f"{node.name}.log" for node in self.nodes]
         agents = [

@@ -17,7 +17,6 @@ Each step ends in an exchange: an error of one rank is raised on all, within a d
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,8 +68,6 @@ from reft.wire.inventory import Findings
 from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-
-log = logging.getLogger("reft")
 
 
 @dataclass

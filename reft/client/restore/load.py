@@ -12,8 +12,8 @@ Invariants
   2. Nothing is sent before its chunk's digest was compared; a rank reads and digests each chunk once.
   3. Beside slots and tensors a rank holds at most Sizes.memory_max bytes, whatever the state's size; of a device, the decoder's
      scratch.
-  4. A rank that got bytes of a lost slot's new owner compared them with the digests that were taken when they were saved, or
-     says that it could not.
+  4. A rank that lost its slot compares what it got with the digests that were taken when the slot was saved, if somebody has
+     them and nobody found a damaged slot.
 
 Messages arrive in a tensor's own memory where a piece is one run of one dense tensor on the host. Else, and for tensors on a
 device, they arrive in a bounded buffer (pinned if there is a device) and are copied on. Shards of a device are decoded there
@@ -25,7 +25,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -47,25 +46,12 @@ RUN_BYTES = 32 << 20  # of kept leaves
 DEFAULT_SIZES = Sizes()
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """How loading went.
-
-    Attributes:
-        damaged: old ranks whose slots this rank read and found damaged: what was loaded is of no use.
-        unverified: old ranks that lost their slots and whose bytes could not be compared with their digests.
-    """
-
-    damaged: tuple[int, ...]
-    unverified: tuple[int, ...]
-
-
 def load(
     transport: Transport | None, placement: Placement, rank: int, have: frozenset[int], reader_of: Mapping[int, int],
     slots: Mapping[int, SlotMap], tensors: Mapping[str, torch.Tensor], absent: Collection[str],
     lost_digests: Mapping[int, npt.NDArray[np.uint64]], at_chunk: AtChunk, sizes: Sizes = DEFAULT_SIZES,
     decoder: Decoder | None = None,
-) -> Loaded:  # fmt: skip
+) -> tuple[int, ...]:  # fmt: skip
     """Fills the live tensors of this rank's cells, and gives the other ranks what they need; all ranks call it together.
 
     Args:
@@ -81,6 +67,9 @@ def load(
         at_chunk: called before each chunk that is read, from several threads.
         sizes: the same on all ranks.
         decoder: for the device of the tensors; None: on the host.
+
+    Returns:
+        Old ranks whose slots this rank read and found damaged. If there are any, what was loaded is of no use.
 
     Raises:
         RestoreError: a rank is gone, or the bytes of a lost slot are not what they were.
@@ -104,12 +93,9 @@ def load(
         for space in spaces.values():
             space.finish()
         damaged = tuple(sorted(old for old, source in read.items() if source.is_bad))
-        if rank in have or not own:
-            return Loaded(damaged, ())
-        if not all_well or rank not in lost_digests:
-            return Loaded(damaged, (rank,))
-        _verify(placement, rank, spaces, lost_digests[rank], pool)
-    return Loaded(damaged, ())
+        if own and rank not in have and rank in lost_digests and all_well:
+            _verify(placement, rank, spaces, lost_digests[rank], pool)
+    return damaged
 
 
 def load_kept(

@@ -119,12 +119,12 @@ class Restoration:
             RestoreError: what was decoded is not what the lost rank had.
         """
         lost = {} if self._digests is None else {self.rank: self._digests}
-        done = load.load(
-            transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
-            self._tensors, self._not_in_cells, lost, at_chunk,
-            decoder=self.decoder,
+        damaged = set(
+            load.load(
+                transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
+                self._tensors, self._not_in_cells, lost, at_chunk, decoder=self.decoder,
+            )
         )  # fmt: skip
-        damaged = set(done.damaged)
         if (
             self._own is not None
             and self._kept is not None

@@ -83,11 +83,6 @@ class Lane:
     def shard_bytes(self) -> int:
         return self.code.w * self.packet_bytes
 
-    @property
-    def padded_bytes(self) -> int:
-        """Size of all data shards."""
-        return self.D * self.code.k * self.shard_bytes
-
     def member_of(self, stripe: int, shard: int) -> int:
         """Index in `members` of who stores the shard; shards from k on are parity."""
         return (shard + stripe) % self.D

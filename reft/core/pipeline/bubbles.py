@@ -14,7 +14,7 @@ Invariants of a list of gaps: in order of time, none empty, none overlaps anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from reft.core.pipeline.actions import Action, Kind, Span, Times
@@ -147,11 +147,6 @@ def between(spans: Sequence[Span], end: float) -> tuple[Gap, ...]:
         gaps.append(Gap(index, after, at, span.start - at))
         at, after = span.end, span.action
     return _real(*gaps, Gap(len(spans), after, at, end - at))
-
-
-def total(gaps: Iterable[Gap]) -> float:
-    """The length of all gaps together."""
-    return sum(gap.length for gap in gaps)
 
 
 def steady(gaps: Sequence[Gap], actions: int) -> tuple[Gap, ...]:

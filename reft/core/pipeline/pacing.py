@@ -120,17 +120,11 @@ class Plan:
         windows: as they were given.
         window: int32, for each task the index of its window, AT_MARK, or LEFT_OVER.
         start: float64 seconds, when each task may begin; what is left over begins at the deadline.
-        left_bytes: what is copied while the optimizer waits.
-        overrun_s: how long it waits, at the rate of a gap.
-        at_mark_s: how long parity that no gap holds takes at the mark.
     """
 
     windows: tuple[Window, ...]
     window: npt.NDArray[np.int32]
     start: Floats
-    left_bytes: int
-    overrun_s: float
-    at_mark_s: float
 
     def tasks(self, window: int) -> Tasks:
         """The tasks of a window (or AT_MARK, or LEFT_OVER), int64, in order of their start."""
@@ -175,7 +169,7 @@ def plan(
     for tier in (Tier.COMPUTE, Tier.COLLECTIVE):
         rooms = [_Room(i, w.start, w.end) for i, w in enumerate(windows) if w.tier is tier]
         left = filling.evenly(left, rooms, rates.of(tier))
-    return filling.result(at_mark, left, rates)
+    return filling.result(at_mark)
 
 
 @dataclass
@@ -248,12 +242,9 @@ class _Filling:
                 yield room, tasks[at:stop], seconds[at:stop]
                 at = stop
 
-    def result(self, at_mark: Tasks, left: Tasks, rates: Rates) -> Plan:
-        at_mark_s = float(np.sum(self.sizes[at_mark])) / rates.parity if len(at_mark) else 0.0
+    def result(self, at_mark: Tasks) -> Plan:
         self.window[at_mark], self.start[at_mark] = AT_MARK, 0.0
-        left_bytes = int(np.sum(self.sizes[left]))
-        overrun_s = float(left_bytes / rates.gap) if left_bytes else 0.0
-        return Plan(self.windows, self.window, self.start, left_bytes, overrun_s, at_mark_s)
+        return Plan(self.windows, self.window, self.start)
 
 
 def _before(seconds: Floats) -> Floats:

@@ -100,11 +100,6 @@ class Profile:
         """Takes the time of one action."""
         self._actions.setdefault(kind, Estimate()).observe(seconds)
 
-    @property
-    def steps(self) -> int:
-        """In how many steps every place was measured."""
-        return min((each.count for each in self._lengths.values()), default=0)
-
     def length(self, place: int) -> Estimate:
         """The estimate of one idle time, seconds; one that counts nothing if it was never measured."""
         return self._lengths.get(place, Estimate())

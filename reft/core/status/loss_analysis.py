@@ -201,17 +201,6 @@ class Outlook:
         return "; ".join(parts)
 
 
-def survives(
-    placement: Placement,
-    slots: Mapping[int, str],
-    copies: Mapping[int, Collection[str]],
-    kept: Mapping[int, int],
-    lost: Collection[str],
-) -> Loss | None:
-    """What is gone if these nodes vanish; see `Outlook`."""
-    return Outlook(placement, slots, copies, kept, {}).what_if(lost)
-
-
 @dataclass
 class _Count:
     """How many there are, and the least of them."""

@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory.cuda import Device
 from reft.client.restore.decode import Decoder, DeviceDecoder, decoder_for
-from reft.client.restore.load import Loaded
 from reft.client.restore.tensor_view import CellSpace
 from reft.errors import RestoreError
 from tests.support.loads import Job, blank, every_loss, few, mixed, random
@@ -92,7 +91,7 @@ def test_every_loss_that_is_tolerated_comes_back(kind, D, f):
 def test_odd_sizes_and_columns_that_end_within_leaves(kind):
     """The scratch has room for a few columns of each band only."""
     job = OnDevice(kind, 5, "aec", 2, mixed(2), scratch=4096)
-    assert job.load((0, 4)) == [Loaded((), ())] * 5  # and the last data shard, which ends in padding, stays
+    assert job.load((0, 4)) == [()] * 5  # and the last data shard, which ends in padding, stays
     assert job.is_whole()
 
 
@@ -106,7 +105,7 @@ def test_a_decode_that_nobody_waits_for_is_noticed():
 def test_the_device_needs_the_scratch_and_nothing_else():
     tensors = {f"leaf{i}": random((90_000 + i,), torch.float32, i) for i in range(3)} | few()
     job = OnDevice((Measured, "cpu"), 4, "aec", 2, tensors)
-    assert job.load((0, 3)) == [Loaded((), ())] * 4
+    assert job.load((0, 3)) == [()] * 4
     assert job.is_whole()
     assert [streams.made for streams in job.streams] == [SCRATCH] * 4
     assert sum(tensor.nbytes for tensor in tensors.values()) > 16 * SCRATCH
@@ -114,7 +113,7 @@ def test_the_device_needs_the_scratch_and_nothing_else():
 
 def test_three_shards_of_a_wide_group_are_decoded_late():
     job = OnDevice((Late, "cpu"), 8, "aec", 3, few())
-    assert job.load((1, 2, 6)) == [Loaded((), ())] * 8
+    assert job.load((1, 2, 6)) == [()] * 8
     assert job.is_whole()
 
 
@@ -139,7 +138,7 @@ def test_cells_of_the_host_are_decoded_there():
         return DeviceDecoder(torch.device("meta"), made[-1], SCRATCH)
 
     job.decoder = decoder
-    assert job.load((1,)) == [Loaded((), ())] * 3
+    assert job.load((1,)) == [()] * 3
     assert job.is_whole()
     assert all(streams.order == ["record compute", "host waits for compute"] for streams in made)
 

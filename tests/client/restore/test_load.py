@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from reft.client.restore.load import Loaded, load, load_kept
+from reft.client.restore.load import load, load_kept
 from reft.client.restore.load_plan import Sequencer, Sizes
 from reft.client.restore.restore import Restoration
 from reft.core.coding.placement import Placement
@@ -50,7 +50,7 @@ def test_every_loss_that_is_tolerated_comes_back_in_wide_groups(D, f, scheme):
 def test_the_sizes_of_pieces_change_nothing(sizes, scheme):
     job = Job(4, scheme, 2, mixed(2))
     lost = () if scheme == "none" else (1, 2)
-    assert job.load(lost, sizes=sizes) == [Loaded((), ())] * 4
+    assert job.load(lost, sizes=sizes) == [()] * 4
     assert job.is_whole()
 
 
@@ -58,7 +58,7 @@ def test_the_sizes_of_pieces_change_nothing(sizes, scheme):
 def test_two_ranks_post_what_they_say_to_each_other_in_one_order(lost):
     """A transport without tags, whose messages of a pair wait for one another in both directions, must not hang: NCCL."""
     job, box = Job(5, "aec", 2), Postbox()
-    assert job.load(lost, box=box) == [Loaded((), ())] * 5
+    assert job.load(lost, box=box) == [()] * 5
     assert box.posted and all(box.posted[a, b] == box.posted[b, a] for a, b in box.posted)
 
 
@@ -74,7 +74,7 @@ def test_several_ranks_a_node_and_cells_of_some_ranks():
     ranks = [stages[rank % 2] | shared for rank in range(8)]
     job = Job(8, "aec", 1, ranks=ranks, domains=[rank // 2 for rank in range(8)])
     assert len(job.placement.lanes) > 2
-    assert job.load((4, 5)) == [Loaded((), ())] * 8
+    assert job.load((4, 5)) == [()] * 8
     assert job.is_whole()
 
 
@@ -82,10 +82,10 @@ def test_a_rank_may_read_the_slots_of_others_even_of_cells_that_it_does_not_hold
     stages = [{f"stage{s}.{name}": tensor for name, tensor in mixed().items()} for s in range(2)]
     job = Job(6, "aec", 1, ranks=[stages[rank // 3] for rank in range(6)])
     readers = {0: 0, 1: 3, 2: 0, 3: 4, 4: 1, 5: 1}
-    assert job.load(readers=readers) == [Loaded((), ())] * 6
+    assert job.load(readers=readers) == [()] * 6
     assert job.is_whole()
     job.live = [blank(tensors) for tensors in job.ranks]
-    assert job.load((2, 3), readers=readers) == [Loaded((), ())] * 6
+    assert job.load((2, 3), readers=readers) == [()] * 6
     assert job.is_whole()
 
 
@@ -107,10 +107,11 @@ def test_every_byte_comes_once(lost):
     job.load(lost, box=box)
     lane = job.placement.lanes[0]
     into = {to: sum(n for (_, each), n in box.sent_bytes.items() if each == to) for to in range(4)}
-    at_hand = {rank: 0 if rank in lost else lane.D * lane.code.k * lane.shard_bytes // lane.D for rank in range(4)}
+    own = lane.code.k * lane.shard_bytes  # data shards of one rank
+    at_hand = {rank: 0 if rank in lost else own for rank in range(4)}
     for rank, got in into.items():
         parity = lane.shard_bytes  # of stripes that lost data, a rank has its own parity at hand
-        assert lane.padded_bytes - at_hand[rank] - 4 * parity <= got <= lane.padded_bytes - at_hand[rank] + 8
+        assert lane.D * own - at_hand[rank] - 4 * parity <= got <= lane.D * own - at_hand[rank] + 8
 
 
 def test_absent_leaves_are_zeros_and_are_left_alone():
@@ -120,7 +121,7 @@ def test_absent_leaves_are_zeros_and_are_left_alone():
         del live["b"]
     box, have = Postbox(), frozenset({0, 3})
 
-    def one(rank: int) -> Loaded:
+    def one(rank: int) -> tuple[int, ...]:
         mine = {rank: job.slots[rank]} if rank in have else {}
         digests = {rank: job.digests(rank)}
         return load(
@@ -128,7 +129,7 @@ def test_absent_leaves_are_zeros_and_are_left_alone():
             SMALL,
         )  # fmt: skip
 
-    assert on_all(4, one) == [Loaded((), ())] * 4
+    assert on_all(4, one) == [()] * 4
     assert all(alike(live, tensors, ["a", "c"]) and "b" not in live for live in job.live)
 
 
@@ -148,10 +149,9 @@ def test_a_bad_chunk_is_reported_by_its_reader_and_nobody_hangs(lost):
     job = Job(4, "aec", 2)
     job.slots[1].data[CHUNK + 5] ^= 1
     found = job.load(lost)
-    assert [result.damaged for result in found] == [(), (1,), (), ()]
-    assert [result.unverified for result in found] == [(), (), (), lost]
+    assert found == [(), (1,), (), ()]
     job.live = [blank(tensors) for tensors in job.ranks]
-    assert job.load((1, *lost)) == [Loaded((), ())] * 4
+    assert job.load((1, *lost)) == [()] * 4
     assert job.is_whole()
 
 
@@ -159,7 +159,7 @@ def test_a_slot_that_is_too_short_is_damaged():
     job = Job(3, "none", 0)
     other = Job(3, "none", 0, {"large": random((64,), torch.float32, 1)})
     job.slots[2] = other.slots[2]
-    assert [result.damaged for result in job.load()] == [(), (), (2,)]
+    assert job.load() == [(), (), (2,)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -186,13 +186,14 @@ def test_wrong_digests_of_a_lost_slot_are_refused(scheme):
     found = job.load((2,), digests={2: table})
     assert isinstance(found[2], RestoreError)
     assert "lane 0" in str(found[2]) and "rank 2" in str(found[2])
-    assert all(isinstance(result, Loaded) for rank, result in enumerate(found) if rank != 2)
+    assert all(result == () for rank, result in enumerate(found) if rank != 2)
     assert isinstance(job.load((2,), digests={2: table[:1]})[2], RestoreError)
 
 
-def test_without_digests_a_lost_slot_is_unverified():
+def test_without_digests_a_lost_slot_is_loaded_uncompared():
     job = Job(3, "aec", 1)
-    assert [result.unverified for result in job.load((1,), digests={})] == [(), (1,), ()]
+    assert job.load((1,), digests={}) == [()] * 3
+    assert job.is_whole()
 
 
 def test_wrong_parity_is_found_by_the_rank_that_lost_its_slot():
@@ -253,7 +254,7 @@ def test_memory_beside_state_and_slots_is_bounded(scheme, kind):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found == [Loaded((), ())] * 4
+    assert found == [()] * 4
     assert job.is_whole()
     buffers = sizes.memory_max - (16 << 20)
     assert peak < 4 * (buffers + (2 << 20)), "of all four ranks"
@@ -295,7 +296,7 @@ def test_the_window_is_kept():
         return message
 
     box.post = watched
-    assert job.load(box=box) == [Loaded((), ())] * 3
+    assert job.load(box=box) == [()] * 3
     assert all(nbytes <= SMALL.window + 2 * SMALL.piece for nbytes in most.values()), most
 
 
@@ -324,7 +325,7 @@ def test_kept_leaves_come_from_the_own_slot(world, run_bytes):
 def test_one_rank_needs_no_transport():
     job = Job(1, "aec", 1)
     done = load(None, job.placement, 0, frozenset({0}), {0: 0}, {0: job.slots[0]}, job.live[0], (), {}, lambda _: None)
-    assert done == Loaded((), ())
+    assert done == ()
 
 
 def test_the_tool_makes_slots_as_a_snapshot_does():

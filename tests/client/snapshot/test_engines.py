@@ -141,7 +141,7 @@ def assert_any_survivors_have_it_all(placement: Placement, slots: dict[int, np.n
     for lost in itertools.combinations(domains, f):
         alive = {rank: data for rank, data in slots.items() if placement.domains[rank] not in lost}
         for number, lane in enumerate(placement.lanes):
-            expected = np.zeros(lane.padded_bytes, np.uint8)
+            expected = np.zeros(lane.D * lane.code.k * lane.shard_bytes, np.uint8)
             expected[: lane.nbytes] = cell_bytes(placement, lane.cell, tensors)[lane.begin : lane.begin + lane.nbytes]
             assert np.array_equal(gathered(placement, number, alive), expected), f"lane {number} without {lost}"
 

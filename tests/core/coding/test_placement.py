@@ -98,7 +98,7 @@ def test_every_byte_lies_in_exactly_one_data_shard_of_one_lane(placement):
                 assert span.end - span.begin + span.zeros == lane.shard_bytes
                 assert not zeros or span.begin == span.end  # zeros stand at the end of the lane only
                 end, zeros = span.end, zeros + span.zeros
-        assert end == lane.begin + lane.nbytes and lane.padded_bytes == lane.nbytes + zeros
+        assert end == lane.begin + lane.nbytes and lane.D * lane.code.k * lane.shard_bytes == lane.nbytes + zeros
         assert zeros < lane.D * lane.code.k * lane.code.w * 8
     assert ends == {index: cell.nbytes for index, cell in enumerate(placement.division.cells)}
 
@@ -132,7 +132,7 @@ def test_all_members_store_the_same_number_of_bytes_and_no_code_stores_less(plac
     for number, lane in enumerate(placement.lanes):
         k, f = lane.code.k, lane.code.f
         for rank in lane.members:
-            assert stored.pop((number, rank)) * lane.D * k == (k + f) * lane.padded_bytes
+            assert stored.pop((number, rank)) * lane.D * k == (k + f) * lane.D * lane.code.k * lane.shard_bytes
         for stripe in range(lane.D):
             assert [shards.pop((number, stripe, shard)) for shard in range(k + f)] == [1] * (k + f)
     assert not stored and not shards

@@ -1,12 +1,12 @@
 """Closed forms of idle times, held against a simulation that knows only orders and dependencies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
 from reft.core.pipeline import actions, bubbles
 from reft.core.pipeline.actions import Action, Kind, Times
-from reft.core.pipeline.bubbles import Gap, total
+from reft.core.pipeline.bubbles import Gap
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
@@ -16,6 +16,11 @@ WHOLE = [Times(1, 2), Times(1, 1), Times(5, 9), Times(2, 1)]
 CUT = [Times(1, 2, 1), Times(5, 9, 4), Times(1, 5, 2), Times(3, 4, 2), Times(2, 5, 3)]  # the backward in two parts
 SHAPES = [(P, M) for P in range(1, MOST_STAGES + 1) for M in range(1, 3 * P + 1)]
 Order = Callable[[int, int, int], tuple[Action, ...]]
+
+
+def total(gaps: Iterable[Gap]) -> float:
+    """The length of all gaps together."""
+    return sum(gap.length for gap in gaps)
 
 
 def simulated(order: Order, P: int, M: int, times: Times, is_v_shaped: bool = False):

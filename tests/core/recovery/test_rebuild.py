@@ -31,7 +31,7 @@ def slots_of(placement: Placement, seed: int = 0) -> dict[int, np.ndarray]:
         found[rank] = np.zeros(part.data_bytes, np.uint8)
         for block in part.blocks:
             lane = placement.lanes[block.lane]
-            padded = np.zeros(lane.begin + lane.padded_bytes, np.uint8)
+            padded = np.zeros(lane.begin + lane.D * lane.code.k * lane.shard_bytes, np.uint8)
             padded[: lane.begin + lane.nbytes] = cells[lane.cell][: lane.begin + lane.nbytes]
             shards = [padded[slice(*lane.data_range(block.stripe, shard))] for shard in range(lane.code.k)]
             packets = [shard.reshape(lane.code.w, -1) for shard in shards]
@@ -145,7 +145,7 @@ def test_whatever_leaves_in_groups_up_to_64(D, f, rows, scheme, chance):
 
 def shard_of(lane: Lane, stripe: int, shard: int, state: np.ndarray) -> np.ndarray:
     """A shard as [packet, byte]."""
-    padded = np.zeros(lane.begin + lane.padded_bytes, np.uint8)
+    padded = np.zeros(lane.begin + lane.D * lane.code.k * lane.shard_bytes, np.uint8)
     padded[: lane.begin + lane.nbytes] = state[: lane.begin + lane.nbytes]
     data = [padded[slice(*lane.data_range(stripe, each))].reshape(lane.code.w, -1) for each in range(lane.code.k)]
     if shard < lane.code.k:

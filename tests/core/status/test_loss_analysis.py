@@ -17,7 +17,7 @@ from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery.recovery import Copy, Held, plan
 from reft.core.status import loss_analysis
-from reft.core.status.loss_analysis import Outlook, Pairs, survives
+from reft.core.status.loss_analysis import Outlook, Pairs
 
 EPOCH = Epoch(1, b"e" * 16)
 VERSION = Version(EPOCH, 1)
@@ -112,8 +112,7 @@ def test_kept_leaves_and_missing_capsules_are_named():
     assert (
         loss.lanes == (0,) and loss.bare == (0,) and loss.words == "w0 can't be decoded; no capsule of rank 0 is left"
     )
-    assert survives(it.placement, it.slots, it.copies, {}, ["n0", "n1"]) == loss
-    assert survives(it.placement, it.slots, it.copies, {}, ["n0"]) is None
+    assert bare.what_if(["n0"]) is None
 
 
 def test_verdicts_count_what_is_lost():
