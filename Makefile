@@ -11,10 +11,10 @@ demo: $(READY)
 	$(BIN)/reft-cli demo
 
 # What starts whole jobs waits for a third of its time, so three of those run side by side on two cores. What has one run for
-# a file to compare with stays together (xdist_group) and begins first; the rest is dealt out test by test.
+# a file to compare with stays together and begins first; the rest is dealt out test by test (tests/e2e/conftest.py).
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m $(QUICK) --ignore=tests/e2e
-	$(BIN)/pytest -n 3 --dist loadgroup --timeout=300 -m $(QUICK) tests/e2e
+	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
 # Each other trainer in an environment of its own; two at a time, since ranks wait for one another.
 trainers: $(READY)

@@ -13,8 +13,6 @@ from tests.support.daemons import DaemonProcess
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
-pytestmark = pytest.mark.xdist_group("crash_points")  # the undisturbed runs and the daemon are made once
-
 CHUNK = {"REFT_CHUNK_BYTES": "4096"}  # so that the small model has several chunks
 KILLED = -9
 # What dies at step 5 of the first attach (epoch 1); the newest version that may then be restored.

@@ -10,8 +10,6 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
-pytestmark = pytest.mark.xdist_group("daemon_faults")  # the undisturbed runs are made once
-
 STEPS = 80
 # A step that waited for a call would take as long as this deadline.
 WAITS = {"REFT_RPC_DEADLINE_S": "60"}

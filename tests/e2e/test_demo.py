@@ -21,7 +21,7 @@ from tests.support.daemons import HEEDFUL, ROOT, until
 
 STEPS = 24
 SHARED = Path("/dev/shm")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]  # one whole demo for all
+pytestmark = pytest.mark.timeout(300)
 
 
 class Demo:

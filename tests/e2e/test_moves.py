@@ -18,8 +18,6 @@ from tests.support.daemons import DaemonProcess, until, vanish
 from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
-pytestmark = pytest.mark.xdist_group("moves")  # the undisturbed runs are made once
-
 OPTIONS = {"seal_at": [4, 5, 6], "width": 96}
 STOP_AT = 6
 INVENTORY = pb.InventoryRequest(job="job")

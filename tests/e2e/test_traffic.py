@@ -28,8 +28,6 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import slot_path
 from tests.support.trainers import Spec, Trainers
 
-pytestmark = pytest.mark.xdist_group("traffic")  # one run a case for all
-
 WARM = 5  # snapshots before the count begins: connections are made, replicas are compared in whole
 SLOTS = 3
 CHUNK = 256 << 10  # bytes: the default
