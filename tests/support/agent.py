@@ -47,6 +47,10 @@ def fork_server() -> None:
     """Gives multiprocessing a fork server that is a fork of this process, which has no threads yet."""
     resource_tracker.ensure_running()  # before the fork, so that both have one
     server = forkserver._forkserver  # type: ignore[attr-defined]
+    if hasattr(server, "_forkserver_authkey"):  # Python 3.14 has words with it that are not ours to know
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+        return
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(connection.arbitrary_address("AF_UNIX"))
         listener.listen()
