@@ -22,7 +22,7 @@ def table_to(table: Table) -> bytes:
     """The table's bytes, always the same for the same table."""
     return pb.SymbolicTable(
         leaves=[_leaf_to(pattern) for pattern in table.patterns], axes=table.axes
-    ).SerializeToString(deterministic=True)  # fmt: skip
+    ).SerializeToString(deterministic=True)
 
 
 def table_from(data: bytes) -> Table:
@@ -43,9 +43,14 @@ def _leaf_to(pattern: Pattern) -> pb.SymbolicLeaf:
         return pb.SymbolicLeaf(literal=messages.leaf_to(pattern.literal))
     axes = [axis + 1 for axis in pattern.axes] if any(axis != WHOLE for axis in pattern.axes) else ()
     return pb.SymbolicLeaf(
-        name=pattern.name, dtype=pattern.dtype, staged=pattern.staged, item_bytes=pattern.item_bytes,
-        global_shape=pattern.global_shape, axes=axes, order=pattern.order,
-    )  # fmt: skip
+        name=pattern.name,
+        dtype=pattern.dtype,
+        staged=pattern.staged,
+        item_bytes=pattern.item_bytes,
+        global_shape=pattern.global_shape,
+        axes=axes,
+        order=pattern.order,
+    )
 
 
 def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> Pattern:
