@@ -172,8 +172,12 @@ async def serve(settings: Settings) -> None:
     bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "what the machine has free"
     log.info(
         "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
-        __version__, settings.node, settings.socket, settings.folder, bound,
-    )  # fmt: skip
+        __version__,
+        settings.node,
+        settings.socket,
+        settings.folder,
+        bound,
+    )
     for address in addresses:
         log.info("address=%s", address)
     await _until_stopped(registry, doors.watch(registry, services), settings.idle_exit_s, settings.tls)

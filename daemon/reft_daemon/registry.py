@@ -231,8 +231,9 @@ class Registry:
                 "job=%s: somebody has removed files of its slots from %s. Training and snapshots go on, but when this process "
                 "ends, they are gone. systemd does that when a user's last session ends (set RemoveIPC=no in logind.conf, or "
                 "loginctl enable-linger), and so do scripts that clear /dev/shm after a job.",
-                name, self.arena.folder,
-            )  # fmt: skip
+                name,
+                self.arena.folder,
+            )
         self._unlinked = unlinked
 
     async def close(self, purge: bool) -> None:

@@ -112,11 +112,15 @@ class Recovery:
             )
         self.rebuilt.append(
             {
-                "node": node, "onto": onto, "ranks": list(ranks), "step": plan.base.step,
-                "slot_bytes": sum(slot.data_bytes for slot in reply.slots), "read_bytes": reply.read_bytes,
+                "node": node,
+                "onto": onto,
+                "ranks": list(ranks),
+                "step": plan.base.step,
+                "slot_bytes": sum(slot.data_bytes for slot in reply.slots),
+                "read_bytes": reply.read_bytes,
                 "seconds": round(time.monotonic() - began, 3),
             }
-        )  # fmt: skip
+        )
         return True
 
     def _ended(self, view: RecoveryView) -> RecoveryView:

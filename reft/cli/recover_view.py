@@ -139,11 +139,15 @@ def _lost(findings: Findings, plan: Plan) -> list[LostView]:
         capsules = sorted({findings.names[plan.capsules[rank].node] for rank in ranks})
         found.append(
             LostView(
-                findings.names[node.id], node.id, tuple(ranks), _holds(findings, node.id),
+                findings.names[node.id],
+                node.id,
+                tuple(ranks),
+                _holds(findings, node.id),
                 tuple(_cell(findings, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)),
-                tuple(capsules), sum(placement.part(rank).data_bytes for rank in ranks),
+                tuple(capsules),
+                sum(placement.part(rank).data_bytes for rank in ranks),
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -142,12 +142,13 @@ def _node_views(ranks: Sequence[RankView], status: pb.JobStatus) -> list[NodeVie
         states = {rank.state for rank in mine}
         sealed = [rank.sealed_step for rank in mine]
         view = NodeView(
-            name, next(state for state in ("gone", "training", "ended") if state in states),
+            name,
+            next(state for state in ("gone", "training", "ended") if state in states),
             tuple(rank.rank for rank in mine),
             None if None in sealed else min(step for step in sealed if step is not None),
             max((rank.age_s for rank in mine if rank.age_s is not None), default=None),
             sum(rank.nbytes for rank in mine),
-        )  # fmt: skip
+        )
         found.append(_with_signal(view, signals.get(name)))
     silent = [NodeView(name, "silent", (), None, None, 0) for name in sorted(status.silent_nodes)]
     return found + [_with_signal(view, signals.get(view.node)) for view in silent]

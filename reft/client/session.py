@@ -281,8 +281,9 @@ class Session:
         if self._stepping is not _Stepping.REPLAYED:
             log.warning(
                 "rank %d: the optimizer's step is captured in a CUDA graph, whose replays call no hook. Mark each step with "
-                "session.step_end(); the device waits there until the state is copied.", self._snapshots.rank,
-            )  # fmt: skip
+                "session.step_end(); the device waits there until the state is copied.",
+                self._snapshots.rank,
+            )
         self._stepping = _Stepping.REPLAYED
 
     def _after_last(self, optimizer: object, *_: object) -> None:
@@ -292,8 +293,9 @@ class Session:
         if isinstance(marks, Resumed) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
                 "%d calls of the optimizer without a mark: no snapshot is taken, since the restored step was marked. Mark steps "
-                "with session.step_end(), or start under another job name.", CALLS_WITHOUT_MARK,
-            )  # fmt: skip
+                "with session.step_end(), or start under another job name.",
+                CALLS_WITHOUT_MARK,
+            )
         elif not isinstance(marks, Unmarked):
             return
         elif marks.count():

@@ -121,9 +121,13 @@ class Listener:
         if term is None or self._under_way[name] >= UNDER_WAY_MAX:
             return None
         request = pb.AgentBeatRequest(
-            job=term.job, node_id=term.node_id, launch=term.launch, round=term.round, pid=self._reviver.agent_pid,
+            job=term.job,
+            node_id=term.node_id,
+            launch=term.launch,
+            round=term.round,
+            pid=self._reviver.agent_pid,
             phase=messages.agent_to(self._phase),
-        )  # fmt: skip
+        )
         if not name:
             request.token = term.token
             if self._must_introduce:

@@ -119,6 +119,10 @@ def rendezvous_id_of(run_id: str) -> str:
 def job_of(run_id: str, launch: str) -> Job:
     """The job as its daemons and trainers name it, in this launch."""
     return identify(
-        chosen=Config.load().job, run_id=run_id, slurm_job=os.environ.get("SLURM_JOB_ID", ""), script=script_of(sys.argv),
-        user=os.getuid(), launch=launch,
-    )  # fmt: skip
+        chosen=Config.load().job,
+        run_id=run_id,
+        slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+        script=script_of(sys.argv),
+        user=os.getuid(),
+        launch=launch,
+    )

@@ -32,9 +32,14 @@ class Guard:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "reft.elastic.orphan_reaper"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            cwd="/", env=child_environment(),
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            env=child_environment(),
+        )
         self._others = {child.pid for child in psutil.Process().children()}
 
     def look(self) -> None:

@@ -76,8 +76,13 @@ def encode(state: State) -> bytes:
     index = {node: i for i, node in enumerate(nodes)}
     return json.dumps(
         {
-            "format": FORMAT, "round": state.round, "complete": state.complete, "closed": state.closed,
-            "deadline": _text(state.deadline), "launch": state.launch, "token": state.token,
+            "format": FORMAT,
+            "round": state.round,
+            "complete": state.complete,
+            "closed": state.closed,
+            "deadline": _text(state.deadline),
+            "launch": state.launch,
+            "token": state.token,
             "nodes": [_entry(state, node) for node in nodes],
             "participants": [[index[node], rank] for node, rank in state.participants.items()],
             "waiting": sorted(index[node] for node in state.wait_list),
@@ -85,7 +90,7 @@ def encode(state: State) -> bytes:
             "places": [[place.rank, place.member.agent, place.member.home] for place in state.places],
         },
         separators=(",", ":"),
-    ).encode()  # fmt: skip
+    ).encode()
 
 
 def decode(data: bytes) -> State:

@@ -65,10 +65,15 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and small tensors."""
-        return {"loops": self._loops, "before_iter": self.before_iter, "process": this_process(),
-                "stops": self._trainer.should_stop, "metrics": self._metrics,
-                "callbacks": {each.state_key: state for each in self._trainer.callbacks if (state := each.state_dict())},
-                "datamodule": self._trainer.datamodule.state_dict() if self._trainer.datamodule else {}}  # fmt: skip
+        return {
+            "loops": self._loops,
+            "before_iter": self.before_iter,
+            "process": this_process(),
+            "stops": self._trainer.should_stop,
+            "metrics": self._metrics,
+            "callbacks": {each.state_key: state for each in self._trainer.callbacks if (state := each.state_dict())},
+            "datamodule": self._trainer.datamodule.state_dict() if self._trainer.datamodule else {},
+        }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         """Brings the counters back, by Lightning's own logic of resuming; `_Fit` takes the loader there.
@@ -121,9 +126,11 @@ class _Fit:
         self._random = capture_random() if self._position.is_held else None
         self._stepped = trainer.global_step
         self._originals = (
-            self._loop.setup_data, self._loop.epoch_loop.on_run_start, self._loop.epoch_loop.on_advance_end,
+            self._loop.setup_data,
+            self._loop.epoch_loop.on_run_start,
+            self._loop.epoch_loop.on_advance_end,
             self._loop.on_advance_end,
-        )  # fmt: skip
+        )
         self._put(self._setup_data, self._epoch_starts, self._batch_ends, self._epoch_ends)
 
     def _put(self, setup_data: Any, on_run_start: Any, on_batch_end: Any, on_epoch_end: Any) -> None:

@@ -72,9 +72,14 @@ class RandomStates:
 
 
 def attach(
-    model_chunks: Any, optimizer: Any, opt_param_scheduler: Any = None, data: Any = None, *,
-    state: Mapping[str, Any] | None = None, **options: Any,
-) -> Session:  # fmt: skip
+    model_chunks: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any = None,
+    data: Any = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Session:
     """Protects a Megatron-core job, and brings its state back if this is a restart. Call it on every rank.
 
     Args:

@@ -32,15 +32,28 @@ from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_p
 TESTED = Tested("transformers", "5.23.0")
 LOGS_HELD = 50  # of TrainerState.log_history: it grows with the run, a capsule must not
 STATE = (
-    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "best_metric",
+    "best_global_step",
     "best_model_checkpoint",
-)  # fmt: skip
+)
 COUNTERS = (
-    "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
     "current_flos",
-)  # fmt: skip
-RESUMING = ("epoch", "num_update_steps_per_epoch", "resume_from_checkpoint", "epochs_trained",
-            "steps_trained_in_current_epoch")  # fmt: skip
+)
+RESUMING = (
+    "epoch",
+    "num_update_steps_per_epoch",
+    "resume_from_checkpoint",
+    "epochs_trained",
+    "steps_trained_in_current_epoch",
+)
 
 
 class Position:
@@ -67,13 +80,17 @@ class Position:
         """Plain values only."""
         state = self._trainer.state
         return {
-            "epoch": self.epoch, "updates": self.updates, "has_ended": self.has_ended, "stops": self.stops,
-            "process": this_process(), "at_epoch_begin": self.at_epoch_begin,
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "has_ended": self.has_ended,
+            "stops": self.stops,
+            "process": this_process(),
+            "at_epoch_begin": self.at_epoch_begin,
             "state": {name: getattr(state, name) for name in STATE},
             "logs": state.log_history[-LOGS_HELD:],
             "counters": {name: getattr(self._trainer, name) for name in COUNTERS},
             "callbacks": [[type(each).__name__, each.state()["attributes"]] for each in self._stateful()],
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         """Brings the Trainer's counters back; `_Run` brings its loop there.
@@ -159,9 +176,10 @@ class _Run:
             self._trainer.control.should_training_stop |= self._position.stops
             restore_random(self._position.at_epoch_begin)
             arguments |= {
-                "epochs_trained": epoch, "resume_from_checkpoint": "the memory of reft",
+                "epochs_trained": epoch,
+                "resume_from_checkpoint": "the memory of reft",
                 "steps_trained_in_current_epoch": updates * accumulation,
-            }  # fmt: skip
+            }
         self._run_epoch(**arguments)
 
     def load_rng_state(self, checkpoint: str | None) -> None:

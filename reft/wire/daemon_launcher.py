@@ -118,12 +118,21 @@ def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
                    "--idle-exit", str(IDLE_EXIT_S), *flags]  # fmt: skip
         with open(log_path, "ab") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/",
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                cwd="/",
                 env=child_environment(REFT_FAILPOINTS=""),
-            )  # fmt: skip
+            )
         reply = _await(process, address, log_path)
-        log.info("no reft-daemon was running: started one (pid %d, log %s); it leaves %d s after its last job is gone.",
-                 process.pid, log_path, IDLE_EXIT_S)  # fmt: skip
+        log.info(
+            "no reft-daemon was running: started one (pid %d, log %s); it leaves %d s after its last job is gone.",
+            process.pid,
+            log_path,
+            IDLE_EXIT_S,
+        )
         return reply
 
 

@@ -71,9 +71,7 @@ def decision_from(message: pb.Decision) -> Decision:
 
 def held_from(node_id: str, header: pb.SlotHeader) -> Held:
     version = version_from(header.version) if header.HasField("version") else None
-    return Held(
-        node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes
-    )  # fmt: skip
+    return Held(node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes)
 
 
 def copy_from(node_id: str, header: pb.CopyHeader) -> Copy:
@@ -173,10 +171,13 @@ def _sign_to(sign: Sign) -> pb.Sign:
     if sign.stall is not None:
         message.stall.CopyFrom(
             pb.Stall(
-                rank=sign.stall.rank, step=sign.stall.step, still_s=sign.stall.still_s, usual_s=sign.stall.usual_s,
+                rank=sign.stall.rank,
+                step=sign.stall.step,
+                still_s=sign.stall.still_s,
+                usual_s=sign.stall.usual_s,
                 stopped=sign.stall.stopped,
             )
-        )  # fmt: skip
+        )
     return message
 
 
@@ -188,11 +189,13 @@ def signs_from(messages: Iterable[pb.Sign]) -> list[Sign]:
     """
     return [
         Sign(
-            message.node_id, signal_from(message.signal), message.reason[:REASON_MAX],
+            message.node_id,
+            signal_from(message.signal),
+            message.reason[:REASON_MAX],
             _stall_from(message.stall) if message.HasField("stall") else None,
         )
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 def _stall_from(message: pb.Stall) -> Stall:

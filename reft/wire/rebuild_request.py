@@ -26,9 +26,7 @@ def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Co
     digest = division.layout_of[rank]
     places = {leaf.name: pb.CELL for cell in division.cells_of[digest] for leaf in division.cells[cell].leaves}
     places |= dict.fromkeys(division.riders[digest], pb.RIDER)
-    offsets = {
-        leaf.name: part.kept_offset + at for leaf, at in zip(part.kept.leaves, part.kept.offsets, strict=True)
-    }  # fmt: skip
+    offsets = {leaf.name: part.kept_offset + at for leaf, at in zip(part.kept.leaves, part.kept.offsets, strict=True)}
     leaves = [leaf for leaf in predicted.leaves if leaf.name not in absent]
     leaves.sort(key=lambda leaf: (offsets.get(leaf.name, -1), leaf.name))
     at = tuple(offsets.get(leaf.name, 0) for leaf in leaves)

@@ -18,7 +18,7 @@ from reft.errors import (
     NoRoom,
     ReftError,
     StaleEpoch,
-)  # fmt: skip
+)
 from reft.wire.tls import Tls
 
 MESSAGE_MAX: Final = 34 << 20  # bytes: two manifests of 16 MiB, as a decision and an inventory have, and their envelope

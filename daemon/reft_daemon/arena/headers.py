@@ -41,9 +41,12 @@ def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
         if header is None:
             continue
         message = pb.SlotHeader(
-            rank=header.rank, slot=slot.name, state=pb.SlotState.Name(header.state), layout=header.layout,
+            rank=header.rank,
+            slot=slot.name,
+            state=pb.SlotState.Name(header.state),
+            layout=header.layout,
             data_bytes=header.data_bytes,
-        )  # fmt: skip
+        )
         if header.version:
             message.version.CopyFrom(messages.version_to(header.version))
         found.append(message)

@@ -14,9 +14,13 @@ _UNLIMITED = 1 << 60
 
 
 def limits(
-    budget_bytes: int, held_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"),
-    spare_bytes: int = 0, margin: float = MARGIN,
-) -> list[Limit]:  # fmt: skip
+    budget_bytes: int,
+    held_bytes: int,
+    proc: Path = Path("/proc"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    spare_bytes: int = 0,
+    margin: float = MARGIN,
+) -> list[Limit]:
     """All bounds on what may be reserved now.
 
     Args:
@@ -42,10 +46,11 @@ def limits(
         if free is not None:
             found.append(
                 Limit(
-                    f"the memory limit of the cgroup {group}", free + spare_bytes,
+                    f"the memory limit of the cgroup {group}",
+                    free + spare_bytes,
                     "raise the container's memory limit, or slots=2",
                 )
-            )  # fmt: skip
+            )
     return found
 
 

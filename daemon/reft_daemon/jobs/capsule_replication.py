@@ -149,9 +149,12 @@ class Custody:
             return None
         try:
             record = pb.CapsuleRecord(
-                rank=slot.rank, version=messages.version_to(version), kept_bytes=self._kept_of(slot.map),
-                capsule=slot.map.capsule(), digests=slot.map.digests[: slot.map.chunks].tobytes(),
-            )  # fmt: skip
+                rank=slot.rank,
+                version=messages.version_to(version),
+                kept_bytes=self._kept_of(slot.map),
+                capsule=slot.map.capsule(),
+                digests=slot.map.digests[: slot.map.chunks].tobytes(),
+            )
         except FormatError:
             if slot.map.reread().seq == before.seq:
                 raise

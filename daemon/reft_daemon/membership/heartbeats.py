@@ -199,11 +199,15 @@ class Signalling:
         now_s = time.monotonic()
         return [
             pb.NodeSignal(
-                node_id=node, node=each.name, signal=messages.signal_to(each.signal), reason=each.reason,
-                age_s=now_s - each.since_s, agent=each.agent.last_s is not None,
+                node_id=node,
+                node=each.name,
+                signal=messages.signal_to(each.signal),
+                reason=each.reason,
+                age_s=now_s - each.since_s,
+                agent=each.agent.last_s is not None,
             )
             for node, each in vigil.lookout.members.items()
-        ]  # fmt: skip
+        ]
 
     # Daemons
 
@@ -290,10 +294,14 @@ class Signalling:
     async def _beat(self, vigil: Vigil, term: Term, node: str) -> None:
         lookout = vigil.lookout
         request = pb.BeatRequest(
-            job=vigil.job, launch=term.launch, round=term.round, source=self._own, target=node,
+            job=vigil.job,
+            launch=term.launch,
+            round=term.round,
+            source=self._own,
+            target=node,
             signs=messages.signs_to(lookout.signs(vigil.word)),
             heard=messages.heard_to(lookout.heard_s(time.monotonic())),
-        )  # fmt: skip
+        )
         try:
             reply = await self.peers.call(term.nodes[node], term.token, pb_grpc.PeerStub, "Beat", request, DEADLINE_S)
             assert isinstance(reply, pb.BeatReply)

@@ -232,10 +232,13 @@ class Couriers:
         if job.round is None or self._failpoints.hit("round.send"):
             return
         request = pb.GatherRequest(
-            job=job.id, epoch=messages.epoch_to(job.epoch), node_index=job.record.node_index,
+            job=job.id,
+            epoch=messages.epoch_to(job.epoch),
+            node_index=job.record.node_index,
             said=messages.said_to(job.round.said(), job.round.digests()),
-            unlike=sorted(job.round.outcome.unlike), wish=job.round.wish,
-        )  # fmt: skip
+            unlike=sorted(job.round.outcome.unlike),
+            wish=job.round.wish,
+        )
         if job.round.has_news and request != self._said:
             reply = await self._call(node, "Gather", request)
             self._said = request

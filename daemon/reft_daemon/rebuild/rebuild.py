@@ -150,9 +150,7 @@ class Rebuild:
     async def _adopt(self) -> HeldJob:
         """The job's record, as an attach would have left it on the lost node."""
         request = self.request
-        decide = pb.DecideRequest(
-            manifest=request.manifest, decision=request.decision, node_index=request.node_index
-        )  # fmt: skip
+        decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
         if request.HasField("base_manifest"):
             decide.base_manifest.CopyFrom(request.base_manifest)
         await self.registry.decide(decide)
@@ -337,9 +335,13 @@ class Rebuild:
         # A rank of another lost node than the one whose place was taken is held, but does not train here.
         (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = job.drafts.pop(slot.name)
         return pb.SlotHeader(
-            rank=lost.rank, slot=slot.name, state=pb.SEALED, version=self.request.version,
-            layout=slot.map.header.layout, data_bytes=lost.data_bytes,
-        )  # fmt: skip
+            rank=lost.rank,
+            slot=slot.name,
+            state=pb.SEALED,
+            version=self.request.version,
+            layout=slot.map.header.layout,
+            data_bytes=lost.data_bytes,
+        )
 
     def _check_still(self, job: HeldJob) -> None:
         """Raises StaleEpoch, or AttachError, if somebody attached meanwhile or the job was purged."""

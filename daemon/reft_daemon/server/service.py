@@ -439,9 +439,11 @@ def _rank_status(job: HeldJob, rank: int, node: str) -> pb.RankStatus:
     lease = job.leases.get(rank)
     sealed = job.sealed_versions(rank)
     status = pb.RankStatus(
-        rank=rank, node=node, step=lease.step if lease else -1,
+        rank=rank,
+        node=node,
+        step=lease.step if lease else -1,
         bytes=sum(slot.file_bytes for slot in job.all_slots.values() if slot.rank == rank),
-    )  # fmt: skip
+    )
     if lease:
         status.alive, status.closed = lease.watch is not None, lease.closed
         status.trouble, status.pid = lease.trouble, lease.process.pid

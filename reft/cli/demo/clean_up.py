@@ -56,9 +56,14 @@ def start(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "reft.cli.demo.clean_up", *map(str, folders)]
     # A session of its own: Ctrl-C in the terminal must not reach it. No output: it may outlive its owner's pipes.
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        cwd="/", env=child_environment(),
-    )  # fmt: skip
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+        env=child_environment(),
+    )
 
 
 if __name__ == "__main__":

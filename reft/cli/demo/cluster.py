@@ -120,9 +120,12 @@ class Cluster:
     """
 
     def __init__(
-        self, nodes: int = 2, ranks_per_node: int = 2, keep: Path | None = None,
+        self,
+        nodes: int = 2,
+        ranks_per_node: int = 2,
+        keep: Path | None = None,
         daemon_environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.ranks_per_node = ranks_per_node
         self.world = nodes * ranks_per_node
         self.folder = short_folder()
@@ -161,8 +164,8 @@ class Cluster:
     # Jobs
 
     def launch(
-        self, job: str, steps: int, *, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = (),
-    ) -> Training:  # fmt: skip
+        self, job: str, steps: int, *, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+    ) -> Training:
         """Starts a job's agents; returns at once.
 
         Args:

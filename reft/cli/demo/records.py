@@ -175,9 +175,13 @@ def compare(disturbed: Result, plain: Result, steps: int) -> Comparison:
         differences += _differing(rank, disturbed.digests.get(rank, {}), plain.digests.get(rank, {}))
     names = plain.digests.get(0, {})
     return Comparison(
-        len(plain.attempts), losses, twice, sum(name.startswith("parameter ") for name in names),
-        sum(name.startswith("optimizer ") for name in names), differences,
-    )  # fmt: skip
+        len(plain.attempts),
+        losses,
+        twice,
+        sum(name.startswith("parameter ") for name in names),
+        sum(name.startswith("optimizer ") for name in names),
+        differences,
+    )
 
 
 def _differing(rank: int, one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

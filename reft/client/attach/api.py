@@ -28,8 +28,9 @@ def attach(
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
-        return Session(None, optimizers, step=0, restored_from=None, counts_calls=False, metronome=None,
-                       seal_deadline_s=0)  # fmt: skip
+        return Session(
+            None, optimizers, step=0, restored_from=None, counts_calls=False, metronome=None, seal_deadline_s=0
+        )
     exchange = Exchange(settings.attach_deadline_s)
     try:
         launch = Launch.load()

@@ -86,18 +86,26 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
     """What a rank says of the job that it belongs to."""
     script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
     return {
-        "job": settings.job, "run_id": chosen_run_id(launch, agents_command()), "slurm": launch.slurm_job,
-        "script": script, "user": os.getuid(), "launch": launch_mark(launch), "unnamed": launch.unnamed_job,
-    }  # fmt: skip
+        "job": settings.job,
+        "run_id": chosen_run_id(launch, agents_command()),
+        "slurm": launch.slurm_job,
+        "script": script,
+        "user": os.getuid(),
+        "launch": launch_mark(launch),
+        "unnamed": launch.unnamed_job,
+    }
 
 
 def agreed_facts(request: Request, settings: Config) -> dict[str, Any]:
     """What must be the same on all ranks: each makes the manifest for its own daemon, and with it the placement."""
     agreed = {
-        "protocol": messages.PROTOCOL, "protect": request.protect, "tolerate": request.tolerate,
-        "every": "auto" if request.adapts else request.every, "chunk_bytes": settings.chunk_bytes,
+        "protocol": messages.PROTOCOL,
+        "protect": request.protect,
+        "tolerate": request.tolerate,
+        "every": "auto" if request.adapts else request.every,
+        "chunk_bytes": settings.chunk_bytes,
         "load_transport": settings.load_transport,
-    }  # fmt: skip
+    }
     return {"agreed": agreed}
 
 
@@ -119,9 +127,14 @@ def job_of(facts: Mapping[str, Any]) -> Job:
         ConfigError: its name is not allowed.
     """
     return identify(
-        chosen=facts["job"], run_id=facts["run_id"], slurm_job=facts["slurm"], script=facts["script"], user=facts["user"],
-        launch=facts["launch"], unnamed=facts["unnamed"],
-    )  # fmt: skip
+        chosen=facts["job"],
+        run_id=facts["run_id"],
+        slurm_job=facts["slurm"],
+        script=facts["script"],
+        user=facts["user"],
+        launch=facts["launch"],
+        unnamed=facts["unnamed"],
+    )
 
 
 def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:

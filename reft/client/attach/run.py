@@ -270,10 +270,11 @@ class Attachment:
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
             request = pb.DecideRequest(
-                manifest=self.manifest, decision=messages.decision_to(self.decision),
+                manifest=self.manifest,
+                decision=messages.decision_to(self.decision),
                 node_index=[node.id for node in self.nodes].index(self._node.id),
                 dropped=[slot.slot for slot in self.plan.dropped if slot.node == self._node.id],
-            )  # fmt: skip
+            )
             if self.plan.base is not None:
                 request.base_manifest.CopyFrom(self.findings.manifests[self.plan.base.epoch])
             self._call("Decide", request)
@@ -374,10 +375,15 @@ class Attachment:
         )
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
         session = Session(
-            snapshots, self.subjects.optimizers, step=base.step if base else 0, restored_from=restored_from,
-            counts_calls=tree is not None and not tree["marked"], metronome=self._metronome(snapshots),
-            seal_deadline_s=self.settings.seal_deadline_s, schedule=self.request.schedule,
-        )  # fmt: skip
+            snapshots,
+            self.subjects.optimizers,
+            step=base.step if base else 0,
+            restored_from=restored_from,
+            counts_calls=tree is not None and not tree["marked"],
+            metronome=self._metronome(snapshots),
+            seal_deadline_s=self.settings.seal_deadline_s,
+            schedule=self.request.schedule,
+        )
         if self.exchange.rank == 0:
             self._announce(restored_from)
         if tree is not None:

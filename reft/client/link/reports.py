@@ -112,7 +112,9 @@ class Reporter:
             if self._held_back or self._failpoints.hit("report.send", rank=self._rank):
                 return
             request = pb.ReportRequest(
-                job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank,
+                job=self._job,
+                epoch=messages.epoch_to(self._epoch),
+                rank=self._rank,
                 said=messages.said_to(Said(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
             )  # fmt: skip

@@ -83,7 +83,7 @@ def load(
     spaces = {
         number: CellSpace(cell.leaves, cell.offsets, tensors, absent, decoder.device)
         for number, cell in zip(own, cells, strict=True)
-    }  # fmt: skip
+    }
     decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
@@ -140,9 +140,12 @@ def _load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None
 
 
 def _verify(
-    placement: Placement, rank: int, spaces: Mapping[int, CellSpace], digests: npt.NDArray[np.uint64],
+    placement: Placement,
+    rank: int,
+    spaces: Mapping[int, CellSpace],
+    digests: npt.NDArray[np.uint64],
     pool: ThreadPoolExecutor,
-) -> None:  # fmt: skip
+) -> None:
     """Compares the data shards that a lost slot had with its digests.
 
     The parity that it had is not made again: it is a function of bytes that others hold.

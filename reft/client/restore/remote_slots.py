@@ -95,9 +95,13 @@ class Remote:
         """Fills `room` with the slot's first bytes."""
         assert held.version is not None, "a slot without a version is no source"
         request = pb.ReadRequest(
-            job=self.job, slot=held.slot, version=messages.version_to(held.version), offset=0, size=room.nbytes,
+            job=self.job,
+            slot=held.slot,
+            version=messages.version_to(held.version),
+            offset=0,
+            size=room.nbytes,
             node=self._elsewhere(held.node),
-        )  # fmt: skip
+        )
         at = 0
         with self._stub(held.node, held.rank) as stub:
             for chunk in stub.Read(request, timeout=self.deadline_s + room.nbytes / FAR_BYTES_PER_S):

@@ -115,9 +115,7 @@ class Reshaping:
         found = self._match(facts)
         self._inherit(facts, {digest: value for each in published for digest, value in each.items()})
         self._tell(found)
-        regather = Regather(
-            found.needs, self.placement, self._readers, self._keepers, self._node_of, sizes
-        )  # fmt: skip
+        regather = Regather(found.needs, self.placement, self._readers, self._keepers, self._node_of, sizes)
         self.exchange.together(self._make)
         results = self.exchange.together(lambda: self._load(regather, transport, at_chunk))
         damaged = sorted({old for each in results for old in each["damaged"]})
@@ -190,9 +188,13 @@ class Reshaping:
             part: host_state_resharding.digest(value) for part, value in host_state_resharding.parts(tree).items()
         }
         return {
-            "absent": tree["absent"], "others": text_of(others), "digests": digests, "step": tree["step"],
-            "marked": tree["marked"], "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
-        }  # fmt: skip
+            "absent": tree["absent"],
+            "others": text_of(others),
+            "digests": digests,
+            "step": tree["step"],
+            "marked": tree["marked"],
+            "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
+        }
 
     def _slot(self, held: Held) -> SlotMap:
         if held.node == self.node:
@@ -270,10 +272,14 @@ class Reshaping:
             values |= {digest: parts[part] for part, digest in facts[old]["digests"].items()}
         objects = self.host.objects
         found = Inheritance(
-            self.rank, self._world, [facts[old]["digests"] for old in range(len(self.before))], values, self.host.capture(0),
+            self.rank,
+            self._world,
+            [facts[old]["digests"] for old in range(len(self.before))],
+            values,
+            self.host.capture(0),
             [name for name, value in objects.items() if isinstance(value, torch.Generator)],
             [name for name, value in objects.items() if hasattr(value, "load_state_dicts")],
-        )  # fmt: skip
+        )
         self._tree = found.tree(facts[0]["step"], facts[0]["marked"])
         self._inheritance = found
 

@@ -68,9 +68,14 @@ class Metronome:
         if self.cadence.hear(pace) and pace.every != before:
             log.warning(
                 "rank %d: from step %d on each %d. step is snapshotted; a snapshot holds up training for %.3f ms here, a "
-                "step takes %.1f ms, and the budget is %.2f %%.", self.snapshots.rank, pace.start, pace.every,
-                1000 * self.frequency.stall_s, 1000 * self.frequency.step_s.mean, 100 * self.frequency.budget,
-            )  # fmt: skip
+                "step takes %.1f ms, and the budget is %.2f %%.",
+                self.snapshots.rank,
+                pace.start,
+                pace.every,
+                1000 * self.frequency.stall_s,
+                1000 * self.frequency.step_s.mean,
+                100 * self.frequency.budget,
+            )
         if not self.cadence.due(step):
             return False
         each = self._spacing(step)

@@ -188,9 +188,14 @@ class CpuCopier:
             self.tally.timeline.add(Event(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes))
 
     def _read(
-        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int,
+        self,
+        job: CopyJob,
+        plan: Plan,
+        data: Bytes,
+        digests: np.ndarray,
+        thread: int,
         tasks: Iterable[tuple[int, Tier | None]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Tasks of parts come first, columns after them; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
         counts = [0] * len(TIERS)

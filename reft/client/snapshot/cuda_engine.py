@@ -181,8 +181,9 @@ class CudaCopier:
             except torch.OutOfMemoryError:
                 log.warning(
                     "%d bytes of scratch memory for overruns are more than the device has left: the optimizer waits for "
-                    "what is not copied at the fence. Lower REFT_OVERRUN_SCRATCH_BYTES.", self._overrun_bytes,
-                )  # fmt: skip
+                    "what is not copied at the fence. Lower REFT_OVERRUN_SCRATCH_BYTES.",
+                    self._overrun_bytes,
+                )
                 self._overrun = torch.empty(0, dtype=torch.uint8, device=device)
         return self._overrun
 

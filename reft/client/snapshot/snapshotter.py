@@ -313,8 +313,10 @@ class Snapshots:
             if self.placement.lanes and extra != (before.extra if before else ()):
                 log.warning(
                     "rank %d: %d leaves were not foreseen by attach and are lost with their node, e.g. %s.",
-                    self.rank, len(extra), ", ".join(extra[:3]),
-                )  # fmt: skip
+                    self.rank,
+                    len(extra),
+                    ", ".join(extra[:3]),
+                )
         return self._held
 
     def _room_for(self, held: Held) -> bool:

@@ -77,10 +77,14 @@ class Timeline:
 
     def _drawn(self, event: Event, rank: int, number: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {
-            "name": event.name, "cat": event.track if event.tier is None else TIERS[event.tier], "ph": "X",
-            "ts": round((self._epoch_s + event.begin_s) * 1e6, 1), "dur": round((event.end_s - event.begin_s) * 1e6, 1),
-            "pid": rank, "tid": number,
-        }  # fmt: skip
+            "name": event.name,
+            "cat": event.track if event.tier is None else TIERS[event.tier],
+            "ph": "X",
+            "ts": round((self._epoch_s + event.begin_s) * 1e6, 1),
+            "dur": round((event.end_s - event.begin_s) * 1e6, 1),
+            "pid": rank,
+            "tid": number,
+        }
         details: dict[str, Any] = {} if event.tier is None else {"tier": int(event.tier)}
         if event.detail >= 0:
             details["number"] = event.detail

@@ -135,9 +135,14 @@ class Bindings:
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
     def add(
-        self, name: str, place: Mapping[Any, Any], key: object, tensor: torch.Tensor, staged: bool = False,
+        self,
+        name: str,
+        place: Mapping[Any, Any],
+        key: object,
+        tensor: torch.Tensor,
+        staged: bool = False,
         box: Box | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Notes a tensor, unless the same memory is known under an earlier name.
 
         Args:

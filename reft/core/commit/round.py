@@ -121,9 +121,12 @@ class Outcome:
         """With another one, older or newer: what either decides is decided."""
         still = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
         return Outcome(
-            max(self.whole, outcome.whole), max(self.until, outcome.until), frozenset(still),
-            self.unlike | outcome.unlike, max(self.pace, outcome.pace),
-        )  # fmt: skip
+            max(self.whole, outcome.whole),
+            max(self.until, outcome.until),
+            frozenset(still),
+            self.unlike | outcome.unlike,
+            max(self.pace, outcome.pace),
+        )
 
 
 def _newest(steps: Iterable[int]) -> frozenset[int]:

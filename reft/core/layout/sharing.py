@@ -160,11 +160,13 @@ def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Me
         kinds: dict[object, int] = {}
         key = tuple(
             (
-                number, pattern.axes, kinds.setdefault(_kind(pattern), len(kinds)),
+                number,
+                pattern.axes,
+                kinds.setdefault(_kind(pattern), len(kinds)),
                 pattern.staged or name in unequal or not _whole_bytes(pattern),
             )
             for number, _, pattern in found
-        )  # fmt: skip
+        )
         alike.setdefault(key, []).append(found)
     return [
         [
@@ -176,9 +178,12 @@ def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Me
 
 
 def _divide(
-    members: Sequence[_Member], layouts: Sequence[Symbolic], ranks: Sequence[int], users: Sequence[Sequence[int]],
+    members: Sequence[_Member],
+    layouts: Sequence[Symbolic],
+    ranks: Sequence[int],
+    users: Sequence[Sequence[int]],
     groups: dict[tuple[int, ...], list[Leaf]],
-) -> Iterator[tuple[int, Family]]:  # fmt: skip
+) -> Iterator[tuple[int, Family]]:
     """One family: adds its leaves to the groups that share them; yields the layouts that have them alone."""
     holders: dict[object, list[tuple[int, _Member]]] = {}
     unshared: set[object] = set()

@@ -268,9 +268,10 @@ class Lookout:
     def lost(self) -> dict[str, float]:
         """Whom the term has lost → when that was known, so far as nothing was heard of them since."""
         return {
-            node: each.since_s for node, each in self.members.items()
+            node: each.since_s
+            for node, each in self.members.items()
             if each.signal is Signal.OFFLINE and each.newest_s < each.since_s and node != self.own
-        }  # fmt: skip
+        }
 
     # What was heard
 

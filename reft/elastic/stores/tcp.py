@@ -131,9 +131,14 @@ def _ensure_host(host: str, port: int, idle_s: int) -> None:
     command = [sys.executable, "-m", "reft.elastic.stores.store_host", "--port", str(port), "--idle-exit", str(idle_s)]
     with open(log_path, "ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=output, start_new_session=True, cwd="/",
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
             env=child_environment(),
-        )  # fmt: skip
+        )
     assert process.stdout is not None
     with process.stdout:
         is_ready = process.stdout.readline() == b"ready\n"

@@ -23,8 +23,10 @@ from reft.schedules import GPipe, Interleaved, OneFOneB, ZeroBubbleV
 Pipeline = OneFOneB | GPipe | Interleaved | ZeroBubbleV
 
 WORK = {
-    "forward_one_chunk": Kind.FORWARD, "backward_one_chunk": Kind.BACKWARD, "backward_weight_one_chunk": Kind.WEIGHT,
-}  # fmt: skip
+    "forward_one_chunk": Kind.FORWARD,
+    "backward_one_chunk": Kind.BACKWARD,
+    "backward_weight_one_chunk": Kind.WEIGHT,
+}
 
 
 def is_schedule(value: Any) -> bool:

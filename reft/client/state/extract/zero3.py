@@ -24,9 +24,14 @@ from reft.client.state.parameters import Named
 
 STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 READ = (
-    "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "sub_group_process_groups",
-    "persistent_parameters", "loss_scaler", "optimizer",
-)  # fmt: skip
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+    "sub_group_to_group_id",
+    "sub_group_process_groups",
+    "persistent_parameters",
+    "loss_scaler",
+    "optimizer",
+)
 
 
 def partitioned_parameters(parts: Parts) -> Iterator[Flat]:
