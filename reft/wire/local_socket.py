@@ -49,7 +49,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def frame(message: Message) -> bytes:
-    """A message as it travels."""
+    """Returns a message with its length before it."""
     body = message.SerializeToString()
     return _LENGTH.pack(len(body)) + body
 
@@ -61,10 +61,10 @@ class Frames:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that these bytes complete.
+        """Returns the messages that these bytes complete.
 
         Raises:
-            ValueError: one says that it is longer than MESSAGE_MAX, or no bytes came and one is not complete.
+            ValueError: a message is longer than MESSAGE_MAX, or no bytes came and a message is incomplete.
         """
         if self._data and not data:
             raise ValueError("a message ended early")
@@ -84,7 +84,7 @@ class Frames:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the other end, from the kernel; pid 0: this pid namespace has none for it."""
+    """Returns the other end's pid, 0 if it has none in this pid namespace, and uid."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
@@ -97,7 +97,7 @@ def close_all(descriptors: list[int]) -> None:
 
 
 class ReportConnection:
-    """The trainer's end for reports. One thread reads `replies`, any thread may send.
+    """Sends a trainer's reports. One thread reads `replies`, any thread may send.
 
     Args:
         path: of the socket, from HelloReply.local_socket.
@@ -136,7 +136,7 @@ class ReportConnection:
             self._socket.sendall(data)
 
     def replies(self) -> Iterator[pb.LocalReply]:
-        """What the daemon says, until the connection ends."""
+        """Yields what the daemon says, until the connection ends."""
         frames = Frames()
         with contextlib.suppress(OSError):
             while data := self._socket.recv(READ_BYTES):
@@ -151,7 +151,7 @@ class ReportConnection:
 
 
 def ask_slots(path: str, request: pb.SlotsRequest, give: Sequence[int], deadline_s: float) -> list[int]:
-    """The descriptors that the daemon hands out; the caller owns them.
+    """Returns the descriptors that the daemon hands out; the caller owns them.
 
     Args:
         path: of the socket, from HelloReply.local_socket.
@@ -180,7 +180,7 @@ class Caller:
 
 
 def introduce(path: str, deadline_s: float) -> Caller:
-    """This process as the daemon sees it.
+    """Returns this process as the daemon sees it.
 
     Args:
         path: of the socket, from HelloReply.local_socket.
@@ -198,7 +198,7 @@ def introduce(path: str, deadline_s: float) -> Caller:
 def _exchange(
     path: str, request: pb.LocalRequest, give: Sequence[int], deadline_s: float
 ) -> tuple[pb.LocalReply, list[int]]:
-    """A request's reply, empty if none came, and the descriptors that came with it; the caller owns them."""
+    """Returns a request's reply, empty if none came, and descriptors, which the caller owns."""
     request.protocol = PROTOCOL
     frames, descriptors = Frames(), list[int]()
     try:

@@ -158,7 +158,7 @@ class _Connection:
             raise
 
     def _send(self, reply: pb.LocalReply, descriptors: Sequence[int] = ()) -> None:
-        """Sends a reply, or what of it the caller takes now: the rest follows."""
+        """Sends as much of a reply as the caller takes now; the rest follows."""
         reply.protocol = messages.PROTOCOL
         data, sent = frame(reply), 0
         try:
@@ -324,7 +324,7 @@ def _news(job: HeldJob, rank: int, outcome: Outcome) -> pb.ReportReply:
 
 
 def _seen(pid: int) -> pb.Caller:
-    """The caller, as this daemon sees it.
+    """Returns the caller as this daemon sees it.
 
     Raises:
         AttachError: this daemon does not see it, so would not notice its death.

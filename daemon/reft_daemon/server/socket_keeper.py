@@ -1,12 +1,12 @@
-"""The sockets in the daemon's folder, made again when somebody removes them: whoever clears /tmp after a job does.
+"""Keeps the sockets in the daemon's folder: makes them again when a script that clears /tmp has removed them.
 
     PATH       calls of gRPC          ┐
     PATH.ln    the local socket       ├ every LOOK_S: are both there? ── no ──► new ones at the same paths
     PATH.lock  one daemon a socket    ┘
 
 Without them a daemon holds memory that nobody can reach, and its arena's lock keeps the next one out. Reports that have a
-connection go on meanwhile; calls of gRPC that are under way are ended, as by a daemon that restarts. Trainers of protocol 6
-report at PATH.ln too: those that outlive their daemon are told there that they are of another protocol.
+connection go on meanwhile; calls of gRPC that are under way are ended, as by a daemon that restarts. A trainer of protocol 6
+reports at PATH.ln too. If it outlives its daemon, the next one tells it there that the protocols differ.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each report says all of what is undecided (`reft.core.commit.round.Said`), so what was lost with a daemon is repaired by the
 next. At most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has
-waited long enough. A thread hears the replies; whoever reports makes the connection anew after it has ended.
+waited long enough. A thread hears the replies. After the connection has ended, the next report makes a new one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A daemon whose sockets somebody removes, as whoever clears /tmp after a job does."""
+"""A daemon whose sockets somebody removes, as scripts that clear /tmp after a job do."""
 
 from __future__ import annotations
 
