@@ -6,7 +6,7 @@
 
 What torch does with a worker afterwards is untouched. Private names that are used, and with what they were tried:
     api.get_subprocess_handler, SubprocessHandler._popen, ._stdout, ._stderr     torch 2.13
-    subprocess.Popen._execute_child, ._child_created                            CPython 3.10, 3.11, 3.13
+    subprocess.Popen._execute_child, ._child_created                            CPython 3.11
 Where one is missing nothing is changed, and the caller is told which.
 """
 

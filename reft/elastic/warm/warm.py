@@ -7,7 +7,7 @@ Nothing is forked before torch wants a worker, so there is one warm process an a
 torch_patch.py is the seam. A worker that can't be forked is started as torch does, and a line says why.
 
 Why not `torchrun --start-method=forkserver --run-path` with a preload? That is as fast from the second restart
-on, but with torch 2.13
+on, but with torch 2.13 (seen before 2026-11-24, not tried again since)
   - the user must type the flag, and a job that was started without it stays slow;
   - it hangs when a worker ends by `sys.exit(None)` or `os._exit(0)`, and loses what a worker had not written yet;
   - a script can't import the modules beside it;
