@@ -27,7 +27,7 @@ import reft
 from bench.common import Goal, daemon, table
 from reft.client.attach.rank_table import layout_facts
 from reft.client.snapshot.replica_check import value_digests
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout import symbolic
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
@@ -53,16 +53,16 @@ def parts() -> dict[str, float]:
         found[name] = time.perf_counter() - began
         return result
 
-    subjects = Subjects({"model.0": model}, [optimizer], {})
-    bindings = timed("find tensors", subjects.bind)
-    predicted = timed("predict the optimizer's", subjects.predict)
-    leaves = [*bindings.leaves(), *predicted]
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    tensor_index = timed("find tensors", tracked.bind)
+    predicted = timed("predict the optimizer's", tracked.predict)
+    leaves = [*tensor_index.leaves(), *predicted]
     layout = timed("pack and digest", lambda: pack(leaves))
     form = timed("symbolic table", lambda: symbolic.of(leaves))
     timed("facts", lambda: layout_facts(layout, form))
     timed("leaf table", lambda: messages.table_to(layout))
     timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))
-    timed("values, 8 MB", lambda: value_digests(bindings, bindings.tensors))
+    timed("values, 8 MB", lambda: value_digests(tensor_index, tensor_index.tensors))
     return found | {"leaves": len(leaves)}
 
 

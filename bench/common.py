@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import nn
 
-from reft.core.commit.snapshot_interval import Cadence
+from reft.core.commit.snapshot_interval import DueSteps
 
 if TYPE_CHECKING:
     from reft.client.session import Session  # bench/gpu_stage.py runs where torch and numpy are all there is
@@ -209,10 +209,10 @@ def fresh(nbytes: int) -> float:
     A second call just after it gets the same pages: then a hypervisor that takes free memory from its guests has nothing to do,
     and what is left is the guest's own work, mostly zeros.
     """
-    from reft.client.memory.huge_pages import Room
+    from reft.client.memory.huge_pages import HugePageBuffer
 
     began = time.perf_counter()
-    room = Room(nbytes)
+    room = HugePageBuffer(nbytes)
     room.make_pages()
     room.wait()
     return time.perf_counter() - began
@@ -390,5 +390,5 @@ def run_role(script: str, arguments: Sequence[str], environment: dict[str, str],
 
 def snapshot_each(session: Session, every: int) -> None:
     """Lets a session take each n-th step from now on; a user fixes it in `reft.attach(every=n)`."""
-    assert session._metronome is not None, "reft is switched off"
-    session._metronome.cadence = Cadence(every, adapts=False)
+    assert session._cadence is not None, "reft is switched off"
+    session._cadence.due_steps = DueSteps(every, adapts=False)

@@ -34,7 +34,7 @@ import torch
 from bench.common import Goal, Others, median, summary, table
 from bench.options import count, output
 from reft.client.memory import xor as torch_coding
-from reft.client.snapshot.save_plan import Cut
+from reft.client.snapshot.save_plan import ParityTiling
 from reft.core.coding import erasure
 
 CODES = ((3, 1), (2, 2), (4, 2), (6, 2), (5, 3))
@@ -70,12 +70,12 @@ class Encoding:
         data = np.random.default_rng(0).integers(0, 256, (k, code.w, packet), dtype=np.uint8)
         parity = np.zeros((f, code.w, packet), np.uint8)
         self.kind = code.kind
-        self.jobs: list[tuple[erasure.Program, list[np.ndarray], list[np.ndarray], list[np.ndarray]]] = []
+        self.jobs: list[tuple[erasure.XorProgram, list[np.ndarray], list[np.ndarray], list[np.ndarray]]] = []
         self.xored = 0
         for number in range(f):
             program = erasure.encode_program(code, number)
             self.xored += sum(step.right is not None for step in program.steps) * packet
-            width = slice_bytes or Cut().width(program)
+            width = slice_bytes or ParityTiling().width(program)
             scratch = np.zeros((program.scratch, width), np.uint8)
             for at in range(0, packet, width):
                 here = slice(at, at + width)

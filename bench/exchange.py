@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.common import Goal, table
-from reft.client.attach.arguments import Request
-from reft.client.attach.rank_table import Roster, agreed_facts, layout_facts
+from reft.client.attach.arguments import AttachArguments
+from reft.client.attach.rank_table import RankTable, agreed_facts, layout_facts
 from reft.client.link.rank_group import spoken_alone, text_of
-from reft.client.snapshot.replica_check import are_alike
+from reft.client.snapshot.replica_check import all_match
 from reft.config import Config
 from reft.core.coding.placement import exposed
 from reft.core.layout import symbolic
@@ -142,12 +142,12 @@ def received(messages: list[str]) -> int:
     return 8 * len(widths) + len(widths) * rest + sum(widths[rank] for rank in alone)
 
 
-def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.Table]]:
+def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
     """What every rank says at first; and the table of each rank."""
-    kinds: dict[object, tuple[symbolic.Table, dict[str, Any], list[Leaf]]] = {}
+    kinds: dict[object, tuple[symbolic.PatternTable, dict[str, Any], list[Leaf]]] = {}
     digests: dict[object, str] = {}
     found, tables = [], []
-    agreed = agreed_facts(Request(None, (), None, {}, None, "auto", 1), Config())
+    agreed = agreed_facts(AttachArguments(None, (), None, {}, None, "auto", 1), Config())
     checked = {0, 1, 7, 8, 127, 128, job.world - 1, *range(5, job.world, job.world // 16)}
     for rank in range(job.world):
         kind = job.layers(rank)
@@ -195,16 +195,16 @@ def measure(job: Job) -> dict[str, Any]:
     said, tables = facts(job)
     sent = [json.dumps({"ok": each}) for each in said]
     nbytes = received(sent)
-    roster = clock("facts", lambda: Roster([json.loads(each)["ok"] for each in sent]))
-    nodes = clock("facts", lambda: (roster.job(), roster.nodes())[1])
+    rank_table = clock("facts", lambda: RankTable([json.loads(each)["ok"] for each in sent]))
+    nodes = clock("facts", lambda: (rank_table.job(), rank_table.nodes())[1])
     first = {each["table"]: rank for rank, each in reversed(list(enumerate(said)))}
-    clock("facts", lambda: roster.describes(job.world - 1))
+    clock("facts", lambda: rank_table.describes(job.world - 1))
     described = [{"table": text_of(symbols.table_to(tables[rank]))} if first[each["table"]] == rank else {}
                  for rank, each in enumerate(said)]  # fmt: skip
     sent = [json.dumps({"ok": each}) for each in described]
     nbytes += received(sent)
     described = clock("tables", lambda: [json.loads(each)["ok"] for each in sent])
-    found, layouts, index = clock("tables", lambda: roster.layouts(described))
+    found, layouts, index = clock("tables", lambda: rank_table.layouts(described))
     manifest = pb.Manifest(
         job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=found,
         layouts=layouts, layout_of=index,
@@ -216,7 +216,7 @@ def measure(job: Job) -> dict[str, Any]:
     cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
     sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
     nbytes += received(sent)
-    if not clock("cells", lambda: are_alike(division, [json.loads(each)["ok"]["cells"] for each in sent])):
+    if not clock("cells", lambda: all_match(division, [json.loads(each)["ok"]["cells"] for each in sent])):
         raise RuntimeError(f"{job.name}: equal cells are not alike")
     placement = clock("placement", lambda: placement_of(manifest, division))
     part = clock("placement", lambda: placement.part(0))
@@ -224,7 +224,7 @@ def measure(job: Job) -> dict[str, Any]:
     return {
         "job": job.name, "leaves": len(leaves), "tables": len(found), "layouts": len(layouts), "cells": len(division.cells),
         "MB": nbytes / 1e6, "manifest_MB": manifest.ByteSize() / 1e6, "seconds": sum(clock.spent.values()),
-        "kept_GiB": part.kept.payload_bytes / 1024**3, "exposed": [each.what for each in lost], "parts": clock.spent,
+        "kept_GiB": part.unreplicated.payload_bytes / 1024**3, "exposed": [each.what for each in lost], "parts": clock.spent,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.options import count
 from reft.client.state.host_state import HostState
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import pack
 
 
@@ -51,17 +51,17 @@ def main() -> None:
         fully_shard(each, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    subjects = Subjects({"model.0": model}, [optimizer], {})
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     print(f"{len(list(model.parameters()))} parameters")
-    print(f"attach: names {least(subjects.names):.3f} s, bindings {least(subjects.bind):.3f} s, ", end="")
-    print(f"foreseen state {least(subjects.predict):.3f} s, ", end="")
-    print(f"layout {least(lambda: pack([*subjects.bind().leaves(), *subjects.predict()]).digest):.3f} s, all included")
-    host = HostState(subjects, {})
+    print(f"attach: names {least(tracked.names):.3f} s, bindings {least(tracked.bind):.3f} s, ", end="")
+    print(f"foreseen state {least(tracked.predict):.3f} s, ", end="")
+    print(f"layout {least(lambda: pack([*tracked.bind().leaves(), *tracked.predict()]).digest):.3f} s, all included")
+    host = HostState(tracked, {})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = subjects.bind()
-    print(f"each mark, {len(found.tensors)} leaves: holds {1000 * least(found.hold):.1f} ms, ", end="")
+    found = tracked.bind()
+    print(f"each mark, {len(found.tensors)} leaves: holds {1000 * least(found.is_current):.1f} ms, ", end="")
     print(f"versions {1000 * least(found.versions):.1f} ms, host state {1000 * least(lambda: host.capture(0)):.1f} ms")
     dist.destroy_process_group()
 

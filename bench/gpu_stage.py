@@ -51,16 +51,16 @@ SUBSTITUTED = plain.substitute()
 from bench.common import Block, Shape, median, quantile, table  # noqa: E402
 from bench.options import output  # noqa: E402
 from reft.client.memory import xor  # noqa: E402
-from reft.client.schedule.iteration_profile import Rhythm  # noqa: E402
-from reft.client.snapshot.cpu_engine import CpuCopier  # noqa: E402
+from reft.client.schedule.iteration_profile import IterationProfiler  # noqa: E402
+from reft.client.snapshot.cpu_engine import CpuCopyEngine  # noqa: E402
 from reft.client.snapshot.engine import CopyJob  # noqa: E402
-from reft.client.snapshot.save_plan import Share, share_of  # noqa: E402
-from reft.client.state.tensors import Bindings  # noqa: E402
+from reft.client.snapshot.save_plan import SavePlan, plan_save  # noqa: E402
+from reft.client.state.tensors import TensorIndex  # noqa: E402
 from reft.core.coding.placement import place  # noqa: E402
 from reft.core.commit.version import Epoch, Version  # noqa: E402
 from reft.core.layout.cells import divide  # noqa: E402
 from reft.core.pipeline import actions, bubbles  # noqa: E402
-from reft.core.pipeline.actions import Action, Kind, Times  # noqa: E402
+from reft.core.pipeline.actions import Action, ActionKind, ActionTimes  # noqa: E402
 from reft.core.pipeline.pacing import Tier  # noqa: E402
 from reft.wire.slot_format import Geometry, SlotMap  # noqa: E402
 
@@ -163,7 +163,7 @@ class Stage:
 
     def run(self, action: Action) -> None:
         """A forward or a backward of one microbatch."""
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             x = self.x.detach().requires_grad_()
             y = x
             for block in self.blocks:
@@ -184,24 +184,24 @@ class Stage:
             for weight, master in zip(self.weights, self.master, strict=True):
                 weight.copy_(master)
 
-    def state(self) -> Bindings:
+    def state(self) -> TensorIndex:
         """What a snapshot holds; call it after the first update."""
         found: dict[str, torch.Tensor] = {}
         for i, master in enumerate(self.master):
             kept = self.optimizer.state[master]
             found |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
-        return Bindings(found)
+        return TensorIndex(found)
 
-    def calibrate(self, args: argparse.Namespace) -> Times:
+    def calibrate(self, args: argparse.Namespace) -> ActionTimes:
         """Measures forward and backward, and foresees the waits that stages like this one have."""
-        forward, backward = Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0)
-        found: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+        forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
+        found: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
         for _ in range(12):
             for action in (forward, backward):
                 begin = self.clock.now()
                 self.run(action)
                 found[action.kind].append(self.clock.seconds(begin, self.clock.now()))
-        times = Times(median(found[Kind.FORWARD][4:]), median(found[Kind.BACKWARD][4:]))
+        times = ActionTimes(median(found[ActionKind.FORWARD][4:]), median(found[ActionKind.BACKWARD][4:]))
         gaps = bubbles.one_f_one_b(args.stage, args.stages, args.microbatches, times)
         self.gaps = {gap.place: gap.length for gap in gaps}
         return times
@@ -211,10 +211,10 @@ class Stage:
 class Snapshotting:
     """The engine with its slots and its rhythm, as a session has them."""
 
-    copier: Any
-    share: Share
+    copy_engine: Any
+    save_plan: SavePlan
     slots: list[SlotMap]
-    rhythm: Rhythm
+    profiler: IterationProfiler
     free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
     taken: int = 0
     skipped: int = 0
@@ -222,25 +222,25 @@ class Snapshotting:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, args: argparse.Namespace, state: Bindings) -> Snapshotting:
+    def of(cls, args: argparse.Namespace, state: TensorIndex) -> Snapshotting:
         chunk = args.chunk_kib << 10
         layout = state.layout()
         division = divide({layout.digest: layout}, [layout.digest] * args.replicas)
         placement = place(division, list(range(args.replicas)), "auto", args.tolerate, chunk)
-        copier: Any = CpuCopier([])
+        copy_engine: Any = CpuCopyEngine([])
         if args.device == "cuda":
-            from reft.client.snapshot.cuda_engine import CudaCopier
+            from reft.client.snapshot.cuda_engine import CudaCopyEngine
 
-            copier = CudaCopier()
-        share = share_of(placement, 0, layout.leaves, state.tensors, copier.cut)
-        geometry = Geometry(1 << 20, share.data_bytes, chunk)
+            copy_engine = CudaCopyEngine()
+        save_plan = plan_save(placement, 0, layout.leaves, state.tensors, copy_engine.cut)
+        geometry = Geometry(1 << 20, save_plan.data_bytes, chunk)
         slots = []
         for _ in range(SLOTS):
             pages = torch.zeros(geometry.file_bytes, dtype=torch.uint8, pin_memory=args.device == "cuda")
             slots.append(SlotMap.create(pages.numpy(), geometry, "bench", 0))
-        return cls(copier, share, slots, Rhythm(copier))
+        return cls(copy_engine, save_plan, slots, IterationProfiler(copy_engine))
 
-    def take(self, step: int, course: Any) -> None:
+    def take(self, step: int, pacing_plan: Any) -> None:
         """Begins a snapshot, if a slot is free."""
         with self._lock:
             index = self.free.pop() if self.free else -1
@@ -248,7 +248,9 @@ class Snapshotting:
             self.skipped += 1
             return
         slot = self.slots[index]
-        slot.begin(Version(Epoch(1, bytes(16)), step), self.share.digest, self.share.table, self.share.data_bytes)
+        slot.begin(
+            Version(Epoch(1, bytes(16)), step), self.save_plan.digest, self.save_plan.table, self.save_plan.data_bytes
+        )
         self.taken += 1
 
         def ended(error: Exception | None = None) -> None:
@@ -256,7 +258,7 @@ class Snapshotting:
                 self.free.append(index)
                 self.errors += [error] if error else []
 
-        def landed(riders: object) -> None:
+        def landed(inline_leaves: object) -> None:
             slot.put_capsule(b"")
             slot.landed()
 
@@ -265,9 +267,9 @@ class Snapshotting:
             ended()
 
         ignore: Callable[..., Any] = lambda *_: None  # noqa: E731
-        self.copier.begin(
-            CopyJob(lambda _: slot, ignore, self.share.chunk_bytes, self.share, ignore, ignore, ignore, landed, sealed,
-                    ended, lambda: (), ignore, course)
+        self.copy_engine.begin(
+            CopyJob(lambda _: slot, ignore, self.save_plan.chunk_bytes, self.save_plan, ignore, ignore, ignore, landed, sealed,
+                    ended, lambda: (), ignore, pacing_plan)
         )  # fmt: skip
 
 
@@ -284,23 +286,23 @@ class Kept:
 
 def one_step(stage: Stage, snapshotting: Snapshotting, step: int, mode: str) -> None:
     """From a mark to the next."""
-    rhythm, copier = snapshotting.rhythm, snapshotting.copier
-    course = rhythm.mark(step)
+    profiler, copy_engine = snapshotting.profiler, snapshotting.copy_engine
+    pacing_plan = profiler.mark(step)
     if mode != "alone":
-        snapshotting.take(step, course if mode == "reft" else None)
+        snapshotting.take(step, pacing_plan if mode == "reft" else None)
     for index, action in enumerate(stage.order):
-        wait(stage, rhythm, index)
-        rhythm.enter(Tier.COMPUTE, f"{action.kind.value}{action.microbatch}", action.kind)
+        wait(stage, profiler, index)
+        profiler.enter(Tier.COMPUTE, f"{action.kind.value}{action.microbatch}", action.kind)
         stage.run(action)
-    wait(stage, rhythm, len(stage.order))
-    rhythm.fence()
-    copier.fence()
+    wait(stage, profiler, len(stage.order))
+    profiler.fence()
+    copy_engine.fence()
     stage.update()
 
 
-def wait(stage: Stage, rhythm: Rhythm, place: int) -> None:
+def wait(stage: Stage, profiler: IterationProfiler, place: int) -> None:
     if seconds := stage.gaps.get(place, 0.0):
-        rhythm.enter(Tier.GAP, "wait")
+        profiler.enter(Tier.GAP, "wait")
         stage.clock.wait(seconds)
 
 
@@ -314,9 +316,14 @@ def blocks(steps: int) -> Iterator[tuple[str, bool]]:
 
 def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) -> dict[str, Kept]:
     kept = {mode: Kept() for mode in MODES}
-    tally, step = snapshotting.copier.tally, 1
+    copy_stats, step = snapshotting.copy_engine.copy_stats, 1
     for mode, counts in blocks(args.steps):
-        before = tally.stall_s, {tier: tally.written(tier) for tier in Tier}, snapshotting.taken, snapshotting.skipped
+        before = (
+            copy_stats.stall_s,
+            {tier: copy_stats.written(tier) for tier in Tier},
+            snapshotting.taken,
+            snapshotting.skipped,
+        )
         marks = []
         for _ in range(BLOCK):
             marks.append(stage.clock.now())
@@ -324,13 +331,13 @@ def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) 
             step += 1
         marks.append(stage.clock.now())
         seconds = [stage.clock.seconds(begin, end) for begin, end in pairwise(marks)]
-        snapshotting.rhythm.mark(step)  # takes what the device has measured meanwhile into account
+        snapshotting.profiler.mark(step)  # takes what the device has measured meanwhile into account
         if counts:
             found = kept[mode]
             found.seconds += seconds[1:]  # the first one's mark lies before the snapshot of another kind has ended
-            found.stall_s += tally.stall_s - before[0]
+            found.stall_s += copy_stats.stall_s - before[0]
             for tier in Tier:
-                found.written[tier] += tally.written(tier) - before[1][tier]
+                found.written[tier] += copy_stats.written(tier) - before[1][tier]
             found.taken += snapshotting.taken - before[2]
             found.skipped += snapshotting.skipped - before[3]
     return kept
@@ -344,10 +351,10 @@ def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
     return nbytes / clock.timed(lambda: target.copy_(source, non_blocking=True), 7)
 
 
-def encode_seconds(share: Share, device: str, clock: Clock) -> float:
+def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
     """To compute all parity of a snapshot, where its inputs lie ready; not to copy it."""
     total, known = 0.0, dict[tuple[int, int], float]()
-    for column in share.columns:
+    for column in save_plan.columns:
         key = id(column.program), column.nbytes
         if key not in known:
             program, counts = column.program, (len(column.inputs), len(column.outputs), column.program.scratch)
@@ -372,19 +379,19 @@ def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
 
 
 def figures(
-    args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: Times, clock: Clock
+    args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: ActionTimes, clock: Clock
 ) -> dict[str, Any]:
-    tally, share = snapshotting.copier.tally, snapshotting.share
-    state = sum(leaf.nbytes for leaf in share.leaves)
+    copy_stats, save_plan = snapshotting.copy_engine.copy_stats, snapshotting.save_plan
+    state = sum(leaf.nbytes for leaf in save_plan.leaves)
     gaps = sum(stage.gaps.values())
     return {
         "device": torch.cuda.get_device_name() if clock.is_cuda else "cpu", "torch": torch.__version__,
         "forward_ms": 1000 * times.forward, "backward_ms": 1000 * times.backward,
         "idle_ms": 1000 * gaps, "parameters": sum(weight.numel() for weight in stage.weights), "state_bytes": state,
-        "snapshot_bytes": share.written_bytes, "share_of_state": share.written_bytes / state,
-        "plain_gb_per_s": plain_copy_rate(args, clock) / 1e9, "gap_gb_per_s": tally.rate(Tier.GAP) / 1e9,
-        "beside_compute_gb_per_s": tally.rate(Tier.COMPUTE) / 1e9,
-        "encode_ms": 1000 * encode_seconds(share, args.device, clock), "substituted": SUBSTITUTED,
+        "snapshot_bytes": save_plan.written_bytes, "share_of_state": save_plan.written_bytes / state,
+        "plain_gb_per_s": plain_copy_rate(args, clock) / 1e9, "gap_gb_per_s": copy_stats.rate(Tier.GAP) / 1e9,
+        "beside_compute_gb_per_s": copy_stats.rate(Tier.COMPUTE) / 1e9,
+        "encode_ms": 1000 * encode_seconds(save_plan, args.device, clock), "substituted": SUBSTITUTED,
     }  # fmt: skip
 
 
@@ -417,7 +424,7 @@ def main() -> int:
     snapshotting = Snapshotting.of(args, stage.state())
     kept = measure(args, stage, snapshotting)
     found = figures(args, stage, snapshotting, times, clock)
-    snapshotting.copier.close()
+    snapshotting.copy_engine.close()
     show(args, kept, found)
     overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1
     if args.json:

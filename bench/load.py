@@ -42,7 +42,7 @@ import torch.multiprocessing as processes
 from bench import common
 from bench.options import count, listed, output
 from reft.client.restore.load import load
-from reft.client.restore.load_plan import Piece, Sequencer, Sizes
+from reft.client.restore.load_plan import LoadPlan, LoadSizes, ShardRange
 from reft.client.restore.transport import GlooTransport
 from reft.core.coding.placement import Placement
 from reft.wire.slot_format import SlotMap
@@ -139,8 +139,8 @@ class Rank:
         self.mine = self._pieces()
         self.data = next(iter(self.slots.values())).data if self.slots else np.zeros(0, np.uint8)
 
-    def _pieces(self) -> list[Piece]:
-        sequencer = Sequencer(self.placement, self.have, {old: old for old in self.have}, Sizes())
+    def _pieces(self) -> list[ShardRange]:
+        sequencer = LoadPlan(self.placement, self.have, {old: old for old in self.have}, LoadSizes())
         return [piece for group in sequencer.groups(0) for piece in group.pieces]
 
     def reft(self) -> None:

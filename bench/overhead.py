@@ -129,9 +129,9 @@ class Stage:
         ]
         self.mapped = Mapped(self.tensors)
         self.mapped.copy()
-        assert self.session._rhythm is not None
-        self.rhythm = self.session._rhythm
-        self.along = self.rhythm._course  # "side" is the same engine, told nothing of gaps
+        assert self.session._profiler is not None
+        self.profiler = self.session._profiler
+        self.along = self.profiler._pacing_plan  # "side" is the same engine, told nothing of gaps
         self.blocks: list[dict[str, Any]] = []
         self.trace: dict[str, Any] = {}
         self.tiers: dict[str, dict[str, float]] = {way: {} for way in ("side", "reft")}
@@ -172,16 +172,16 @@ class Stage:
 
     def take_each(self, every: int) -> None:
         """reft snapshots each so-many-th step from now on; attach fixes that for a session, so there is no call for it."""
-        assert self.session._metronome is not None
-        self.session._metronome.cadence.first = every
+        assert self.session._cadence is not None
+        self.session._cadence.due_steps.first = every
 
     def block(self, way: str) -> None:
         """A few steps of one way."""
         is_ours = way in ("reft", "side")
         self.take_each(1 if is_ours else NEVER)
         if is_ours:
-            self.session._unfollow = hooks.follow(self.schedule, self.rhythm)
-        self.rhythm._course = self.along if way == "reft" else lambda: None  # type: ignore[method-assign]
+            self.session._unfollow = hooks.follow(self.schedule, self.profiler)
+        self.profiler._pacing_plan = self.along if way == "reft" else lambda: None  # type: ignore[method-assign]
         first = self.session.stats()
         steps, stall = [], []
         for i in range(STEPS):

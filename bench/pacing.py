@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import common
 from bench.options import count
 from reft.core.pipeline.bubbles import Gap
-from reft.core.pipeline.pacing import Rates, Tier, plan, windows
+from reft.core.pipeline.pacing import CopyRates, Tier, plan, windows
 
 CHUNK = 8 << 20
 STEP_S, GUARD_S = 2.5, 0.0003
@@ -32,7 +32,7 @@ def main() -> None:
     found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
     chunks, parity = [CHUNK] * options.chunks, [CHUNK] * (options.chunks // 20)
     speed = 1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S  # so that gaps hold half of it, and compute the rest
-    rates = Rates(speed, speed, speed, speed)
+    rates = CopyRates(speed, speed, speed, speed)
     took = []
     for _ in range(50):
         began = time.process_time()

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import SHM, median
 from reft.client.link.slots import MappedSlot
 from reft.client.memory import prefault
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes, Geometry, SlotMap
 from reft_daemon.arena.huge_pages import make_huge
@@ -84,7 +84,7 @@ def room(nbytes: int, is_busy: bool, mib: int = prefault.BLOCK_BYTES >> 20, by_n
     advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 refuses both
     with mock.patch.multiple(prefault, BLOCK_BYTES=mib << 20, _POPULATE_WRITE=advice):
         began = time.perf_counter()
-        made = Room(nbytes)
+        made = HugePageBuffer(nbytes)
         waited = seconds(made.make_pages)  # a thread's stack is a mapping, too
         pages = made._pages
         while is_busy and pages and any(thread.is_alive() for thread in pages._threads):

@@ -38,7 +38,7 @@ def substitute() -> list[str]:
         missing.append("xxhash (crc32 instead: digests take longer, beside training)")
     if not _has_protobuf():
         stubs: Any = types.ModuleType("reft.wire.v1.daemon_pb2")
-        stubs.KEPT, stubs.CELL, stubs.RIDER = range(3)
+        stubs.UNREPLICATED, stubs.CELL, stubs.INLINE = range(3)
         messages: Any = types.ModuleType("reft.wire.messages")
         messages.table_to = lambda layout, places=None: b""
         sys.modules |= {"reft.wire.messages": messages, "reft.wire.v1.daemon_pb2": stubs}

@@ -28,8 +28,8 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.recovery import Copy, Held, plan
-from reft.core.status.loss_analysis import Outlook
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
+from reft.core.status.loss_analysis import LossAnalysis
 
 RANKS, COORDINATES, CELLS, F = 8, 128, 64, 2
 EPOCH = Epoch(1, b"plan" * 4)
@@ -54,7 +54,7 @@ def placement_for(nodes: int) -> Placement:
     return Placement(division, tuple(lanes), domains, "aec", F, 1 << 18)
 
 
-def evidence(nodes: int, lost: int) -> tuple[list[Held], list[Copy]]:
+def evidence(nodes: int, lost: int) -> tuple[list[HeldSlot], list[HeldCapsule]]:
     """Two whole versions and a torn one, two holders of each capsule; node `lost` is gone."""
     held, copies = [], []
     for rank in range(nodes * RANKS):
@@ -63,10 +63,10 @@ def evidence(nodes: int, lost: int) -> tuple[list[Held], list[Copy]]:
             version = Version(EPOCH, step)
             state = SlotState.WRITING if step == 3 and rank % 2 else SlotState.SEALED
             if node != lost:
-                held.append(Held(f"node-{node:05}", rank, f"{rank}.{step}", state, version))
+                held.append(HeldSlot(f"node-{node:05}", rank, f"{rank}.{step}", state, version))
             for holder in ((node + 1) % nodes, (node + 2) % nodes):
                 if holder != lost and step < 3:
-                    copies.append(Copy(f"node-{holder:05}", rank, version, 0))
+                    copies.append(HeldCapsule(f"node-{holder:05}", rank, version, 0))
     return held, copies
 
 
@@ -93,10 +93,10 @@ def measure(nodes: int, repeats: int) -> dict[str, Any]:
     for copy in copies:
         keepers.setdefault(copy.rank, []).append(copy.node)
     slots = {rank: slot.node for rank, slot in found.sources.items()}
-    # A fresh Outlook for each figure: it remembers what it worked out.
-    verdicts_s, verdicts = timed(lambda: Outlook(placement, slots, keepers, {}, {}).nodes(), repeats)
-    tolerated_s, tolerated = timed(lambda: Outlook(placement, slots, keepers, {}, {}).tolerated(), repeats)
-    pairs_s, _ = timed(lambda: Outlook(placement, slots, keepers, {}, {}).pairs(), 1)
+    # A fresh LossAnalysis for each figure: it remembers what it worked out.
+    verdicts_s, verdicts = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).nodes(), repeats)
+    tolerated_s, tolerated = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).tolerated(), repeats)
+    pairs_s, _ = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).pairs(), 1)
     if tolerated != 1 or not all(verdict.survives for verdict in verdicts):
         raise RuntimeError(f"{nodes} nodes: after one of {F} losses {tolerated} may follow")
     return {
@@ -123,8 +123,8 @@ def main() -> None:
         Goal(f"plan, {last['nodes']} nodes", last["plan_s"], 2, "s", "headers to plan, one core"),
         Goal("peak memory", last["rss_mb"], 1024, "MiB", "of this process, job and headers included"),
         Goal("growth", growth, 1.3, "x", "plan's seconds over nodes, largest by smallest; 1 is linear"),
-        Goal(f"each node's loss, {last['nodes']} nodes", last["nodes_s"], 2, "s", "Outlook.nodes"),
-        Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "Outlook.pairs, all 32,640"),
+        Goal(f"each node's loss, {last['nodes']} nodes", last["nodes_s"], 2, "s", "LossAnalysis.nodes"),
+        Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
     ]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
     if options.result:

@@ -25,8 +25,8 @@ from reft.core.coding.placement import place
 from reft.core.layout import symbolic
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf
-from reft.core.recovery.regather import Regather, Sizes, readers_of
-from reft.core.recovery.shard_matching import Own, match, pieces_of, wanted_leaves
+from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
+from reft.core.recovery.shard_matching import UnforeseenLeaves, match, pieces_of, wanted_leaves
 
 LAYERS = 4  # of the model: (4 x 9 + 3) parameters, four leaves each
 CHUNK = 256 << 10
@@ -47,7 +47,7 @@ def measure(world: int) -> dict[str, Any]:
     def leaves_of(rank: int) -> dict[str, Leaf]:
         return {leaf.name: leaf for leaf in held[rank]}
 
-    owns = {rank: Own() for rank in range(world)}
+    owns = {rank: UnforeseenLeaves() for rank in range(world)}
     pieces, problems = clock("pieces", lambda: pieces_of(placement, leaves_of, owns))
     wished = clock("match", lambda: wanted_leaves(wanted, pieces))
     found = clock("match", lambda: match(pieces, wished))
@@ -56,8 +56,8 @@ def measure(world: int) -> dict[str, Any]:
     nodes = {f"node-{node}": list(range(node * RANKS, (node + 1) * RANKS)) for node in range(world // 2 // RANKS)}
     readers = readers_of({rank: f"node-{rank // RANKS}" for rank in range(world)}, nodes, world // 2)
     names = [f"node-{rank // RANKS}" for rank in range(world // 2)]
-    regather = Regather(found.needs, placement, readers, readers, names, Sizes())
-    entries = clock("list", lambda: sum(1 for _ in regather.entries(0)))
+    reshard_plan = ReshardPlan(found.needs, placement, readers, readers, names, TransferSizes())
+    entries = clock("list", lambda: sum(1 for _ in reshard_plan.entries(0)))
     return {
         "ranks": world, "leaves": len(held[0]), "needs": len(found.needs), "entries": entries,
         "seconds": sum(clock.spent.values()), "parts": clock.spent,

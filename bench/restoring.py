@@ -30,7 +30,7 @@ INTO = {
 
 def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
     """Attaches to what is held, and times the way from the slot into live tensors; then the memcpy, and fresh pages alone."""
-    from reft.client.restore.restore import Restoration
+    from reft.client.restore.restore import Restore
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     training = Training(common.QUICK if options.quick else common.FULL)
@@ -46,7 +46,7 @@ def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
         return call
 
     for name in ("open", "load", "finish"):
-        setattr(Restoration, name, timed(getattr(Restoration, name)))
+        setattr(Restore, name, timed(getattr(Restore, name)))
     missing = 2 * sum(parameter.nbytes for parameter in training.model.parameters())
     if options.into == "existing":
         training.step()

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
 from bench.options import count
 from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon.arena.arena import Arena
-from reft_daemon.arena.pool import Spare
+from reft_daemon.arena.pool import SpareFiles
 
 SLOTS = 3
 
@@ -35,7 +35,7 @@ def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
     folder = Path(tempfile.mkdtemp(prefix="reft-bench-", dir="/dev/shm"))
     geometry = Geometry(PAGE, int(gib * (1 << 30)) // SLOTS // PAGE * PAGE, 4 << 20)
     try:
-        arena = Arena(folder, 0, Spare(SLOTS, geometry.file_bytes) if is_spare else Spare())
+        arena = Arena(folder, 0, SpareFiles(SLOTS, geometry.file_bytes) if is_spare else SpareFiles())
         begin = time.perf_counter()
         arena.pool.refill()
         filled = time.perf_counter()

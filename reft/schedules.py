@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from reft.core.pipeline import actions, bubbles
-from reft.core.pipeline.actions import Action, Times
+from reft.core.pipeline.actions import Action, ActionTimes
 from reft.core.pipeline.bubbles import Gap
 from reft.errors import ConfigError
 
-__all__ = ["Action", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "Times", "ZeroBubbleH1", "ZeroBubbleV"]
+__all__ = ["Action", "ActionTimes", "Custom", "GPipe", "Gap", "Interleaved", "OneFOneB", "ZeroBubbleH1", "ZeroBubbleV"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Pipeline(ABC):
         """What this stage does in one step."""
         return self._order(self.stage)
 
-    def gaps(self, times: Times) -> tuple[Gap, ...]:
+    def gaps(self, times: ActionTimes) -> tuple[Gap, ...]:
         """Where this stage is idle in a step, if all stages take these times and links take none.
 
         Args:
@@ -61,7 +61,7 @@ class _Pipeline(ABC):
         """What a stage does in one step."""
 
     @abstractmethod
-    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
         """The gaps by closed form; None if there is none."""
 
 
@@ -71,7 +71,7 @@ class OneFOneB(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.one_f_one_b(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: Times) -> tuple[Gap, ...]:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...]:
         return bubbles.one_f_one_b(self.stage, self.stages, self.microbatches, times)
 
 
@@ -81,7 +81,7 @@ class GPipe(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.gpipe(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: Times) -> tuple[Gap, ...]:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...]:
         return bubbles.gpipe(self.stage, self.stages, self.microbatches, times)
 
 
@@ -100,7 +100,7 @@ class Interleaved(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.interleaved(stage, self.stages, self.microbatches, self.virtual_stages)
 
-    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
         return bubbles.interleaved(self.stage, self.stages, self.microbatches, self.virtual_stages, times)
 
 
@@ -110,7 +110,7 @@ class ZeroBubbleH1(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.zb_h1(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
         return bubbles.zb_h1(self.stage, self.stages, self.microbatches, times)
 
 
@@ -122,7 +122,7 @@ class ZeroBubbleV(_Pipeline):
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.zbv(stage, self.stages, self.microbatches)
 
-    def _closed(self, times: Times) -> tuple[Gap, ...] | None:
+    def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
         return bubbles.zbv(self.stage, self.stages, self.microbatches, times)
 
 

@@ -29,13 +29,13 @@ from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena.arena import Arena
-from reft_daemon.arena.pool import Pool, Spare
+from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.arena.shortage import take_all_descriptors
-from reft_daemon.peers.round_replicator import Peers
+from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.registry import Registry, TimeToLive
 from reft_daemon.server import grpc_server
-from reft_daemon.server.service import DaemonService, Identity, PeerService
-from reft_daemon.server.socket_keeper import Doors
+from reft_daemon.server.service import DaemonIdentity, DaemonService, PeerService
+from reft_daemon.server.socket_keeper import SocketKeeper
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
@@ -44,7 +44,7 @@ GRACE_S = 1.0  # running calls may end within it when the daemon stops
 
 
 @dataclass(frozen=True)
-class Settings:
+class DaemonSettings:
     """The daemon's flags, checked."""
 
     node: str
@@ -53,7 +53,7 @@ class Settings:
     listen: str
     folder: Path
     memory_bytes: int
-    spare: Spare
+    spare: SpareFiles
     ttl_s: TimeToLive
     idle_exit_s: float
     purge: bool
@@ -67,7 +67,7 @@ class Settings:
         return self.listen.rpartition(":")[0].strip("[]")
 
 
-def check_listen(settings: Settings) -> None:
+def check_listen(settings: DaemonSettings) -> None:
     """Raises ConfigError if state would be offered to a network in plain text without a word, or at no address."""
     if not settings.listen:
         return
@@ -123,7 +123,7 @@ def check_seconds(flag: str, seconds: float) -> float:
     return seconds
 
 
-def parse_spare(text: str) -> Spare:
+def parse_spare(text: str) -> SpareFiles:
     """What --spare says; an empty text is nothing.
 
     Raises:
@@ -131,28 +131,28 @@ def parse_spare(text: str) -> Spare:
     """
     count, _, size_text = text.partition("x")
     if not text:
-        return Spare()
+        return SpareFiles()
     if not count.isdigit() or not size_text:
         raise ConfigError(
             f"--spare {text!r} is not COUNTxSIZE.", "as many slots as a node has, as large: --spare 24x2.7GiB"
         )
-    return Spare(int(count), parse_size(size_text))
+    return SpareFiles(int(count), parse_size(size_text))
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: DaemonSettings) -> None:
     """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
     take_all_descriptors()
-    doors = Doors(settings.socket)
+    socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
     far = grpc_server.server()
     addresses = _addresses(far, settings, arena)
     own = {*addresses, _unix(settings)}
-    peers, beats = Peers(settings.tls, own), Peers(settings.tls, own, apart=True)
+    peers, beats = PeerChannels(settings.tls, own), PeerChannels(settings.tls, own, apart=True)
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
-    identity = Identity(
-        settings.node, settings.domain, addresses, str(doors.local_path), settings.memory_bytes,
+    identity = DaemonIdentity(
+        settings.node, settings.domain, addresses, str(socket_keeper.local_path), settings.memory_bytes,
         settings.tls is not None, settings.idle_exit_s > 0, trusts_peers,
     )  # fmt: skip
     daemon, peer, health = DaemonService(registry, identity), PeerService(registry), health_service.aio.HealthServicer()
@@ -167,7 +167,7 @@ async def serve(settings: Settings) -> None:
     services(far)
     registry.adopt()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    await doors.open(registry, services)
+    await socket_keeper.open(registry, services)
     await far.start()
     bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "what the machine has free"
     log.info(
@@ -180,25 +180,25 @@ async def serve(settings: Settings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    await _until_stopped(registry, doors.watch(registry, services), settings.idle_exit_s, settings.tls)
-    await asyncio.gather(far.stop(GRACE_S), doors.close(GRACE_S))
+    await _until_stopped(registry, socket_keeper.watch(registry, services), settings.idle_exit_s, settings.tls)
+    await asyncio.gather(far.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     arena.close()
-    doors.release()
+    socket_keeper.release()
 
 
-def _addresses(far: grpc.aio.Server, settings: Settings, arena: Arena) -> tuple[str, ...]:
+def _addresses(far: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> tuple[str, ...]:
     """Where other daemons call this one; for other hosts `far` listens."""
     # Not the socket too: on another host its path leads to whatever daemon serves there, and that would be taken for this one
     # while this one is away. Where nobody listens, daemons of one host reach each other by it.
     return (_listen(far, settings, arena),) if settings.listen else (_unix(settings),)
 
 
-def _unix(settings: Settings) -> str:
+def _unix(settings: DaemonSettings) -> str:
     return rpc.check_address(f"unix:{settings.socket}")
 
 
-def _listen(server: grpc.aio.Server, settings: Settings, arena: Arena) -> str:
+def _listen(server: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> str:
     """Listens for other nodes' daemons; the address. Where any port will do, the one that this daemon had before it restarted.
 
     Raises:
@@ -233,7 +233,7 @@ def _why_not(host: str, port: int) -> str:
 
 
 async def _until_stopped(
-    registry: Registry, doors: Coroutine[None, None, None], idle_exit_s: float, tls: Tls | None
+    registry: Registry, socket_keeper: Coroutine[None, None, None], idle_exit_s: float, tls: Tls | None
 ) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -245,8 +245,8 @@ async def _until_stopped(
     tasks = {
         asyncio.ensure_future(stopped.wait()),
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
-        asyncio.ensure_future(doors),
-        asyncio.ensure_future(registry.signalling.run()),
+        asyncio.ensure_future(socket_keeper),
+        asyncio.ensure_future(registry.heartbeat_service.run()),
         asyncio.ensure_future(_keep_spare(registry.arena.pool)),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -260,7 +260,7 @@ async def _until_stopped(
         task.result()
 
 
-async def _keep_spare(pool: Pool) -> None:
+async def _keep_spare(pool: SparePool) -> None:
     while True:
         if pool.want.count:
             try:
@@ -320,7 +320,7 @@ def main(
         default_folder = (
             Path("/dev/shm") / f"reft-{os.getuid()}-{mark}"
         )  # one a socket: the next daemon there adopts it
-        settings = Settings(
+        settings = DaemonSettings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
             parse_size(memory), parse_spare(spare),
             TimeToLive(check_seconds("--ttl", ttl), check_seconds("--ttl-failed", ttl_failed)),

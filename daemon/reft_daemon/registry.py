@@ -21,16 +21,16 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import UNLINKED, Arena, SlotFile
 from reft_daemon.jobs.capsule_replication import holders_of
-from reft_daemon.jobs.job_record import HeldJob
-from reft_daemon.membership.heartbeats import Signalling
-from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, Couriers, Peers, reason_of
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.membership.heartbeats import HeartbeatService
+from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, RoundReplicator, reason_of
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
 PAUSE_S = 0.05  # at least, between looks at what has expired: --ttl may be 0
 
 
-class NoSuchJob(AttachError):
+class UnknownJob(AttachError):
     """The daemon holds no job of that name."""
 
 
@@ -42,7 +42,7 @@ class TimeToLive(NamedTuple):
         float  # a named job that did not close its sessions: whoever is to start it again may have to be woken first
     )
 
-    def of(self, job: HeldJob) -> float:
+    def of(self, job: JobRecord) -> float:
         """A job's; on nodes without ranks of their own it counts as failed."""
         is_closed = bool(job.leases) and all(lease.closed for lease in job.leases.values())
         return self.failed if job.record.manifest.named and not is_closed else self.ended
@@ -56,25 +56,25 @@ class Registry:
         peers: channels to other daemons.
         ttl_s: how long the slots of a job are kept after its last trainer ended; of a named one that has failed, and of others.
         beats: channels to other daemons for heartbeats alone.
-        kills_hung: see `Signalling`.
+        kills_hung: see `HeartbeatService`.
     """
 
     def __init__(
         self,
         arena: Arena,
-        peers: Peers,
+        peers: PeerChannels,
         ttl_s: TimeToLive,
         failpoints: Failpoints,
-        beats: Peers,
+        beats: PeerChannels,
         kills_hung: bool = False,
     ) -> None:
         self.arena = arena
         self.peers = peers
         self._ttl_s = ttl_s
         self._failpoints = failpoints
-        self.jobs: dict[str, HeldJob] = {}
-        self._couriers: dict[str, Couriers] = {}
-        self.signalling = Signalling(arena.node_id, beats, self.jobs, kills_hung)
+        self.jobs: dict[str, JobRecord] = {}
+        self._couriers: dict[str, RoundReplicator] = {}
+        self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
         self._unlinked: set[str] = set()  # jobs of which that was said
@@ -92,23 +92,23 @@ class Registry:
     def adopt(self) -> None:
         """Takes over what an earlier daemon left in the arena."""
         for record in self.arena.records():
-            job = self.jobs[record.manifest.job] = HeldJob(self.arena, record, self.wake)
+            job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.wake)
             job.degraded.decided(record)
             job.adopt()
             self._start_couriers(job)
             if job.is_live:
-                self.signalling.decided(job)
+                self.heartbeat_service.decided(job)
             self.wake(job)  # what the slots say may be news to the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
-    def get(self, name: str) -> HeldJob:
+    def get(self, name: str) -> JobRecord:
         """The job of that name.
 
         Raises:
-            NoSuchJob: none is held.
+            UnknownJob: none is held.
         """
         if check_name(name) not in self.jobs:
-            raise NoSuchJob(f"this daemon holds no job {name!r}.")
+            raise UnknownJob(f"this daemon holds no job {name!r}.")
         return self.jobs[name]
 
     async def decide(self, request: pb.DecideRequest) -> None:
@@ -125,7 +125,7 @@ class Registry:
         if name not in self.jobs:
             if len(self.jobs) >= JOBS_MAX:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
-            self.jobs[name] = HeldJob(self.arena, pb.JobRecord(manifest=manifest), self.wake)
+            self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.wake)
         job = self.jobs[name]
         before = job.record.manifest.token
         if before and before != manifest.token:
@@ -137,7 +137,7 @@ class Registry:
         if name in self._couriers:
             self._couriers.pop(name).close()
         self._start_couriers(job)
-        self.signalling.decided(job)
+        self.heartbeat_service.decided(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
         """Sends the capsules of the decision's base to this node's holders, and returns once they keep them.
@@ -154,7 +154,7 @@ class Registry:
         base = messages.decision_from(job.record.decision).base
         if base is None:
             return
-        batches = job.custody.of_version(job.all_slots.values(), base)
+        batches = job.capsule_replication.of_version(job.all_slots.values(), base)
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
         async def to(holder: int) -> None:
@@ -170,17 +170,17 @@ class Registry:
 
         await asyncio.gather(*(to(holder) for holder in job.record.holders))
 
-    def _start_couriers(self, job: HeldJob) -> None:
+    def _start_couriers(self, job: JobRecord) -> None:
         if job.record.HasField("decision"):
-            self._couriers[job.id] = Couriers(job, self.peers, self._failpoints)
+            self._couriers[job.id] = RoundReplicator(job, self.peers, self._failpoints)
 
-    def wake(self, job: HeldJob) -> None:
+    def wake(self, job: JobRecord) -> None:
         """Tells the other nodes of a job what is true now."""
         if job.round is not None:
             job.degraded.heard(job.round.outcome.whole)
         if job.id in self._couriers:
             self._couriers[job.id].wake()
-        self.signalling.wake(job.id)
+        self.heartbeat_service.wake(job.id)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
         """Slots for a rank; ended jobs that nobody named give way if there is no room."""
@@ -204,7 +204,7 @@ class Registry:
         if name in self._couriers:
             self._couriers.pop(name).close()
         del self.jobs[name]
-        self.signalling.forget(name)
+        self.heartbeat_service.forget(name)
         return job.free()
 
     async def expire_for_ever(self, idle_exit_s: float) -> None:
@@ -217,7 +217,7 @@ class Registry:
             self._notice_removed_files()
             self.arena.reserve.refill()
             self._agents = {agent for agent in self._agents if not _has_ended(agent)}
-            if self.jobs or self._agents or not self.signalling.is_idle:
+            if self.jobs or self._agents or not self.heartbeat_service.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
                 log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
@@ -238,13 +238,13 @@ class Registry:
 
     async def close(self, purge: bool) -> None:
         """Stops; the slots stay for the next daemon unless `purge`."""
-        for couriers in self._couriers.values():
-            couriers.close()
+        for replicator in self._couriers.values():
+            replicator.close()
         if purge:
             for name in list(self.jobs):
                 self._couriers.pop(name, None)
                 self.purge(name)
-        await self.signalling.close()
+        await self.heartbeat_service.close()
         await self.peers.close()
 
 

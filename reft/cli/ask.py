@@ -15,7 +15,7 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 DEADLINE_S = 5.0  # a daemon that asks the others waits one second for each of them, at the same time
 
 
-class NoSuchJob(AttachError):
+class UnknownJob(AttachError):
     """The daemon holds no job of that name."""
 
 
@@ -34,7 +34,7 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
 
     Raises:
         DaemonUnavailable: nobody answers in time.
-        NoSuchJob: the daemon does not hold the job.
+        UnknownJob: the daemon does not hold the job.
         ReftError: the daemon refused; its own words.
     """
     with rpc.channel(address) as channel:
@@ -42,7 +42,7 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
             return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise NoSuchJob(error.details() or "", "reft-cli status lists the jobs that are held") from error
+                raise UnknownJob(error.details() or "", "reft-cli status lists the jobs that are held") from error
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise AttachError(
                     f"the daemon at {address} tells nothing over TCP to whoever lacks the job's token.",

@@ -22,8 +22,8 @@ import grpc
 
 from reft import __version__
 from reft.cli import recover_view, status_text, status_view
-from reft.cli.ask import NoSuchJob, ask, local_address
-from reft.cli.recover import Recovery, replacement_here
+from reft.cli.ask import UnknownJob, ask, local_address
+from reft.cli.recover import RecoverCommand, replacement_here
 from reft.cli.signals import unwinding
 from reft.cli.survey import steady, surveys
 from reft.cli.timeline import collect, write
@@ -131,7 +131,7 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
     Run it on a living node that holds the job, and name the daemon of each replacement with --onto NODE=HOST:PORT.
     """
     with failing(as_json):
-        run = Recovery(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))
+        run = RecoverCommand(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))
         view = run.rebuild(lambda text: None if as_json else click.echo(text)) if yes else run.look()[0]
     code = EXIT_LOST if view.outcome == "unrecoverable" else 0
     if as_json:
@@ -258,16 +258,16 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
     if len(reply.jobs) != 1:
         raise ConfigError(f"{len(reply.jobs)} jobs are held here; the question is about one.", "give --job NAME")
     job = reply.jobs[0].job
-    findings = steady(address, reply.jobs[0])
-    judged = findings.protection()
-    nodes = {unit: findings.inventory.nodes_of(unit) for unit in lose}
+    job_survey = steady(address, reply.jobs[0])
+    judged = job_survey.protection()
+    nodes = {unit: job_survey.inventory.nodes_of(unit) for unit in lose}
     unknown = [unit for unit, found in nodes.items() if not found]
     if unknown:
-        known = sorted({*findings.names.values(), *(node.domain for node in findings.nodes.values())} - {""})
+        known = sorted({*job_survey.names.values(), *(node.domain for node in job_survey.nodes.values())} - {""})
         raise ConfigError(f"no node or failure domain {unknown[0]} in job {job}.", f"one of {', '.join(known)}")
-    outlook = judged[1] if judged else None
+    loss_analysis = judged[1] if judged else None
     version = judged[0].version if judged else None
-    loss = outlook.what_if({node for found in nodes.values() for node in found}) if outlook else None
+    loss = loss_analysis.what_if({node for found in nodes.values() for node in found}) if loss_analysis else None
     if as_json:
         document = status_view.what_if_document(job, lose, version, loss)
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **document}, indent=2))
@@ -296,7 +296,7 @@ def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
 def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
     try:
         reply = ask(address, "Status", request)
-    except (DaemonUnavailable, NoSuchJob) as error:
+    except (DaemonUnavailable, UnknownJob) as error:
         return status_text.wrapped("", str(error))
     found = surveys(address, reply)
     return status_text.status_lines(reply, [status_view.job_view(each, found.get(each.job)) for each in reply.jobs])
@@ -368,7 +368,7 @@ def failing(as_json: bool) -> Iterator[None]:
 
 def exit_code(error: ReftError) -> int:
     """The exit code that an error ends with."""
-    if isinstance(error, NoSuchJob):
+    if isinstance(error, UnknownJob):
         return EXIT_NO_JOB
     if isinstance(error, DaemonUnavailable):
         return EXIT_NO_DAEMON

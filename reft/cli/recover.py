@@ -11,12 +11,12 @@ from reft.cli.ask import ask, local_address
 from reft.cli.recover_view import RecoveryView, recovery_view, with_targets
 from reft.cli.survey import survey
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import Plan
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
 from reft.core.text import counted
 from reft.errors import AttachError, ConfigError, DaemonUnavailable
 from reft.wire import messages
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.rebuild_request import rebuild_request
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -25,7 +25,7 @@ REBUILD_DEADLINE_S = 3700.0  # a little longer than a daemon that passes it on w
 
 
 @dataclass
-class Recovery:
+class RecoverCommand:
     """One run of the command.
 
     Args:
@@ -41,11 +41,11 @@ class Recovery:
     local: str = ""
     erased: set[tuple[str, str, Version]] = field(default_factory=set)
     rebuilt: list[dict[str, Any]] = field(default_factory=list)
-    _findings: Findings | None = None
+    _job_survey: JobSurvey | None = None
     _addresses: dict[str, list[str]] = field(default_factory=dict)  # of nodes that no manifest names, by id
     _local: pb.HelloReply | None = None
 
-    def look(self) -> tuple[RecoveryView, Plan]:
+    def look(self) -> tuple[RecoveryView, RecoveryPlan]:
         """What is held now, and what may be done.
 
         Raises:
@@ -60,18 +60,20 @@ class Recovery:
                 "recovered while it trains.",
                 "end it first; a restart of the job finds lost nodes by itself",
             )
-        findings, self._addresses = survey(self.address, self.job, self.onto.values(), self._ask_local())
-        findings.inventory.refuse_rivals(self.job)
-        self._findings = findings
+        job_survey, self._addresses = survey(self.address, self.job, self.onto.values(), self._ask_local())
+        job_survey.inventory.refuse_rivals(self.job)
+        self._job_survey = job_survey
         if self._local is not None:
             self._addresses[self._local.node_id] = list(self._local.addresses)
-        plan = findings.plan(self.erased)
-        view = recovery_view(self.job, findings, plan, self.erased)
-        if unknown := sorted(set(self.onto) - {*findings.names.values(), *findings.nodes, *self._plain(findings)}):
+        plan = job_survey.plan(self.erased)
+        view = recovery_view(self.job, job_survey, plan, self.erased)
+        if unknown := sorted(
+            set(self.onto) - {*job_survey.names.values(), *job_survey.nodes, *self._plain(job_survey)}
+        ):
             raise ConfigError(
-                f"--onto {unknown[0]}: no such node in the job.", f"one of {', '.join(findings.names.values())}"
+                f"--onto {unknown[0]}: no such node in the job.", f"one of {', '.join(job_survey.names.values())}"
             )
-        return with_targets(view, {node.ident: self._target(findings, node.ident) for node in view.lost}), plan
+        return with_targets(view, {node.ident: self._target(job_survey, node.ident) for node in view.lost}), plan
 
     def rebuild(self, say: Callable[[str], None]) -> RecoveryView:
         """Makes what is lost again, node by node; plans anew when a source turns out to be damaged.
@@ -93,10 +95,10 @@ class Recovery:
                     break
         raise AttachError(f"after {TRIES_MAX} tries slots are still missing.", "look at the logs of the daemons")
 
-    def _rebuild(self, plan: Plan, node: str, ranks: Sequence[int], onto: str) -> bool:
+    def _rebuild(self, plan: RecoveryPlan, node: str, ranks: Sequence[int], onto: str) -> bool:
         """Whether it was done; if not, something is damaged, and another plan is needed."""
-        assert self._findings is not None and plan.base is not None, "a rebuild without a plan"
-        request = rebuild_request(self._findings, plan, ranks, self._addresses)
+        assert self._job_survey is not None and plan.base is not None, "a rebuild without a plan"
+        request = rebuild_request(self._job_survey, plan, ranks, self._addresses)
         address = onto
         if onto != self.local:
             request.onto.CopyFrom(pb.Node(name=onto, addresses=[onto]))
@@ -140,18 +142,18 @@ class Recovery:
             return {}
         return {reply.node_id: reply} if reply.HasField("decision") else {}
 
-    def _plain(self, findings: Findings) -> set[str]:
-        return {node.name for node in findings.nodes.values()}
+    def _plain(self, job_survey: JobSurvey) -> set[str]:
+        return {node.name for node in job_survey.nodes.values()}
 
-    def _target(self, findings: Findings, ident: str) -> str:
+    def _target(self, job_survey: JobSurvey, ident: str) -> str:
         """The address at which a lost node's slots are to be made again; empty if nobody said."""
-        node = findings.nodes[ident]
-        for name in (ident, findings.names[ident], node.name):
+        node = job_survey.nodes[ident]
+        for name in (ident, job_survey.names[ident], node.name):
             if name in self.onto:
                 return self.onto[name]
-        if ident in findings.replies and findings.replies[ident].HasField("decision") and node.addresses:
+        if ident in job_survey.replies and job_survey.replies[ident].HasField("decision") and node.addresses:
             return node.addresses[0]  # it lives; only its slots are gone
-        members = {node.id for manifest in findings.manifests.values() for node in manifest.nodes}
+        members = {node.id for manifest in job_survey.manifests.values() for node in manifest.nodes}
         return self.local if self._local is not None and self._local.node_id not in members else ""
 
 

@@ -11,10 +11,10 @@ from reft.core.budget import size
 from reft.core.coding.placement import Placement
 from reft.core.commit.version import Version
 from reft.core.recovery import rebuild, recovery
-from reft.core.recovery.recovery import Plan
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.core.status.health import Health
 from reft.core.text import counted, every, more
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 CELLS_SHOWN = 8  # of a lost node; --json shows all
@@ -103,18 +103,18 @@ class RecoveryView:
 
 
 def recovery_view(
-    job: str, findings: Findings, plan: Plan, erased: Collection[tuple[str, str, Version]]
+    job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple[str, str, Version]]
 ) -> RecoveryView:
     """What was found, and what may be done."""
-    newer = tuple(_why_not(findings, plan, erased))
-    silent, base = findings.silent, plan.base
-    if base is None and not (findings.inventory.had_whole or erased):
+    newer = tuple(_why_not(job_survey, plan, erased))
+    silent, base = job_survey.silent, plan.base
+    if base is None and not (job_survey.inventory.had_whole or erased):
         reason = "nothing was whole yet: there is nothing to recover, and a restart begins anew."
         return RecoveryView(job, "empty", Health.WARN, reason, None, silent, (), newer)
     if base is None:
         reason = "no version is whole now: it can't be recovered from memory."
         return RecoveryView(job, "unrecoverable", Health.ERR, reason, None, silent, (), newer)
-    lost = tuple(_lost(findings, plan))
+    lost = tuple(_lost(job_survey, plan))
     if not lost:
         reason = f"nothing is lost: {base} is held by {every(len(plan.sources), 'rank')}."
         return RecoveryView(job, "whole", Health.OK, reason, base, silent, (), newer)
@@ -128,22 +128,24 @@ def with_targets(view: RecoveryView, targets: Mapping[str, str]) -> RecoveryView
     return replace(view, lost=tuple(replace(node, onto=targets.get(node.ident, "")) for node in view.lost))
 
 
-def _lost(findings: Findings, plan: Plan) -> list[LostView]:
+def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     assert plan.base is not None, "a plan without a base"
-    placement, manifest = findings.placements[plan.base.epoch], findings.manifests[plan.base.epoch]
+    placement, manifest = job_survey.placements[plan.base.epoch], job_survey.manifests[plan.base.epoch]
     found = []
     for node in manifest.nodes:
         ranks = [rank for rank in node.ranks if rank in plan.capsules]
         if not ranks:
             continue
-        capsules = sorted({findings.names[plan.capsules[rank].node] for rank in ranks})
+        capsules = sorted({job_survey.names[plan.capsules[rank].node] for rank in ranks})
         found.append(
             LostView(
-                findings.names[node.id],
+                job_survey.names[node.id],
                 node.id,
                 tuple(ranks),
-                _holds(findings, node.id),
-                tuple(_cell(findings, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)),
+                _holds(job_survey, node.id),
+                tuple(
+                    _cell(job_survey, plan, placement, cost) for cost in rebuild.costs(placement, plan.sources, ranks)
+                ),
                 tuple(capsules),
                 sum(placement.part(rank).data_bytes for rank in ranks),
             )
@@ -151,29 +153,29 @@ def _lost(findings: Findings, plan: Plan) -> list[LostView]:
     return found
 
 
-def _cell(findings: Findings, plan: Plan, placement: Placement, cost: rebuild.Cost) -> CellView:
+def _cell(job_survey: JobSurvey, plan: RecoveryPlan, placement: Placement, cost: rebuild.RebuildCost) -> CellView:
     read: dict[str, int] = {}
     for rank, nbytes in cost.read.items():
-        name = findings.names[plan.sources[rank].node]
+        name = job_survey.names[plan.sources[rank].node]
         read[name] = read.get(name, 0) + nbytes
     leaves = tuple(leaf.name for leaf in placement.division.cells[cost.cell].leaves)
     return CellView(leaves, tuple(sorted(read.items())), cost.copied, cost.decoded, cost.parity)
 
 
-def _holds(findings: Findings, ident: str) -> bool:
-    return ident in findings.replies and findings.replies[ident].HasField("decision")
+def _holds(job_survey: JobSurvey, ident: str) -> bool:
+    return ident in job_survey.replies and job_survey.replies[ident].HasField("decision")
 
 
-def _why_not(findings: Findings, plan: Plan, erased: Collection[tuple[str, str, Version]]) -> list[str]:
+def _why_not(job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple[str, str, Version]]) -> list[str]:
     """Why versions newer than the base can't be restored."""
     lines = []
     for shortfall in plan.partial[:PARTIAL_MAX]:
         epoch = shortfall.version.epoch
-        manifest = findings.manifests.get(epoch, pb.Manifest())
+        manifest = job_survey.manifests.get(epoch, pb.Manifest())
         places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-        lines += recovery.describe(shortfall, findings.placements.get(epoch), places)
+        lines += recovery.describe(shortfall, job_survey.placements.get(epoch), places)
     lines += [
-        f"{version}, {slot} on {findings.names.get(node, node)}: damaged."
+        f"{version}, {slot} on {job_survey.names.get(node, node)}: damaged."
         for node, slot, version in sorted(erased, key=str)
     ]
     return lines

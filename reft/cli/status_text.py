@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from reft.cli.status_view import JobView, NodeView, RankView
 from reft.core.budget import size
 from reft.core.commit.version import Version
-from reft.core.status.loss_analysis import Loss
+from reft.core.status.loss_analysis import LossReport
 from reft.core.text import counted
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -84,7 +84,7 @@ def protection_lines(job: JobView) -> list[str]:
     return lines
 
 
-def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: Loss | None) -> list[str]:
+def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> list[str]:
     """The answer to "what if these nodes vanish"."""
     question = f"if {', '.join(lose)} vanish{'es' * (len(lose) == 1)}"
     if version is None:

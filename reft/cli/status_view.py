@@ -11,10 +11,10 @@ from typing import Any
 
 from reft.core.commit.version import Version
 from reft.core.status.health import Health, JobFacts, RankFacts, judge, survival
-from reft.core.status.loss_analysis import Loss
+from reft.core.status.loss_analysis import LossReport
 from reft.core.status.protection import Protection
 from reft.wire import messages
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.manifest import holders_of_unequal
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -79,7 +79,7 @@ class JobView:
     word: str
     protection: Protection | None
     degraded_s: float
-    unlike: Sequence[str]
+    mismatched: Sequence[str]
     own: Sequence[tuple[str, Sequence[int]]]
 
 
@@ -88,7 +88,7 @@ def worst(jobs: Sequence[JobView]) -> Health:
     return max((job.health for job in jobs), key=_SEVERITY.index, default=Health.OK)
 
 
-def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
+def job_view(status: pb.JobStatus, found: JobSurvey | None = None) -> JobView:
     """What one job's status says, and what follows from the headers of all its slots if they were asked for."""
     epoch = messages.epoch_from(status.epoch)
     base = messages.version_from(status.base) if status.HasField("base") else None
@@ -97,10 +97,10 @@ def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
     entries = sorted(status.ranks, key=lambda rank: rank.rank)
     judged = found.protection() if found else None
     protection = judged[0] if judged else None
-    unlike = _leaves_of(status.unlike, found)
+    mismatched = _leaves_of(status.mismatched, found)
     facts = JobFacts(
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
-        max(status.every, 1), protection, status.degraded, unlike,
+        max(status.every, 1), protection, status.degraded, mismatched,
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
@@ -108,11 +108,11 @@ def job_view(status: pb.JobStatus, found: Findings | None = None) -> JobView:
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
-        protection, status.degraded_s, unlike, holders_of_unequal(found.manifest) if found and found.manifest else (),
+        protection, status.degraded_s, mismatched, holders_of_unequal(found.manifest) if found and found.manifest else (),
     )  # fmt: skip
 
 
-def _leaves_of(cells: Sequence[int], found: Findings | None) -> list[str]:
+def _leaves_of(cells: Sequence[int], found: JobSurvey | None) -> list[str]:
     """The first leaves of cells whose replicas differ."""
     placement = found.placements.get(found.decision.epoch) if found and found.decision else None
     known = placement.division.cells if placement else ()
@@ -228,7 +228,7 @@ def _job_document(job: JobView) -> dict[str, Any]:
         ],
         "survives": [{"loss": loss, "survives": held, "lost": lost} for loss, held, lost in job.survives],
         "protection": _protection_document(job),
-        "unlike_leaves": list(job.unlike),
+        "unlike_leaves": list(job.mismatched),
         "own_leaves": [{"leaf": name, "ranks": list(ranks)} for name, ranks in job.own],
     }
 
@@ -265,7 +265,7 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
     }
 
 
-def what_if_document(job: str, lose: Sequence[str], version: Version | None, loss: Loss | None) -> dict[str, Any]:
+def what_if_document(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> dict[str, Any]:
     """The document that `status --what-if --json` prints, after schema_version."""
     return {
         "job": job,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 
-from reft.cli.ask import NoSuchJob, ask
+from reft.cli.ask import UnknownJob, ask
 from reft.errors import ReftError
-from reft.wire.inventory import Findings, is_itself
+from reft.wire.inventory import JobSurvey, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
 SURVEY_DEADLINE_S = 8.0  # the daemon gives the others three seconds
@@ -17,7 +17,7 @@ ROUNDS_MAX = 3  # a node may know of an attach, and of nodes, that the asked one
 
 def survey(
     address: str, job: str, onto: Iterable[str] = (), others: Mapping[str, pb.InventoryReply] | None = None
-) -> tuple[Findings, dict[str, list[str]]]:
+) -> tuple[JobSurvey, dict[str, list[str]]]:
     """The findings of a job, without ending or refusing anybody; and the addresses of nodes that no manifest names.
 
     Args:
@@ -26,19 +26,19 @@ def survey(
         others: node id → inventory, of daemons that were asked already.
 
     Raises:
-        NoSuchJob: it does not hold it.
+        UnknownJob: it does not hold it.
         ReftError: it did not answer, or refused.
     """
     own = ask(address, "Inventory", pb.InventoryRequest(job=job))
     if not own.HasField("decision"):
-        raise NoSuchJob(
+        raise UnknownJob(
             f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that are held"
         )
     replies: dict[str, pb.InventoryReply] = {**(others or {}), own.node_id: own}
     silent: dict[str, str] = {}
     asked: set[str] = set()
     for _ in range(ROUNDS_MAX):
-        absent = [node for node in Findings(replies).absent([]) if node.id not in asked]
+        absent = [node for node in JobSurvey(replies).absent([]) if node.id not in asked]
         if not absent:
             break
         asked |= {node.id for node in absent}
@@ -50,10 +50,10 @@ def survey(
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=unnamed), SURVEY_DEADLINE_S)
         _take(replies, reply.nodes)
         addresses = {each.reply.node_id: list(each.node.addresses) for each in reply.nodes if each.reply.node_id}
-    return Findings(replies, tuple(sorted(silent.values()))), addresses
+    return JobSurvey(replies, tuple(sorted(silent.values()))), addresses
 
 
-def _take(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.Surveyed]) -> dict[str, str]:
+def _take(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> dict[str, str]:
     """Adds the replies, each under the id of who gave it; id → name of the nodes that did not answer themselves."""
     silent = {}
     for each in nodes:
@@ -64,18 +64,20 @@ def _take(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.Surveyed]) -
     return silent
 
 
-def surveys(address: str, reply: pb.StatusReply) -> dict[str, Findings]:
+def surveys(address: str, reply: pb.StatusReply) -> dict[str, JobSurvey]:
     """The findings of each job of a status; without those that have none, or whose daemon was slow or forgot them."""
     found = {}
     for status in reply.jobs:
         with contextlib.suppress(ReftError, ValueError):
-            findings = steady(address, status)
-            _ = findings.placements  # a manifest that says nothing of layouts can't be placed, and nothing can be said
-            found[status.job] = findings
+            job_survey = steady(address, status)
+            _ = (
+                job_survey.placements
+            )  # a manifest that says nothing of layouts can't be placed, and nothing can be said
+            found[status.job] = job_survey
     return found
 
 
-def steady(address: str, status: pb.JobStatus) -> Findings:
+def steady(address: str, status: pb.JobStatus) -> JobSurvey:
     """The findings of a job, looked for again while training changes slots faster than they can be read.
 
     Raises:
@@ -83,7 +85,7 @@ def steady(address: str, status: pb.JobStatus) -> Findings:
     """
     is_whole = status.whole >= 0 or status.HasField("base")
     for _ in range(LOOKS_MAX):
-        findings, _ = survey(address, status.job)
-        if not is_whole or findings.plan(()).base is not None:
+        job_survey, _ = survey(address, status.job)
+        if not is_whole or job_survey.plan(()).base is not None:
             break
-    return findings
+    return job_survey

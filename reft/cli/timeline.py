@@ -15,7 +15,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Collected:
+class CollectedTraces:
     """Traces of some ranks.
 
     Attributes:
@@ -29,7 +29,7 @@ class Collected:
     silent: Mapping[int, str]
 
 
-def collect(address: str, job: str, rank: int | None) -> Collected:
+def collect(address: str, job: str, rank: int | None) -> CollectedTraces:
     """Asks every living trainer of the job on this node, or one.
 
     Raises:
@@ -58,7 +58,7 @@ def collect(address: str, job: str, rank: int | None) -> Collected:
     events = [event for trace in traces.values() for event in trace["traceEvents"]]
     others = {f"rank {number}": trace["otherData"] for number, trace in traces.items()}
     whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
-    return Collected(whole, tuple(traces), silent)
+    return CollectedTraces(whole, tuple(traces), silent)
 
 
 def write(trace: Mapping[str, Any], path: Path) -> None:

@@ -32,14 +32,14 @@ import torch
 
 from reft.client.memory import streaming
 from reft.client.schedule import hooks
-from reft.client.schedule.foreign_optimizers import Strangers
-from reft.client.schedule.iteration_profile import OTHER, Rhythm
-from reft.client.schedule.snapshot_cadence import Metronome
-from reft.client.schedule.step_counting import Marked, Marks, Resumed, Unmarked
-from reft.client.snapshot.snapshotter import Snapshots
+from reft.client.schedule.foreign_optimizers import ForeignOptimizerGuard
+from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
+from reft.client.schedule.snapshot_cadence import SnapshotCadence
+from reft.client.schedule.step_counting import CountByMarks, CountByOptimizer, CountResumed, StepCounting
+from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.state.tracked_objects import extractor
-from reft.core.commit.snapshot_interval import Overhead
-from reft.core.pipeline.course import Course
+from reft.core.commit.snapshot_interval import OverheadEstimate
+from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ForkedSession, RestoreError
 from reft.wire import timeline_socket
@@ -51,10 +51,10 @@ CALLS_WITHOUT_MARK = 1000  # after a restore of a marked step: then the log says
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
-class Reviews(Protocol):
+class PlacementReviewer(Protocol):
     """Looks from time to time whether the state still fits its placement (`reft.client.attach.reattach`)."""
 
-    def at(self, step: int, snapshots: Snapshots) -> Snapshots | None:
+    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
         """The snapshots from this mark on: the same, new ones, or None if there can be no more."""
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Session:
         step: completed steps at attach.
         restored_from: None, "memory", "peers" or "storage".
         counts_calls: whether the restored step was counted by calls of the optimizer, not by marks.
-        metronome: which steps are taken; None if reft is switched off.
+        cadence: which steps are taken; None if reft is switched off.
         schedule: whose gaps are to be used; None if there is none, or nothing to hook.
 
     Attributes:
@@ -104,18 +104,19 @@ class Session:
     """
 
     def __init__(
-        self, snapshots: Snapshots | None, optimizers: Sequence[Any], *, step: int,
-        restored_from: str | None, counts_calls: bool, metronome: Metronome | None, seal_deadline_s: float, schedule: Any = None,
+        self, snapshots: Snapshotter | None, optimizers: Sequence[Any], *, step: int,
+        restored_from: str | None, counts_calls: bool, cadence: SnapshotCadence | None, seal_deadline_s: float,
+        schedule: Any = None,
     ) -> None:  # fmt: skip
         self.step = step
         self.restored_from = restored_from
-        self._metronome = metronome
+        self._cadence = cadence
         self._snapshots = snapshots
         self._seal_deadline_s = seal_deadline_s
-        self.reviews: Reviews | None = None
+        self.reviews: PlacementReviewer | None = None
         self._counts_calls = counts_calls
         self._pid = os.getpid()
-        self._marks: Marks = Unmarked(step)
+        self._marks: StepCounting = CountByOptimizer(step)
         self._taken = self._written = -1  # the newest steps whose state was taken, and has been written since
         self._unheld = ""  # why the newest mark is not to be taken, though all is where it was
         self._window_open = False
@@ -125,15 +126,15 @@ class Session:
         for index, optimizer in enumerate(optimizers):
             after = self._after_last if optimizer is optimizers[-1] else _nothing
             self._hooks += extractor(optimizer).hook(optimizer, partial(self._before_optimizer, index), after)
-        self._rhythm: Rhythm | None = None
+        self._profiler: IterationProfiler | None = None
         self._unfollow: Callable[[], None] = lambda: None
-        self._teller: timeline_socket.Teller | None = None
-        self._strangers: Strangers | None = None
+        self._timeline_server: timeline_socket.TimelineServer | None = None
+        self._foreign_optimizers: ForeignOptimizerGuard | None = None
         if snapshots is not None:
-            self._strangers = Strangers(optimizers, self._holds, self._before_stranger)
-            self._rhythm = Rhythm(snapshots.copier, hooks.closed(schedule))
-            self._unfollow = hooks.follow(schedule, self._rhythm, snapshots.subjects.modules.values())
-            self._teller = _teller(snapshots, self._rhythm)
+            self._foreign_optimizers = ForeignOptimizerGuard(optimizers, self._holds, self._before_stranger)
+            self._profiler = IterationProfiler(snapshots.copy_engine, hooks.closed(schedule))
+            self._unfollow = hooks.follow(schedule, self._profiler, snapshots.tracked.modules.values())
+            self._timeline_server = _timeline_server(snapshots, self._profiler)
             atexit.register(_drain, weakref.ref(self))
 
     # Marks
@@ -165,25 +166,25 @@ class Session:
         Raises:
             RestoreError: the restored step was counted by calls of the optimizer.
         """
-        if not isinstance(self._marks, Unmarked):
-            self._marks = Marked()
+        if not isinstance(self._marks, CountByOptimizer):
+            self._marks = CountByMarks()
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
                 "what was restored was held while calls of the optimizer counted as steps, but this loop marks its steps: the "
                 "run before ended ahead of its first mark, or its loop was another.",
-                f"reft-cli purge {self._snapshots.leaser.job} to start fresh, and session.begin_marking() right after attach, so "
+                f"reft-cli purge {self._snapshots.leases.job} to start fresh, and session.begin_marking() right after attach, so "
                 "that this does not happen again; or train without marks; or start under another job name",
             )
         self._close_window()
         if self.step > self._marks.start + 1 and self._snapshots is not None:
             self._snapshots.discard(self.step)
         self.step = self._marks.start
-        self._marks = Marked()
+        self._marks = CountByMarks()
 
     def resume_marking(self) -> None:
         """The restored step was marked: calls of the optimizer are no steps, from the first one on."""
-        self._marks = Resumed()
+        self._marks = CountResumed()
 
     def _mark(self) -> None:
         self._close_window()
@@ -191,30 +192,32 @@ class Session:
         self._unheld = self._why_not()
         if self.reviews is not None and self._snapshots is not None:
             self._snapshots = self.reviews.at(self.step, self._snapshots)
-        course = self._rhythm.mark(self.step) if self._rhythm else None
-        if self._metronome is not None and self._snapshots is not None:
-            self._metronome.mark(self._snapshots)
-            if self._metronome.is_due(self.step):
-                self._take(course)
+        pacing_plan = self._profiler.mark(self.step) if self._profiler else None
+        if self._cadence is not None and self._snapshots is not None:
+            self._cadence.mark(self._snapshots)
+            if self._cadence.is_due(self.step):
+                self._take(pacing_plan)
 
     def _why_not(self) -> str:
         """Why the state at this mark is not all that a restart needs; empty if it is, as far as can be told."""
-        if self._strangers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
+        if self._foreign_optimizers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
             return ""
-        return self._strangers.mark(isinstance(self._marks, Unmarked), self._snapshots.subjects.modules.values())
+        return self._foreign_optimizers.mark(
+            isinstance(self._marks, CountByOptimizer), self._snapshots.tracked.modules.values()
+        )
 
-    def _take(self, course: Course | None = None) -> None:
-        is_marked = isinstance(self._marks, Marked)
+    def _take(self, pacing_plan: PacingPlan | None = None) -> None:
+        is_marked = isinstance(self._marks, CountByMarks)
         if self._unheld and self._snapshots is not None:
             self._snapshots.void(self.step, self._unheld)
-        elif self._metronome is not None and self._metronome.take(self.step, is_marked, course):
+        elif self._cadence is not None and self._cadence.take(self.step, is_marked, pacing_plan):
             self._open_window()
         self._taken = self.step
 
     @property
     def every(self) -> int:
         """Each how many-th step is snapshotted at present."""
-        return self._metronome.every(self.step) if self._metronome else 1
+        return self._cadence.every(self.step) if self._cadence else 1
 
     def protect_again(self, is_marked: bool) -> None:
         """Takes the restored state as the first version of this epoch: what a lost node held is spread anew.
@@ -232,10 +235,10 @@ class Session:
             self._fence()
 
     def _close_window(self) -> None:
-        if self._rhythm is not None:
-            self._rhythm.fence()
-        if self._metronome is not None:
-            self._metronome.fence()
+        if self._profiler is not None:
+            self._profiler.fence()
+        if self._cadence is not None:
+            self._cadence.fence()
         self._fence()
 
     def _fence(self) -> None:
@@ -253,8 +256,8 @@ class Session:
             return
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
-        if self._strangers is not None:
-            self._strangers.own_step(index)
+        if self._foreign_optimizers is not None:
+            self._foreign_optimizers.own_step(index)
         self._written = self.step
         self._close_window()
 
@@ -264,18 +267,21 @@ class Session:
     def _before_stranger(self, trouble: str) -> None:
         if os.getpid() != self._pid or self._is_capturing():
             return
-        if trouble and type(self._marks) is not Marked:  # a mark is void, with these words; without one there is none
+        if (
+            trouble and type(self._marks) is not CountByMarks
+        ):  # a mark is void, with these words; without one there is none
             log.warning("no step is counted: %s", trouble)
         self._written = self.step
         self._close_window()
 
     def _is_capturing(self) -> bool:
-        return self._snapshots is not None and self._snapshots.copier.is_capturing()
+        return self._snapshots is not None and self._snapshots.copy_engine.is_capturing()
 
     def _captured(self) -> None:
         """This call of the optimizer trains nothing; the graph's replays will, unseen.
 
-        A snapshot that is under way is given up: the call counts as a write (`Bindings.versions`), though it writes nothing yet.
+        A snapshot that is under way is given up: the call counts as a write (`TensorIndex.versions`), though it writes
+        nothing yet.
         """
         assert self._snapshots is not None
         if self._stepping is not _Stepping.REPLAYED:
@@ -290,13 +296,13 @@ class Session:
         if os.getpid() != self._pid or self._is_capturing() or _was_skipped(optimizer):
             return
         marks = self._marks
-        if isinstance(marks, Resumed) and marks.count() == CALLS_WITHOUT_MARK:
+        if isinstance(marks, CountResumed) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
                 "%d calls of the optimizer without a mark: no snapshot is taken, since the restored step was marked. Mark steps "
                 "with session.step_end(), or start under another job name.",
                 CALLS_WITHOUT_MARK,
             )
-        elif not isinstance(marks, Unmarked):
+        elif not isinstance(marks, CountByOptimizer):
             return
         elif marks.count():
             if self.step == marks.start + 1:
@@ -304,8 +310,8 @@ class Session:
             self._mark()
         else:
             self.step += 1
-            if self._strangers is not None:
-                self._strangers.first_call()
+            if self._foreign_optimizers is not None:
+                self._foreign_optimizers.first_call()
 
     def _say_unmarked(self) -> None:
         """Once, when it is clear that nobody marks: what the loop changes behind the optimizer comes back a step late."""
@@ -333,7 +339,7 @@ class Session:
             return Sealed(False, False, -1)
         if self._taken != self.step and self.step > 0 and self._written != self.step:
             self._take()
-        self._snapshots.copier.hurry()
+        self._snapshots.copy_engine.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
         if not whole and self._taken == self.step and not self._snapshots.leaves_out(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
@@ -362,8 +368,8 @@ class Session:
                 "streaming_copy": int(streaming.is_past_caches),
                 **numbers,
             }
-        counts, tally = self._snapshots.counts, self._snapshots.copier.tally
-        comparison = self._rhythm.comparison() if self._rhythm else None
+        counts, copy_stats = self._snapshots.counts, self._snapshots.copy_engine.copy_stats
+        comparison = self._profiler.comparison() if self._profiler else None
         return {
             "step": self.step,
             "sealed_step": counts.sealed_step,
@@ -374,16 +380,16 @@ class Session:
             "gap_error": comparison.total if comparison else -1.0,
             "gap_error_worst": comparison.worst if comparison else -1.0,
             "streaming_copy": int(streaming.is_past_caches),
-            "stall_ms": 1000 * tally.stall_s / max(counts.snapshots, 1),
-            "bubble_fraction": tally.written(Tier.GAP) / max(tally.written(), 1),
-            **{name: tally.written(tier) for name, tier in TIER_BYTES.items()},
+            "stall_ms": 1000 * copy_stats.stall_s / max(counts.snapshots, 1),
+            "bubble_fraction": copy_stats.written(Tier.GAP) / max(copy_stats.written(), 1),
+            **{name: copy_stats.written(tier) for name, tier in TIER_BYTES.items()},
         }
 
-    def overhead(self) -> Overhead | None:
+    def overhead(self) -> OverheadEstimate | None:
         """What snapshots cost in all, as a share of training time with a 95 % interval: from control steps, which only
         `every="auto"` leaves out. None until there are enough of them; 0.1 % under 2 % of noise takes thousands of steps.
         """
-        return self._metronome.overhead() if self._metronome else None
+        return self._cadence.overhead() if self._cadence else None
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
         """What training and copying did in the last steps, as a trace that ui.perfetto.dev and chrome://tracing show.
@@ -395,10 +401,10 @@ class Session:
             The trace, JSON types: compute, gaps, waits, each chunk with its tier, parity, the fence; `otherData` has the
             gaps that the schedule should have and those that were measured.
         """
-        if self._rhythm is None or self._snapshots is None:
+        if self._profiler is None or self._snapshots is None:
             trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {}}
         else:
-            trace = self._rhythm.trace(self._snapshots.rank)
+            trace = self._profiler.trace(self._snapshots.rank)
         if path is not None:
             Path(path).write_text(json.dumps(trace))
         return trace
@@ -406,35 +412,35 @@ class Session:
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Marks a time in which this loop neither computes nor communicates, e.g. while it waits for a batch."""
-        if self._rhythm is None:
+        if self._profiler is None:
             yield
             return
-        self._rhythm.enter(Tier.GAP, "idle")
+        self._profiler.enter(Tier.GAP, "idle")
         try:
             yield
         finally:
-            self._rhythm.enter(Tier.COMPUTE, OTHER)
+            self._profiler.enter(Tier.COMPUTE, OTHER)
 
     def close(self) -> None:
         """Ends the session: the newest snapshot is finished, the hooks are taken off, the daemon keeps the slots."""
         if self._snapshots is None or os.getpid() != self._pid:
             return
         if self._window_open:
-            self._snapshots.copier.hurry()
+            self._snapshots.copy_engine.hurry()
             # Before the fence: the newest snapshot may still be waiting for a slot.
             self._snapshots.wait(self._taken, CLOSE_WAIT_S)
         self._close_window()
-        if self._metronome is not None:
-            self._metronome.report()
+        if self._cadence is not None:
+            self._cadence.report()
         self._unfollow()
-        if self._teller is not None:
-            self._teller.close()
-        self._rhythm = None
+        if self._timeline_server is not None:
+            self._timeline_server.close()
+        self._profiler = None
         snapshots, self._snapshots = self._snapshots, None
         for hook in self._hooks:
             hook.remove()
-        if self._strangers is not None:
-            self._strangers.remove()
+        if self._foreign_optimizers is not None:
+            self._foreign_optimizers.remove()
         if self.reviews is not None:
             self.reviews.close()
         snapshots.release()
@@ -457,19 +463,19 @@ class Session:
         raise TypeError("a Session can't be copied or sent to another process")
 
 
-def _teller(snapshots: Snapshots, rhythm: Rhythm) -> timeline_socket.Teller | None:
+def _timeline_server(snapshots: Snapshotter, profiler: IterationProfiler) -> timeline_socket.TimelineServer | None:
     """Answers `reft-cli timeline`; where no socket can be had, only `Session.timeline` tells."""
     try:
-        return timeline_socket.Teller(lambda: rhythm.trace(snapshots.rank))
+        return timeline_socket.TimelineServer(lambda: profiler.trace(snapshots.rank))
     except OSError as error:
         log.warning("reft-cli timeline will not find rank %d: %s", snapshots.rank, error)
         return None
 
 
-def _passed_as_state(snapshots: Snapshots) -> list[str]:
+def _passed_as_state(snapshots: Snapshotter) -> list[str]:
     """Names in `state=`."""
-    modules = (prefix.removeprefix("state.") for prefix in snapshots.subjects.modules if prefix.startswith("state."))
-    return [*snapshots.subjects.scalers, *snapshots.host.objects, *modules]
+    modules = (prefix.removeprefix("state.") for prefix in snapshots.tracked.modules if prefix.startswith("state."))
+    return [*snapshots.tracked.scalers, *snapshots.host.objects, *modules]
 
 
 def _nothing(*_: object) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """One bound on memory.
 
     Attributes:
@@ -21,7 +21,7 @@ class Limit:
     remedy: str
 
 
-def refusal(need_bytes: int, limits: Sequence[Limit], who: str = "the slots need") -> str | None:
+def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slots need") -> str | None:
     """Why `need_bytes` may not be reserved: value, limit and remedy of the tightest bound; None if they may."""
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is None or need_bytes <= tightest.free_bytes:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Sizes of the model; tokens are bytes."""
 
     vocabulary: int = 256
@@ -24,7 +24,7 @@ class Shape:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads, self.dropout = shape.heads, shape.dropout
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         hidden = shape.width * 8 // 3
         self.gate = nn.Linear(shape.width, hidden, bias=False)
@@ -54,10 +54,10 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer: attention and feed-forward, each after a norm and added to what came in."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
         self.attention, self.feed_forward = Attention(shape), FeedForward(shape)
@@ -71,10 +71,10 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Bytes in, the loss of predicting each next byte out."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         # A constant, not state: as a buffer, DDP would send it to all ranks at every step.
         self.rotation = rotations(shape.context, shape.width // shape.heads)

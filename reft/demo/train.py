@@ -28,12 +28,12 @@ from torch import nn  # noqa: E402
 
 import reft  # noqa: E402
 from reft.demo.data import Loader, manual  # noqa: E402
-from reft.demo.model import Llama, Shape  # noqa: E402
+from reft.demo.model import Llama, ModelShape  # noqa: E402
 
 WARM_UP = 10  # steps
 
 
-class Record:
+class LossLog:
     """Lines that survive the SIGKILL of their writer: each is one write to the kernel."""
 
     def __init__(self, path: Path) -> None:
@@ -52,10 +52,10 @@ def main() -> None:
     # A hung peer is an error after a minute, not after torch's half hour.
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, world = dist.get_rank(), dist.get_world_size()
-    record = Record(options.out / f"rank-{rank}.jsonl")
+    record = LossLog(options.out / f"rank-{rank}.jsonl")
     record.add("started", pid=os.getpid(), time_s=STARTED_S)
     torch.manual_seed(options.seed)
-    model = Llama(Shape())
+    model = Llama(ModelShape())
     torch.manual_seed(options.seed + 1 + rank)  # dropout differs between ranks
     # DDP normally regroups gradients after the first backward pass of a process, and the order in which the gradients
     # of more than two ranks are added depends on the grouping: the first step after a restart would round differently
@@ -63,7 +63,7 @@ def main() -> None:
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
-    loader = Loader(manual(), options.batch, Shape.context, rank, world, options.seed)
+    loader = Loader(manual(), options.batch, ModelShape.context, rank, world, options.seed)
 
     began_s = time.monotonic()
     session = reft.attach(ddp, optimizer, state={"lr": schedule, "data": loader}, tolerate=options.tolerate)

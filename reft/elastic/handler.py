@@ -35,48 +35,50 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler as create_torchs
 
 from reft.console import say
-from reft.core.membership.agent_policy import Reaction
-from reft.core.membership.failure_detector import Agent
-from reft.elastic.heartbeat_client import Listener, Term
-from reft.elastic.node import free_under_slurm, has_ended, settle, tls
+from reft.core.membership.agent_policy import AgentReaction
+from reft.core.membership.failure_detector import AgentPhase
+from reft.elastic.heartbeat_client import HeartbeatClient, RoundMembers
+from reft.elastic.node import free_under_slurm, has_ended, resolve_node, tls
 from reft.elastic.options import check, job_of, number, rendezvous_id_of, text, truth
-from reft.elastic.orphan_reaper import Guard
+from reft.elastic.orphan_reaper import OrphanReaper
 from reft.elastic.rounds import Executor, StateHolder, poll_s, recorder
-from reft.elastic.shared_state import Facts, State
-from reft.elastic.store_poller import Looker
+from reft.elastic.shared_state import AgentFacts, SharedState
+from reft.elastic.store_poller import StorePoller
 from reft.elastic.stores import etcd, tcp
-from reft.elastic.warm.warm import Warm, begin
-from reft.wire.daemon_launcher import Reviver
+from reft.elastic.warm.warm import WarmWorkers, begin
+from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.v1 import daemon_pb2 as pb
 
 SILENCE_S = 2.0  # of the store, before a person is told
 CACHED = ("_bootstrap_store_info", "_shared_tcp_store_server")
 
 
-class News:
+class RestartSignals:
     """What the daemons' signals mean for this agent, as the heartbeat client's thread tells it."""
 
     def __init__(self) -> None:
-        self.latest: tuple[Term | None, Reaction] = (None, Reaction())
+        self.latest: tuple[RoundMembers | None, AgentReaction] = (None, AgentReaction())
         self._lost_s: dict[str, float] = {}  # home → when this agent was told that it is lost
 
-    def heard(self, term: Term, reaction: Reaction) -> None:
+    def heard(self, term: RoundMembers, reaction: AgentReaction) -> None:
         """Takes in a reaction; called from a thread of the heartbeat client."""
         # Once a term: a node that comes back must not be counted out again by each further piece of news.
         known = self.latest[1].lost if self.latest[0] is term else frozenset()
         self._lost_s = {**self._lost_s, **dict.fromkeys(reaction.lost - known, time.monotonic())}
         self.latest = (term, reaction)
 
-    def is_gone(self, facts: Facts, seen_s: float) -> bool:
+    def is_gone(self, facts: AgentFacts, seen_s: float) -> bool:
         """Whether a node is lost, or its agent has ended, since it was seen at `seen_s`."""
         told_s = self._lost_s.get(facts.home, float("-inf"))
         return told_s >= seen_s or (bool(facts.process) and has_ended(facts.process))
 
 
-def _end(looker: Looker, listener: Listener | None, guard: Guard | None, warm: Warm | None) -> None:
+def _end(
+    poller: StorePoller, listener: HeartbeatClient | None, reaper: OrphanReaper | None, warm: WarmWorkers | None
+) -> None:
     """Ends the threads and processes of a handler that is gone."""
-    looker.close()
-    for each in (listener and listener.stop, guard and guard.close, warm and warm.close):
+    poller.close()
+    for each in (listener and listener.stop, reaper and reaper.close, warm and warm.close):
         if each:
             each()
 
@@ -90,33 +92,33 @@ class ReftRendezvousHandler(RendezvousHandler):
         run_id: as the workers see it.
         shrink_s: see `reft.elastic.rounds`.
         daemon: address of this node's daemon, and who starts it again; None means that nobody tells signals.
-        guard: what ends the workers if this agent is killed; None: nobody does.
+        reaper: what ends the workers if this agent is killed; None: nobody does.
         warm: what workers are forked from; None: each is started anew.
     """
 
     def __init__(
-        self, inner: DynamicRendezvousHandler, facts: Facts, run_id: str, shrink_s: float,
-        daemon: tuple[str, Reviver] | None = None, guard: Guard | None = None, warm: Warm | None = None,
+        self, inner: DynamicRendezvousHandler, facts: AgentFacts, run_id: str, shrink_s: float,
+        daemon: tuple[str, DaemonRestarter] | None = None, reaper: OrphanReaper | None = None, warm: WarmWorkers | None = None,
     ) -> None:  # fmt: skip
         self._inner, self._run_id, self._facts = inner, run_id, facts
         self._node, settings = inner._this_node, inner.settings
-        self._news = News()
+        self._news = RestartSignals()
         self._holder = StateHolder(inner._state_holder._backend, settings, self._node, self._news.is_gone)
         inner._state_holder = self._holder
         inner._record = recorder(type(inner).__name__, settings.run_id, self._node)  # type: ignore[method-assign]
         inner._op_executor = Executor(self._node, self._holder, settings, facts, shrink_s)
-        self._looker = Looker(inner.num_nodes_waiting)
+        self._poller = StorePoller(inner.num_nodes_waiting)
         self._poll_s = poll_s(settings.max_nodes)
         self._close_s = settings.timeout.close.total_seconds()
         self._round = -1  # that our workers run in
         self._members: frozenset[Any] = frozenset()  # of that round
         self._said = ""
-        self._guard, self._is_guarded, self._warm = guard, False, warm
+        self._reaper, self._is_guarded, self._warm = reaper, False, warm
         self._daemon = daemon
-        self._listener = Listener(*daemon, tls(), self._news.heard) if daemon else None
-        self._term: Term | None = None
+        self._heartbeat_client = HeartbeatClient(*daemon, tls(), self._news.heard) if daemon else None
+        self._term: RoundMembers | None = None
         # No thread may hold this handler, or one that torch drops without `shutdown` would never end them.
-        weakref.finalize(self, _end, self._looker, self._listener, guard, warm).atexit = False
+        weakref.finalize(self, _end, self._poller, self._heartbeat_client, reaper, warm).atexit = False
 
     @property
     def use_agent_store(self) -> bool:
@@ -146,14 +148,14 @@ class ReftRendezvousHandler(RendezvousHandler):
         self._begin(self._holder.state)
         return info
 
-    def _begin(self, state: State) -> None:
+    def _begin(self, state: SharedState) -> None:
         """Tells this node's workers and its daemon of the round."""
         self._is_guarded = False
         job = job_of(self._run_id, state.launch)
         os.environ["REFT_ROUND"], os.environ["REFT_LAUNCH"] = str(state.round), state.launch
         os.environ["REFT_UNNAMED_JOB"] = "" if job.named else job.id
         self._term = None
-        if self._listener is None:
+        if self._heartbeat_client is None:
             return
         ordered = sorted(state.participants, key=lambda node: state.participants[node])
         members = [facts for facts in (state.facts[node] for node in ordered) if facts.home]
@@ -164,18 +166,18 @@ class ReftRendezvousHandler(RendezvousHandler):
             pb.Node(name=facts.name, id=facts.home, addresses=facts.addresses, domain=facts.domain) for facts in members
         )
         token = bytes.fromhex(state.token)
-        self._term = Term(job.id, self._facts.home, state.launch, state.round, token, nodes)
-        self._listener.begin(self._term)
+        self._term = RoundMembers(job.id, self._facts.home, state.launch, state.round, token, nodes)
+        self._heartbeat_client.begin(self._term)
 
     def _settle(self) -> None:
         """From here on this thread may ask the store itself."""
-        if not self._looker.settle(SILENCE_S):
+        if not self._poller.settle(SILENCE_S):
             self._say("the rendezvous store does not answer: workers can't restart before it does.")
-            self._looker.settle()
+            self._poller.settle()
 
     def _is_stopping(self) -> None:
-        if self._listener and self._term:
-            self._listener.say(Agent.STOPPING)
+        if self._heartbeat_client and self._term:
+            self._heartbeat_client.say(AgentPhase.STOPPING)
 
     def _enter(self) -> None:
         """Begins a launch of the job if nobody else is here; waits for the end of one that is just ending."""
@@ -184,7 +186,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._holder.sync(fresh=True)
             state = self._holder.state
             if not state.everyone():
-                fresh = State()
+                fresh = SharedState()
                 fresh.round = state.round + 1 if state.launch else 0  # keys of rounds before must not be met again
                 fresh.places = state.places
                 fresh.launch, fresh.token = secrets.token_hex(8), secrets.token_hex(32)
@@ -195,8 +197,8 @@ class ReftRendezvousHandler(RendezvousHandler):
             time.sleep(self._poll_s)
 
     def num_nodes_waiting(self) -> int:
-        if self._guard and not self._is_guarded:  # once a round: it looks at all processes of the node
-            self._guard.look()
+        if self._reaper and not self._is_guarded:  # once a round: it looks at all processes of the node
+            self._reaper.look()
             self._is_guarded = True
         waiting = self._reasons_to_restart()
         if waiting:
@@ -210,7 +212,7 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._say(f"{reaction.reason} Workers restart without waiting for errors.")
             return 1
         try:
-            waiting = self._looker.look()
+            waiting = self._poller.look()
         except (RendezvousClosedError, RendezvousGracefulExitError):
             raise
         except RendezvousError as error:  # torch's agent would end the job, and needs the store for a restart alone
@@ -250,8 +252,8 @@ class ReftRendezvousHandler(RendezvousHandler):
             self._inner._stop_heartbeats()
             return True
         has_finished = sys.exc_info()[0] is None
-        if self._listener and self._term:
-            self._listener.close(Agent.FINISHED if has_finished else Agent.FAILED)
+        if self._heartbeat_client and self._term:
+            self._heartbeat_client.close(AgentPhase.FINISHED if has_finished else AgentPhase.FAILED)
         self._settle()
         is_closed = bool(self._inner.shutdown())
         try:
@@ -273,7 +275,7 @@ def create(parameters: RendezvousParameters) -> Any:
     check(parameters)
     rendezvous_id = rendezvous_id_of(parameters.run_id)
     warm = begin(text(parameters, "warm_imports")) if truth(parameters, "warm") else None  # imports while we go on
-    facts, daemon = settle(parameters)
+    facts, daemon = resolve_node(parameters)
     connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
     backend, store = connect(parameters, rendezvous_id)
     if daemon:
@@ -281,4 +283,4 @@ def create(parameters: RendezvousParameters) -> Any:
     run_id, parameters.run_id = parameters.run_id, rendezvous_id
     inner = create_torchs(store, backend, parameters)
     shrink_s = number(parameters, "shrink_timeout")
-    return ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, Guard(), warm)
+    return ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, OrphanReaper(), warm)

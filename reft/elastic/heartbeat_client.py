@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from reft.core.membership.agent_policy import Reaction, react
-from reft.core.membership.failure_detector import BEAT_S, Agent, Sign
+from reft.core.membership.agent_policy import AgentReaction, react
+from reft.core.membership.failure_detector import BEAT_S, AgentPhase, NodeReport
 from reft.core.membership.gossip_targets import neighbours, ring_of
 from reft.wire import messages, rpc
-from reft.wire.daemon_launcher import Reviver
+from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
@@ -32,7 +32,7 @@ LAST_WORD_S = 1.0
 
 
 @dataclass(frozen=True)
-class Term:
+class RoundMembers:
     """One round, as the daemons are told of it."""
 
     job: str
@@ -43,22 +43,26 @@ class Term:
     nodes: tuple[pb.Node, ...] = field(compare=False)
 
 
-class Listener:
+class HeartbeatClient:
     """See the module.
 
     Args:
         address: of this node's daemon.
-        reviver: starts that daemon again; knows by which pid it sees this agent.
+        restarter: starts that daemon again; knows by which pid it sees this agent.
         tls: for the daemons of other nodes; None means plain text.
         on_news: told what the signals of a term mean, as often as they change; called from a thread of the listener.
     """
 
     def __init__(
-        self, address: str, reviver: Reviver, tls: Tls | None, on_news: Callable[[Term, Reaction], None]
+        self,
+        address: str,
+        restarter: DaemonRestarter,
+        tls: Tls | None,
+        on_news: Callable[[RoundMembers, AgentReaction], None],
     ) -> None:
-        self._address, self._reviver, self._tls, self._on_news = address, reviver, tls, on_news
-        self._term: Term | None = None
-        self._phase = Agent.TRAINING
+        self._address, self._restarter, self._tls, self._on_news = address, restarter, tls, on_news
+        self._term: RoundMembers | None = None
+        self._phase = AgentPhase.TRAINING
         self._watchers: list[pb.Node] = []
         self._must_introduce = True
         self._under_way: Counter[str] = Counter()
@@ -67,23 +71,23 @@ class Listener:
         self._wake, self._closed = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
 
-    def begin(self, term: Term) -> None:
+    def begin(self, term: RoundMembers) -> None:
         """The agent's workers run in this round now."""
         # Who listens to us is known without our own daemon, which may be stopped just when a round begins.
         nodes = {node.id: node for node in term.nodes}
         watchers = [nodes[each] for each in neighbours(term.node_id, ring_of(nodes))]
-        self._term, self._phase, self._watchers, self._must_introduce = term, Agent.TRAINING, watchers, True
+        self._term, self._phase, self._watchers, self._must_introduce = term, AgentPhase.TRAINING, watchers, True
         self._wake.set()
         if not self._threads[0].is_alive():
             for thread in self._threads:
                 thread.start()
 
-    def say(self, phase: Agent) -> None:
+    def say(self, phase: AgentPhase) -> None:
         """What the agent does from now on."""
         self._phase = phase
         self._wake.set()
 
-    def close(self, last: Agent) -> None:
+    def close(self, last: AgentPhase) -> None:
         """Says a last word; returns when the daemons have heard it, or after LAST_WORD_S."""
         if self._term is not None:
             self._phase = last
@@ -125,7 +129,7 @@ class Listener:
             node_id=term.node_id,
             launch=term.launch,
             round=term.round,
-            pid=self._reviver.agent_pid,
+            pid=self._restarter.agent_pid,
             phase=messages.agent_to(self._phase),
         )
         if not name:
@@ -141,7 +145,7 @@ class Listener:
         call.add_done_callback(lambda done: self._answered(name, address, term, done))
         return call
 
-    def _answered(self, name: str, address: str, term: Term, call: grpc.Future) -> None:
+    def _answered(self, name: str, address: str, term: RoundMembers, call: grpc.Future) -> None:
         self._under_way[name] -= 1
         if call.cancelled():
             return
@@ -155,7 +159,7 @@ class Listener:
         if error is not None:  # a daemon that was started anew knows nothing
             self._must_introduce = True
             if is_unreached:
-                self._reviver.refused(self._address)
+                self._restarter.refused(self._address)
             return
         reply: pb.AgentBeatReply = call.result()
         self._must_introduce = reply.unknown_round
@@ -188,7 +192,9 @@ class Listener:
                 continue
             version = reply.version
             if (reply.launch, reply.round) == (term.launch, term.round):
-                signs = [Sign(each.node_id, messages.signal_from(each.signal), each.reason) for each in reply.nodes]
+                signs = [
+                    NodeReport(each.node_id, messages.signal_from(each.signal), each.reason) for each in reply.nodes
+                ]
                 self._on_news(term, react(term.node_id, signs))
             else:
                 version = 0  # what was held against another round must be judged again

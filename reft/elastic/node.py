@@ -12,10 +12,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from reft.config import Config
 from reft.console import say
 from reft.elastic.options import text
-from reft.elastic.shared_state import Facts
+from reft.elastic.shared_state import AgentFacts
 from reft.errors import ConfigError, ReftError
 from reft.wire import daemon_launcher, local_socket, rpc
-from reft.wire.daemon_launcher import Reviver
+from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.process import Process, machine, mark_of
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
@@ -36,7 +36,7 @@ def has_ended(process: str) -> bool:
         return False
 
 
-def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver] | None]:
+def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[str, DaemonRestarter] | None]:
     """What this agent says of itself; its daemon's address and who starts that daemon again, None if there is none.
 
     It starts one if none runs.
@@ -50,7 +50,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver]
     process = mark_of(os.getpid())
     settings = Config.load()
     if wanted == "off" or settings.mode == "off":
-        return Facts(process), None
+        return AgentFacts(process), None
     flags = _flags(parameters)
     try:
         address, hello = daemon_launcher.find(settings, flags)
@@ -58,7 +58,7 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver]
         daemon_launcher.hello(address, agent_pid=pid)
     except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
         say(f"this node has no daemon: lost nodes are found late. {error}")
-        return Facts(process), None
+        return AgentFacts(process), None
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
             "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
@@ -69,8 +69,8 @@ def settle(parameters: RendezvousParameters) -> tuple[Facts, tuple[str, Reviver]
             "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
             "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
-    facts = Facts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
-    return facts, (address, Reviver(settings, hello.unattended, flags, pid))
+    facts = AgentFacts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
+    return facts, (address, DaemonRestarter(settings, hello.unattended, flags, pid))
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:

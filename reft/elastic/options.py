@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from reft.config import Config
-from reft.core.membership.job_identity import NO_RUN_ID, Job, identify
+from reft.core.membership.job_identity import NO_RUN_ID, JobIdentity, identify
 from reft.errors import ConfigError
 
 # name → (default, what it is). Seconds where nothing else is said. torch reads those of the first group itself.
@@ -116,7 +116,7 @@ def rendezvous_id_of(run_id: str) -> str:
     return rendezvous_id(run_id, os.environ.get("SLURM_JOB_ID", ""), script_of(sys.argv))
 
 
-def job_of(run_id: str, launch: str) -> Job:
+def job_of(run_id: str, launch: str) -> JobIdentity:
     """The job as its daemons and trainers name it, in this launch."""
     return identify(
         chosen=Config.load().job,

@@ -26,7 +26,7 @@ from reft.config import child_environment
 from reft.wire.process import Process, stat_of
 
 
-class Guard:
+class OrphanReaper:
     """The agent's side. Children that it has already are no workers."""
 
     def __init__(self) -> None:

@@ -41,15 +41,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousStateHolder,
 )
 
-from reft.core.membership.sticky_ranks import Place, assign
-from reft.elastic.shared_state import Facts, State, decode, encode, member
+from reft.core.membership.sticky_ranks import PreviousRank, assign
+from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode, member
 
 POLL_S = 0.2
 POLL_S_PER_NODE = 0.001  # a thousand agents look at the store a thousand times a second, as fifty of them do
 POLL_MAX_S = 1.0
 FIRST_POLL_S = 0.02
 
-IsGone = Callable[[Facts, float], bool]
+IsGone = Callable[[AgentFacts, float], bool]
 
 
 def poll_s(max_nodes: int) -> float:
@@ -69,7 +69,7 @@ def recorder(name: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class LastBeat:
     """An agent's sign of life: when it was new to us, and from when on its silence counts; both monotonic."""
 
     beat: datetime
@@ -91,16 +91,16 @@ class StateHolder(_RendezvousStateHolder):
         self, backend: RendezvousBackend, settings: RendezvousSettings, node: _NodeDesc, is_gone: IsGone
     ) -> None:
         self._backend, self._settings, self._node, self._is_gone = backend, settings, node, is_gone
-        self._state = State()
+        self._state = SharedState()
         self._token: Any = None
         self._dirty = False
         self._cache_s = poll_s(settings.max_nodes)
         self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
-        self._seen: dict[_NodeDesc, Seen] = {}
+        self._seen: dict[_NodeDesc, LastBeat] = {}
 
     @property
-    def state(self) -> State:
+    def state(self) -> SharedState:
         """As last read."""
         return self._state
 
@@ -122,13 +122,13 @@ class StateHolder(_RendezvousStateHolder):
             return None
         else:
             data, self._token = self._backend.get_state() or (None, None)
-        self._state = decode(data) if data is not None else State()
+        self._state = decode(data) if data is not None else SharedState()
         self._dirty = False
         before_s, self._synced_s = self._synced_s, time.monotonic()
         self._remove_gone(was_late=self._synced_s - before_s > self._expiry_s / 2)
         return has_set
 
-    def replace(self, state: State) -> bool:
+    def replace(self, state: SharedState) -> bool:
         """Writes another state in place of the one that was read; False if somebody changed it meanwhile."""
         self._state, self._dirty = state, True
         return bool(self.sync())
@@ -143,14 +143,14 @@ class StateHolder(_RendezvousStateHolder):
     def _remove_gone(self, was_late: bool) -> None:
         now_s = time.monotonic()
         state, before = self._state, self._seen
-        self._seen = {node: Seen(beat, now_s, now_s) for node, beat in state.last_heartbeats.items()}
+        self._seen = {node: LastBeat(beat, now_s, now_s) for node, beat in state.last_heartbeats.items()}
         for node, seen in self._seen.items():
             if node in before and before[node].beat == seen.beat:
                 self._seen[node] = replace(before[node], silent_s=now_s) if was_late else before[node]
         for node, seen in self._seen.items():
             if node == self._node:
                 continue
-            known = self._is_gone(state.facts.get(node, Facts()), seen.new_s)
+            known = self._is_gone(state.facts.get(node, AgentFacts()), seen.new_s)
             if not known and now_s - seen.silent_s <= self._expiry_s:
                 continue
             was_participant = node in state.participants
@@ -170,7 +170,7 @@ class Executor(_DistributedRendezvousOpExecutor):
     """
 
     def __init__(
-        self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings, facts: Facts, shrink_s: float
+        self, node: _NodeDesc, holder: StateHolder, settings: RendezvousSettings, facts: AgentFacts, shrink_s: float
     ) -> None:
         super().__init__(node, holder, settings)
         self._record = recorder(type(self).__name__, settings.run_id, node)  # type: ignore[method-assign]
@@ -214,4 +214,4 @@ class Executor(_DistributedRendezvousOpExecutor):
         ranks = assign(list(nodes), state.places)
         for who, rank in ranks.items():
             state.participants[nodes[who]] = rank
-        state.places = [Place(rank, who) for who, rank in sorted(ranks.items(), key=lambda item: item[1])]
+        state.places = [PreviousRank(rank, who) for who, rank in sorted(ranks.items(), key=lambda item: item[1])]

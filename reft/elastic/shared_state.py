@@ -14,13 +14,13 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from reft.core.membership.sticky_ranks import Member, Place
+from reft.core.membership.sticky_ranks import Participant, PreviousRank
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Facts:
+class AgentFacts:
     """What an agent says of its node when it joins.
 
     Attributes:
@@ -36,7 +36,7 @@ class Facts:
     addresses: tuple[str, ...] = field(default=())
 
 
-class State(_RendezvousState):
+class SharedState(_RendezvousState):
     """torch's state, and:
 
     Attributes:
@@ -48,8 +48,8 @@ class State(_RendezvousState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.facts: dict[_NodeDesc, Facts] = {}
-        self.places: list[Place] = []
+        self.facts: dict[_NodeDesc, AgentFacts] = {}
+        self.places: list[PreviousRank] = []
         self.launch = ""
         self.token = ""
 
@@ -65,12 +65,12 @@ class State(_RendezvousState):
         self.redundancy_list.discard(node)
 
 
-def member(state: State, node: _NodeDesc) -> Member:
+def member(state: SharedState, node: _NodeDesc) -> Participant:
     """A node as `reft.core.membership.sticky_ranks` names it."""
-    return Member(str(node), state.facts.get(node, Facts()).home)
+    return Participant(str(node), state.facts.get(node, AgentFacts()).home)
 
 
-def encode(state: State) -> bytes:
+def encode(state: SharedState) -> bytes:
     """JSON; `decode` reads it."""
     nodes = sorted({*state.everyone(), *state.last_heartbeats})
     index = {node: i for i, node in enumerate(nodes)}
@@ -93,7 +93,7 @@ def encode(state: State) -> bytes:
     ).encode()
 
 
-def decode(data: bytes) -> State:
+def decode(data: bytes) -> SharedState:
     """The state.
 
     Raises:
@@ -114,8 +114,8 @@ def decode(data: bytes) -> State:
         ) from error
 
 
-def _state(said: dict[str, Any]) -> State:
-    state = State()
+def _state(said: dict[str, Any]) -> SharedState:
+    state = SharedState()
     state.round, state.complete, state.closed = int(said["round"]), bool(said["complete"]), bool(said["closed"])
     state.deadline = _moment(said["deadline"])
     state.launch, state.token = str(said["launch"]), str(said["token"])
@@ -128,16 +128,16 @@ def _state(said: dict[str, Any]) -> State:
         if beat is not None:
             state.last_heartbeats[node] = beat
         facts = dict(entry["facts"])
-        state.facts[node] = Facts(**{**facts, "addresses": tuple(map(str, facts["addresses"]))})
+        state.facts[node] = AgentFacts(**{**facts, "addresses": tuple(map(str, facts["addresses"]))})
     state.participants = {nodes[i]: int(rank) for i, rank in said["participants"]}
     state.wait_list = {nodes[i] for i in said["waiting"]}
     state.redundancy_list = {nodes[i] for i in said["redundant"]}
-    state.places = [Place(int(rank), Member(str(agent), str(home))) for rank, agent, home in said["places"]]
+    state.places = [PreviousRank(int(rank), Participant(str(agent), str(home))) for rank, agent, home in said["places"]]
     return state
 
 
-def _entry(state: State, node: _NodeDesc) -> dict[str, Any]:
-    facts = state.facts.get(node, Facts())
+def _entry(state: SharedState, node: _NodeDesc) -> dict[str, Any]:
+    facts = state.facts.get(node, AgentFacts())
     return {
         "agent": [node.addr, node.pid, node.local_id],
         "beat": _text(state.last_heartbeats.get(node)),

@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 PATIENCE_S = 0.2
 
 
-class Looker:
+class StorePoller:
     """See the module.
 
     Args:

@@ -31,16 +31,16 @@ class Tested:
             found = owner
             for part in name.split("."):
                 if not hasattr(found, part):
-                    raise self._unlike(f"{type(found).__name__} has no {part!r}")
+                    raise self._mismatched(f"{type(found).__name__} has no {part!r}")
                 found = getattr(found, part)
 
     def need_parameters(self, function: Callable[..., Any], names: Iterable[str]) -> None:
         """Raises UnsupportedState unless `function` takes parameters of all these names."""
         missing = set(names) - set(inspect.signature(function).parameters)
         if missing:
-            raise self._unlike(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
+            raise self._mismatched(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
 
-    def _unlike(self, what: str) -> UnsupportedState:
+    def _mismatched(self, what: str) -> UnsupportedState:
         try:
             installed = metadata.version(self.package)
         except metadata.PackageNotFoundError:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import reft
-from reft.client.schedule.hooks.megatron import Timers
+from reft.client.schedule.hooks.megatron import IdleTimers
 from reft.client.session import Session
 from reft.client.state.extract.megatron_modules import TESTED, unwrapped
 from reft.console import say
@@ -107,5 +107,5 @@ def attach(
         say("not covered: the data position; pass what the micro batches come from: attach(..., data=...).")
     session = reft.attach(list(chunks), optimizer, state=held, **options)
     for config in {id(config): config for config in (unwrapped(chunk).config for chunk in chunks)}.values():
-        config.timers = Timers(session.idle, config.timers)
+        config.timers = IdleTimers(session.idle, config.timers)
     return session

@@ -153,7 +153,7 @@ PAUSE_S = 10.0  # between two tries
 
 
 @dataclass
-class Reviver:
+class DaemonRestarter:
     """Of one process; all of a node may try, and one of them starts it.
 
     Args:

@@ -12,19 +12,19 @@ from functools import cached_property
 
 from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision
-from reft.core.commit.snapshot_interval import History
+from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery import recovery
-from reft.core.recovery.inventory import Inventory, ManifestFacts, Member, NodeInventory
-from reft.core.recovery.recovery import Copy, Held, Plan
-from reft.core.status.loss_analysis import Outlook
+from reft.core.recovery.inventory import Inventory, ManifestFacts, ManifestNode, NodeInventory
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
+from reft.core.status.loss_analysis import LossAnalysis
 from reft.core.status.protection import Protection, protection
 from reft.wire import messages
 from reft.wire.manifest import placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 
-def is_itself(surveyed: pb.Surveyed) -> bool:
+def is_itself(surveyed: pb.SurveyedNode) -> bool:
     """Whether the node itself has answered.
 
     What answers at its address with another id is another node, as after a reboot: the memory of the first is gone, and what
@@ -35,8 +35,8 @@ def is_itself(surveyed: pb.Surveyed) -> bool:
 
 def facts_from(manifest: pb.Manifest) -> ManifestFacts:
     """What decisions need of a manifest."""
-    members = tuple(Member(node.id, node.name, node.domain) for node in manifest.nodes)
-    return ManifestFacts(manifest.token, members, History(manifest.trained_s, manifest.failures))
+    members = tuple(ManifestNode(node.id, node.name, node.domain) for node in manifest.nodes)
+    return ManifestFacts(manifest.token, members, FailureHistory(manifest.trained_s, manifest.failures))
 
 
 def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
@@ -45,7 +45,7 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
         reply.node,
         messages.decision_from(reply.decision) if reply.HasField("decision") else None,
         tuple(messages.held_from(node, header) for header in reply.slots),
-        tuple(messages.copy_from(node, copy) for copy in reply.copies),
+        tuple(messages.copy_from(node, copy) for copy in reply.capsules),
         reply.had_whole,
         reply.trained_s,
         reply.failed,
@@ -53,7 +53,7 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
 
 
 @dataclass(frozen=True)
-class Findings:
+class JobSurvey:
     """The reply of each node that answered, and the inventory that they make.
 
     Attributes:
@@ -64,7 +64,7 @@ class Findings:
 
     replies: Mapping[str, pb.InventoryReply]
     silent: tuple[str, ...] = ()
-    before: Findings | None = None
+    before: JobSurvey | None = None
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -101,14 +101,14 @@ class Findings:
         return self.inventory.decision
 
     @property
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldSlot]:
         """The headers of all slots."""
         return self.inventory.held
 
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[HeldCapsule]:
         """The headers of all capsules that nodes keep for ranks of other nodes."""
-        return self.inventory.copies
+        return self.inventory.capsules
 
     @property
     def names(self) -> dict[str, str]:
@@ -132,13 +132,13 @@ class Findings:
             epoch: placement_of(self.manifests[epoch]) for epoch in self.inventory.epochs if epoch in self.manifests
         }
 
-    def protection(self) -> tuple[Protection, Outlook | None] | None:
+    def protection(self) -> tuple[Protection, LossAnalysis | None] | None:
         """What survives what now; nodes are called by `names`."""
         held = [replace(slot, node=self.names[slot.node]) for slot in self.held]
         copies = [replace(copy, node=self.names[copy.node]) for copy in self.copies]
         return protection(held, copies, self.placements, self.decision, self.inventory.domains)
 
-    def plan(self, erased: Collection[tuple[str, str, Version]]) -> Plan:
+    def plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         """The recovery plan.
 
         Args:
@@ -147,10 +147,10 @@ class Findings:
         return self._planned(erased) if erased else self._undamaged
 
     @cached_property
-    def _undamaged(self) -> Plan:
+    def _undamaged(self) -> RecoveryPlan:
         return self._planned(())
 
-    def _planned(self, erased: Collection[tuple[str, str, Version]]) -> Plan:
+    def _planned(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
 
     def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:

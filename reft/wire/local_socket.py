@@ -54,7 +54,7 @@ def frame(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Frames:
+class FrameReader:
     """Cuts the bytes of a connection into messages."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class ReportConnection:
 
     def replies(self) -> Iterator[pb.LocalReply]:
         """Yields what the daemon says, until the connection ends."""
-        frames = Frames()
+        frames = FrameReader()
         with contextlib.suppress(OSError):
             while data := self._socket.recv(READ_BYTES):
                 for body in frames.feed(data):
@@ -160,7 +160,7 @@ def ask_slots(path: str, request: pb.SlotsRequest, give: Sequence[int], deadline
     Raises:
         AttachError: the daemon refused, or did not answer within the deadline.
     """
-    reply, descriptors = _exchange(path, pb.LocalRequest(slots=request), give, deadline_s)
+    reply, descriptors = _rank_group(path, pb.LocalRequest(slots=request), give, deadline_s)
     if reply.WhichOneof("what") != "descriptors" or reply.descriptors != len(descriptors):
         close_all(descriptors)
         raise AttachError(f"the daemon refused the slots: {reply.error or 'no reply.'}")
@@ -188,19 +188,19 @@ def introduce(path: str, deadline_s: float) -> Caller:
     Raises:
         AttachError: the daemon does not see it, or did not answer within the deadline.
     """
-    reply, descriptors = _exchange(path, pb.LocalRequest(who=True), [], deadline_s)
+    reply, descriptors = _rank_group(path, pb.LocalRequest(who=True), [], deadline_s)
     close_all(descriptors)
     if reply.WhichOneof("what") != "caller":
         raise AttachError(f"the daemon did not say who this process is: {reply.error or 'no reply.'}")
     return Caller(Process(reply.caller.pid, reply.caller.pid_start), reply.caller.parent)
 
 
-def _exchange(
+def _rank_group(
     path: str, request: pb.LocalRequest, give: Sequence[int], deadline_s: float
 ) -> tuple[pb.LocalReply, list[int]]:
     """Returns a request's reply, empty if none came, and descriptors, which the caller owns."""
     request.protocol = PROTOCOL
-    frames, descriptors = Frames(), list[int]()
+    frames, descriptors = FrameReader(), list[int]()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(deadline_s)

@@ -15,19 +15,19 @@ from google.protobuf.message import DecodeError
 from reft.core.coding.placement import Placement, Scheme, place
 from reft.core.layout.cells import RIDERS_MAX, Division, divide
 from reft.core.layout.layout import Layout
-from reft.core.layout.symbolic import WHOLE, Cut, Pattern, Symbolic, Table, expand
+from reft.core.layout.symbolic import WHOLE, AxisCut, LeafPattern, PatternTable, SymbolicLayout, expand
 from reft.errors import FormatError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
 
 
-def layouts_of(manifest: pb.Manifest) -> tuple[Layouts, list[int]]:
+def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
     """The distinct layouts that were predicted at attach, and for each rank the index of its own.
 
     Raises:
         FormatError: a table can't be read, or a rank has none.
     """
-    layouts = Layouts(manifest)
+    layouts = ManifestLayouts(manifest)
     index = list(manifest.layout_of)
     if len(index) != manifest.world or any(i >= len(layouts) for i in index):
         raise FormatError(f"the manifest of job {manifest.job} names no layout for some of its {manifest.world} ranks.")
@@ -37,7 +37,7 @@ def layouts_of(manifest: pb.Manifest) -> tuple[Layouts, list[int]]:
 def holders_of_unequal(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
     """Leaves whose replicas were found to differ, so that each rank keeps its own, and the ranks that have them."""
     layouts, index = layouts_of(manifest)
-    wanted = set(manifest.unequal)
+    wanted = set(manifest.mismatched)
     found: dict[str, list[int]] = {name: [] for name in sorted(wanted)}
     for rank, at in enumerate(index if wanted else ()):
         for name in wanted & layouts.names_of(at):
@@ -65,11 +65,11 @@ def node_domains(nodes: Sequence[pb.Node]) -> list[int]:
     return [labels.setdefault(node.domain or f"node {node.id}", len(labels)) for node in nodes]
 
 
-def division_of(manifest: pb.Manifest, riders_max: int, own: Collection[str]) -> Division:
+def division_of(manifest: pb.Manifest, inline_bytes_max: int, own: Collection[str]) -> Division:
     """The manifest's layouts, divided.
 
     Args:
-        riders_max: see `divide`.
+        inline_bytes_max: see `divide`.
         own: names of leaves that each rank keeps for itself.
 
     Raises:
@@ -77,7 +77,7 @@ def division_of(manifest: pb.Manifest, riders_max: int, own: Collection[str]) ->
     """
     layouts, index = layouts_of(manifest)
     digests = layouts.digests
-    return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, riders_max)
+    return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, inline_bytes_max)
 
 
 def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placement:
@@ -97,16 +97,16 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
             f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
         )
     domains = domains_of(manifest)
-    if alike is not None and scheme != "none" and not manifest.unequal:
+    if alike is not None and scheme != "none" and not manifest.mismatched:
         division = alike
     else:
-        own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.unequal)
-        division = division_of(manifest, riders_max(domains), own)
+        own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.mismatched)
+        division = division_of(manifest, inline_bytes_max(domains), own)
     tolerate = None if manifest.tolerate < 0 else manifest.tolerate
     return place(division, domains, scheme, tolerate, manifest.chunk_bytes)
 
 
-def riders_max(domains: Sequence[int]) -> int:
+def inline_bytes_max(domains: Sequence[int]) -> int:
     """The most bytes of riders: none where all ranks are in one domain, for a capsule has nowhere to go then."""
     return RIDERS_MAX if len(set(domains)) > 1 else 0
 
@@ -121,14 +121,14 @@ def placing(manifest: pb.Manifest) -> tuple[object, ...]:
 BYTES_MAX = 1 << 62  # of a leaf: sums of them are 64-bit integers
 
 
-def table_to(table: Table) -> bytes:
+def table_to(table: PatternTable) -> bytes:
     """The table's bytes, always the same for the same table."""
     return pb.SymbolicTable(
         leaves=[_leaf_to(pattern) for pattern in table.patterns], axes=table.axes
     ).SerializeToString(deterministic=True)  # fmt: skip
 
 
-def table_from(data: bytes) -> Table:
+def table_from(data: bytes) -> PatternTable:
     """The table that the bytes describe.
 
     Raises:
@@ -138,10 +138,10 @@ def table_from(data: bytes) -> Table:
         table = pb.SymbolicTable.FromString(data)
     except DecodeError as error:
         raise FormatError(f"the symbolic table can't be read: {error}.") from error
-    return Table(tuple(_leaf_from(leaf, table.axes) for leaf in table.leaves), tuple(table.axes))
+    return PatternTable(tuple(_leaf_from(leaf, table.axes) for leaf in table.leaves), tuple(table.axes))
 
 
-def _leaf_to(pattern: Pattern) -> pb.SymbolicLeaf:
+def _leaf_to(pattern: LeafPattern) -> pb.SymbolicLeaf:
     if pattern.literal is not None:
         return pb.SymbolicLeaf(literal=messages.leaf_to(pattern.literal))
     axes = [axis + 1 for axis in pattern.axes] if any(axis != WHOLE for axis in pattern.axes) else ()
@@ -151,11 +151,11 @@ def _leaf_to(pattern: Pattern) -> pb.SymbolicLeaf:
     )  # fmt: skip
 
 
-def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> Pattern:
+def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> LeafPattern:
     if leaf.HasField("literal"):
         found = messages.leaf_from(leaf.literal)
         _check_bytes(found.name, found.nbytes)
-        return Pattern(found.name, found.dtype, found.staged, 0, found.global_shape, (), (), found)
+        return LeafPattern(found.name, found.dtype, found.staged, 0, found.global_shape, (), (), found)
     shape, numbers, order = tuple(leaf.global_shape), tuple(leaf.axes), tuple(leaf.order)
     if (
         len(numbers) not in (0, len(shape))
@@ -165,7 +165,7 @@ def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> Pattern:
         raise FormatError(f"leaf {leaf.name!r} of shape {list(shape)} can't have axes {numbers} in order {order}.")
     _check_bytes(leaf.name, leaf.item_bytes * math.prod(shape))
     kept = tuple(number - 1 for number in numbers) or (WHOLE,) * len(shape)
-    return Pattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, kept, order)
+    return LeafPattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, kept, order)
 
 
 def _check_bytes(name: str, nbytes: int) -> None:
@@ -173,7 +173,7 @@ def _check_bytes(name: str, nbytes: int) -> None:
         raise FormatError(f"leaf {name!r} has {nbytes} bytes; the limit is {BYTES_MAX}.")
 
 
-class Layouts(Sequence[Layout]):
+class ManifestLayouts(Sequence[Layout]):
     """The distinct layouts of a manifest. Each is written down, and its digest compared, whenever it is asked for.
 
     Attributes:
@@ -185,9 +185,9 @@ class Layouts(Sequence[Layout]):
 
     def __init__(self, manifest: pb.Manifest) -> None:
         self._tables = [table_from(table) for table in manifest.tables]
-        self._cuts: list[tuple[int, tuple[Cut, ...]]] = []
+        self._cuts: list[tuple[int, tuple[AxisCut, ...]]] = []
         for each in manifest.layouts:
-            cuts = tuple(Cut(*pair) for pair in zip(each.cuts[::2], each.cuts[1::2], strict=False))
+            cuts = tuple(AxisCut(*pair) for pair in zip(each.cuts[::2], each.cuts[1::2], strict=False))
             axes = self._tables[each.table].axes if each.table < len(self._tables) else ()
             fits = each.table < len(self._tables) and 2 * len(axes) == len(each.cuts)
             if not fits or any(cut.begin + cut.size > axis for cut, axis in zip(cuts, axes, strict=True)):
@@ -198,9 +198,9 @@ class Layouts(Sequence[Layout]):
             raise FormatError(f"the manifest of job {manifest.job} has the same layout twice.")
 
     @cached_property
-    def symbolic(self) -> list[Symbolic]:
+    def symbolic(self) -> list[SymbolicLayout]:
         """Each layout in its symbolic form."""
-        return [Symbolic(self._tables[table], cuts) for table, cuts in self._cuts]
+        return [SymbolicLayout(self._tables[table], cuts) for table, cuts in self._cuts]
 
     @cached_property
     def names(self) -> set[str]:

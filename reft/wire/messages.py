@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from google.protobuf.message import DecodeError
 
 from reft.core.commit.decision import Decision
-from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, Said
+from reft.core.commit.round import NO_DIGESTS, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.slots import SlotState
-from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf
-from reft.core.membership.failure_detector import Agent, Sign, Signal
+from reft.core.membership.failure_detector import AgentPhase, NodeReport, Signal
 from reft.core.membership.progress import Stall
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -69,17 +69,19 @@ def decision_from(message: pb.Decision) -> Decision:
     return Decision(epoch_from(message.epoch), base, tuple(map(epoch_from, message.known)))
 
 
-def held_from(node_id: str, header: pb.SlotHeader) -> Held:
+def held_from(node_id: str, header: pb.SlotHeader) -> HeldSlot:
     version = version_from(header.version) if header.HasField("version") else None
-    return Held(node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes)
+    return HeldSlot(
+        node_id, header.rank, header.slot, SlotState(header.state), version, header.layout, header.data_bytes
+    )
 
 
-def copy_from(node_id: str, header: pb.CopyHeader) -> Copy:
-    return Copy(node_id, header.rank, version_from(header.version), header.kept_bytes)
+def copy_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
+    return HeldCapsule(node_id, header.rank, version_from(header.version), header.unreplicated_bytes)
 
 
-def said_to(said: Said, digests: Digests = NO_DIGESTS) -> pb.Said:
-    return pb.Said(
+def report_to(said: StepReport, digests: Digests = NO_DIGESTS) -> pb.StepReport:
+    return pb.StepReport(
         since=None if said.since < 0 else said.since,
         until=None if said.until < 0 else said.until,
         sealed=[pb.SealedStep(step=step, cells=_cells_to(digests.get(step, {}))) for step in sorted(said.sealed)],
@@ -91,12 +93,12 @@ def _cells_to(digests: Mapping[int, int]) -> list[pb.CellDigest]:
     return [pb.CellDigest(cell=cell, digest=digest) for cell, digest in sorted(digests.items())]
 
 
-def digests_from(message: pb.Said) -> dict[int, dict[int, int]]:
+def digests_from(message: pb.StepReport) -> dict[int, dict[int, int]]:
     """What ranks say that they have in their cells: step → cell → digest."""
     return {sealed.step: {each.cell: each.digest for each in sealed.cells} for sealed in message.sealed}
 
 
-def said_from(message: pb.Said) -> Said:
+def report_from(message: pb.StepReport) -> StepReport:
     """What a rank or a subtree says.
 
     Raises:
@@ -104,7 +106,7 @@ def said_from(message: pb.Said) -> Said:
     """
     since = message.since if message.HasField("since") else -1
     until = message.until if message.HasField("until") else -1
-    said = Said(since, until, frozenset(each.step for each in message.sealed), frozenset(message.pending))
+    said = StepReport(since, until, frozenset(each.step for each in message.sealed), frozenset(message.pending))
     newest = max((until, *said.sealed, *said.pending))
     if newest > STEP_MAX:
         raise ConfigError(f"step {newest} can't be answered: steps end at {STEP_MAX}.")
@@ -119,13 +121,13 @@ def said_from(message: pb.Said) -> Said:
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
     return pb.Outcome(
         job=job, epoch=epoch_to(epoch), whole=outcome.whole, until=outcome.until, open=sorted(outcome.open),
-        unlike=sorted(outcome.unlike), every=outcome.pace.every, pace_start=outcome.pace.start,
+        mismatched=sorted(outcome.mismatched), every=outcome.interval.every, interval_start=outcome.interval.start,
     )  # fmt: skip
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
-    pace = Pace(message.pace_start, message.every)
-    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.unlike), pace)
+    pace = SnapshotInterval(message.interval_start, message.every)
+    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.mismatched), pace)
 
 
 def signal_from(value: int) -> Signal:
@@ -144,11 +146,11 @@ def signal_to(signal: Signal) -> pb.Signal:
     return pb.Signal.Name(signal)  # type: ignore[return-value]
 
 
-def agent_to(agent: Agent) -> pb.AgentPhase:
+def agent_to(agent: AgentPhase) -> pb.AgentPhase:
     return pb.AgentPhase.Name(agent)  # type: ignore[return-value]
 
 
-def agent_from(value: int) -> Agent:
+def agent_from(value: int) -> AgentPhase:
     """What an agent says.
 
     Raises:
@@ -156,18 +158,18 @@ def agent_from(value: int) -> Agent:
     """
     if value not in pb.AgentPhase.values():
         raise ConfigError(f"{value} is no phase of an agent that this reft knows.")
-    return Agent(value)
+    return AgentPhase(value)
 
 
-def signs_to(signs: Iterable[Sign]) -> list[pb.Sign]:
+def node_reports_to(signs: Iterable[NodeReport]) -> list[pb.NodeReport]:
     """Signs for one beat: the first is the sender's own, of the others the gravest are sent."""
     own, *others = signs
     others.sort(key=lambda sign: -sign.signal)
     return [_sign_to(sign) for sign in [own, *others][:SIGNS_MAX]]
 
 
-def _sign_to(sign: Sign) -> pb.Sign:
-    message = pb.Sign(node_id=sign.node, signal=signal_to(sign.signal), reason=sign.reason[:REASON_MAX])
+def _sign_to(sign: NodeReport) -> pb.NodeReport:
+    message = pb.NodeReport(node_id=sign.node, signal=signal_to(sign.signal), reason=sign.reason[:REASON_MAX])
     if sign.stall is not None:
         message.stall.CopyFrom(
             pb.Stall(
@@ -181,14 +183,14 @@ def _sign_to(sign: Sign) -> pb.Sign:
     return message
 
 
-def signs_from(messages: Iterable[pb.Sign]) -> list[Sign]:
+def node_reports_from(messages: Iterable[pb.NodeReport]) -> list[NodeReport]:
     """The signs of a beat.
 
     Raises:
         ConfigError: one has a signal that we don't know.
     """
     return [
-        Sign(
+        NodeReport(
             message.node_id,
             signal_from(message.signal),
             message.reason[:REASON_MAX],
@@ -202,11 +204,11 @@ def _stall_from(message: pb.Stall) -> Stall:
     return Stall(message.rank, message.step, message.still_s, message.usual_s, message.stopped)
 
 
-def heard_to(heard_s: Mapping[str, float]) -> list[pb.Heard]:
-    return [pb.Heard(node_id=node, age_ms=max(int(age_s * 1000), 0)) for node, age_s in heard_s.items()]
+def heard_to(heard_s: Mapping[str, float]) -> list[pb.LastHeard]:
+    return [pb.LastHeard(node_id=node, age_ms=max(int(age_s * 1000), 0)) for node, age_s in heard_s.items()]
 
 
-def heard_from(messages: Iterable[pb.Heard]) -> dict[str, float]:
+def heard_from(messages: Iterable[pb.LastHeard]) -> dict[str, float]:
     """Node → seconds since the sender heard it."""
     return {message.node_id: message.age_ms / 1000 for message in messages}
 
@@ -220,12 +222,12 @@ def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:
     """
     entries = []
     for leaf, offset in zip(layout.leaves, layout.offsets, strict=True):
-        place = places.get(leaf.name, pb.KEPT) if places else pb.KEPT
-        entries.append(leaf_to(leaf, offset if place == pb.KEPT else 0, place))
+        place = places.get(leaf.name, pb.UNREPLICATED) if places else pb.UNREPLICATED
+        entries.append(leaf_to(leaf, offset if place == pb.UNREPLICATED else 0, place))
     return pb.LeafTable(leaves=entries, data_bytes=layout.data_bytes).SerializeToString(deterministic=True)
 
 
-def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.KEPT) -> pb.LeafEntry:
+def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.UNREPLICATED) -> pb.LeafEntry:
     """A leaf of a leaf table; `place` is where its bytes are, and `offset` where in the slot's data if it is KEPT."""
     return pb.LeafEntry(
         name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes, staged=leaf.staged,
@@ -250,10 +252,10 @@ def table_from(data: bytes) -> Layout:
     table = _table(data)
     leaves = []
     for entry in table.leaves:
-        if entry.place == pb.KEPT and entry.offset + entry.nbytes > table.data_bytes:
+        if entry.place == pb.UNREPLICATED and entry.offset + entry.nbytes > table.data_bytes:
             raise FormatError(f"leaf {entry.name!r} lies outside the data.")
         leaves.append(leaf_from(entry))
-    offsets = tuple(entry.offset if entry.place == pb.KEPT else 0 for entry in table.leaves)
+    offsets = tuple(entry.offset if entry.place == pb.UNREPLICATED else 0 for entry in table.leaves)
     return Layout(tuple(leaves), offsets, table.data_bytes)
 
 
@@ -265,7 +267,7 @@ def places_from(data: bytes) -> dict[str, int]:
     """
     places = {entry.name: int(entry.place) for entry in _table(data).leaves}
     for name, place in places.items():
-        if place not in (pb.KEPT, pb.CELL, pb.RIDER):
+        if place not in (pb.UNREPLICATED, pb.CELL, pb.INLINE):
             raise FormatError(f"leaf {name!r} lies in place {place}, which this reft does not know.")
     return places
 

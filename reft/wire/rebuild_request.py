@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout
-from reft.core.recovery.recovery import Plan
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.wire import messages
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.messages import table_to
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -25,8 +25,11 @@ def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Co
     division, part = placement.division, placement.part(rank)
     digest = division.layout_of[rank]
     places = {leaf.name: pb.CELL for cell in division.cells_of[digest] for leaf in division.cells[cell].leaves}
-    places |= dict.fromkeys(division.riders[digest], pb.RIDER)
-    offsets = {leaf.name: part.kept_offset + at for leaf, at in zip(part.kept.leaves, part.kept.offsets, strict=True)}
+    places |= dict.fromkeys(division.inline_leaves[digest], pb.INLINE)
+    offsets = {
+        leaf.name: part.unreplicated_offset + at
+        for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+    }
     leaves = [leaf for leaf in predicted.leaves if leaf.name not in absent]
     leaves.sort(key=lambda leaf: (offsets.get(leaf.name, -1), leaf.name))
     at = tuple(offsets.get(leaf.name, 0) for leaf in leaves)
@@ -40,7 +43,7 @@ def layout_mark(table: bytes) -> bytes:
 
 
 def rebuild_request(
-    findings: Findings, plan: Plan, ranks: Sequence[int], addresses: Mapping[str, Sequence[str]]
+    job_survey: JobSurvey, plan: RecoveryPlan, ranks: Sequence[int], addresses: Mapping[str, Sequence[str]]
 ) -> pb.RebuildRequest:
     """Asks for the slots of some ranks that have none, in a plan with a base.
 
@@ -48,7 +51,7 @@ def rebuild_request(
         ranks: of one lost node, not empty; the plan has a capsule of each.
         addresses: id of a node → its addresses, for nodes that no manifest names.
     """
-    base, decision, manifest = plan.base, findings.decision, findings.manifest
+    base, decision, manifest = plan.base, job_survey.decision, job_survey.manifest
     assert base is not None and decision is not None and manifest is not None, "a plan without a base"
     sources = [plan.sources[rank] for rank in sorted(plan.sources)]
     ids = sorted({held.node for held in sources} | {plan.capsules[rank].node for rank in ranks})
@@ -57,12 +60,16 @@ def rebuild_request(
         manifest=manifest, decision=messages.decision_to(decision), version=messages.version_to(base),
         node_index=next((i for i, node in enumerate(manifest.nodes) if ranks[0] in node.ranks), 0),
         nodes=[
-            pb.Node(name=findings.names[ident], id=ident, addresses=[*findings.nodes[ident].addresses, *addresses.get(ident, ())])
+            pb.Node(
+                name=job_survey.names[ident],
+                id=ident,
+                addresses=[*job_survey.nodes[ident].addresses, *addresses.get(ident, ())],
+            )
             for ident in ids
         ],
         slots=[pb.SlotSource(rank=held.rank, node=number[held.node], slot=held.slot) for held in sources],
         lost=[pb.LostRank(rank=rank, keeper=number[plan.capsules[rank].node]) for rank in ranks],
     )  # fmt: skip
-    if decision.base is not None and decision.base.epoch in findings.manifests:
-        request.base_manifest.CopyFrom(findings.manifests[decision.base.epoch])
+    if decision.base is not None and decision.base.epoch in job_survey.manifests:
+        request.base_manifest.CopyFrom(job_survey.manifests[decision.base.epoch])
     return request

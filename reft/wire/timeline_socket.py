@@ -52,7 +52,7 @@ def _is_ours(line: socket.socket) -> bool:
     return uid in (os.getuid(), 0) or os.getuid() == 0
 
 
-class Teller:
+class TimelineServer:
     """Answers whoever asks this process for its timeline, in a thread that sleeps otherwise.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 
 from reft.cli.demo import cluster as demo
 from reft.cli.demo.cluster import Cluster, DemoError
-from reft.cli.demo.records import Step
+from reft.cli.demo.records import TrainedStep
 from tests.support.daemons import until
 from tests.support.demo import forking
 
@@ -40,7 +40,7 @@ def test_training_goes_on_past_a_stopped_daemon_and_a_killed_rank():
         assert training.wait(100) == [0, 0]
         result = training.result()
         assert [[a.restored_from for a in result.attempts[rank]] for rank in (0, 1)] == [[None, "memory"]] * 2
-        assert isinstance(result.attempts[0][0].steps[-1], Step) and result.completed == 400
+        assert isinstance(result.attempts[0][0].steps[-1], TrainedStep) and result.completed == 400
         with pytest.raises(DemoError, match=r"ranks \[0\] of job job have no trainer now"):
             cluster.signal_ranks("job", [0], signal.SIGKILL)
         folders = [cluster.folder, cluster.slots]

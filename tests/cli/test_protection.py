@@ -15,7 +15,7 @@ from reft.core.coding.placement import capsule_holders
 from reft.core.layout.layout import Leaf
 from reft.core.status.health import Health
 from reft.errors import ConfigError
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.cli.test_status_text import job, rank, reply
 from tests.support.manifests import described
@@ -24,10 +24,10 @@ EPOCH = pb.Epoch(counter=2, ident=bytes(16))
 SIZE = 3 << 20
 
 
-def findings(
+def job_survey(
     nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,), racks: int = 0,
-    unequal: Sequence[str] = (), leaves: Sequence[str] = ("w",) * 6,
-) -> Findings:  # fmt: skip
+    mismatched: Sequence[str] = (), leaves: Sequence[str] = ("w",) * 6,
+) -> JobSurvey:  # fmt: skip
     """One rank a node; what those that are not lost say. With racks, nodes take turns in them.
 
     Args:
@@ -37,7 +37,7 @@ def findings(
         [Leaf(name, "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,)) for name in leaves[i]] for i in range(nodes)
     ]
     manifest = pb.Manifest(
-        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, unequal=unequal,
+        job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, mismatched=mismatched,
         **described(*held), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
     )  # fmt: skip
     for i, node in enumerate(manifest.nodes if racks else ()):
@@ -52,18 +52,18 @@ def findings(
             found.slots.add(rank=i, slot=f"rank-{i}.slot-{step % 2}", state=pb.SEALED, version=version)
             for other in range(nodes):
                 if i in capsule_holders(other, range(nodes), tolerate):
-                    found.copies.add(rank=other, version=version)
+                    found.capsules.add(rank=other, version=version)
         replies[f"id{i}"] = found
-    return Findings(replies, tuple(f"node-{'abcdef'[i]}" for i in sorted(lost)))
+    return JobSurvey(replies, tuple(f"node-{'abcdef'[i]}" for i in sorted(lost)))
 
 
-def lines_of(found: Findings, **changes: object) -> list[str]:
+def lines_of(found: JobSurvey, **changes: object) -> list[str]:
     status = job(*(rank(i, node.name) for i, node in enumerate(found.nodes.values())), **changes)
     return status_text.status_lines(reply(status), [status_view.job_view(status, found)])
 
 
 def test_a_protected_job():
-    lines = lines_of(findings(4))
+    lines = lines_of(job_survey(4))
     assert lines[1:6] == [
         "health  OK  step 40 is held by all 4 ranks.",
         "protect PROTECTED  any 1 failure domain may vanish now.",
@@ -76,14 +76,14 @@ def test_a_protected_job():
 
 
 def test_a_node_is_lost():
-    lines = lines_of(findings(4, {2}), silent_nodes=["node-c"])
+    lines = lines_of(job_survey(4, {2}), silent_nodes=["node-c"])
     assert lines[1:4] == [
         "health  WARN  no answer from the daemon of node-c; step 40 can be restored without it.",
         "protect DEGRADED  no failure domain may vanish now, 1 when all is well.",
         "",
     ]
     assert "a node                    NO        all steps of this run" in lines
-    lines = lines_of(findings(4, {1, 2}), silent_nodes=["node-b", "node-c"])
+    lines = lines_of(job_survey(4, {1, 2}), silent_nodes=["node-b", "node-c"])
     assert lines[1:3] == [
         "health  ERR  no answer from the daemon of node-b, node-c, and without it no step can be",
         "        restored.",
@@ -91,18 +91,18 @@ def test_a_node_is_lost():
 
 
 def test_how_long_it_was_degraded():
-    now = lines_of(findings(4), degraded=True, degraded_s=3.24)
+    now = lines_of(job_survey(4), degraded=True, degraded_s=3.24)
     assert now[1:4] == [
         "health  WARN  step 40 is held, but less survives now than was asked for.",
         "protect DEGRADED  any 1 failure domain may vanish now. Degraded for 3.2s since the last",
         "        restore.",
     ]
-    then = lines_of(findings(4), degraded=False, degraded_s=3.24)
+    then = lines_of(job_survey(4), degraded=False, degraded_s=3.24)
     assert then[1].startswith("health  OK") and "Degraded for 3.2s" in " ".join(then)
 
 
 def test_what_is_exposed_and_unlike_is_said():
-    lines = lines_of(findings(4, tolerate=0), unlike=[0])
+    lines = lines_of(job_survey(4, tolerate=0), mismatched=[0])
     assert "health  WARN  replicas of w differ between ranks: such steps are not kept." in lines
     assert any(line.startswith("protect UNPROTECTED") for line in lines)
     assert any(line.startswith("exposed 3.0 MiB are stored once") for line in lines)
@@ -110,7 +110,7 @@ def test_what_is_exposed_and_unlike_is_said():
 
 
 def test_the_document_says_the_same():
-    found = findings(4, {2})
+    found = job_survey(4, {2})
     status = job(*(rank(i) for i in range(4)), degraded_s=1.5)
     (document,) = status_view.document(reply(status), [status_view.job_view(status, found)], "unix:/run/x")["jobs"]
     json.dumps(document)
@@ -127,7 +127,7 @@ def test_the_document_says_the_same():
 
 def test_failure_domains_and_pairs_are_named():
     """Of two racks with two nodes each: copies lie in both, and the next node, in the other rack, keeps a node's capsule."""
-    found = findings(4, racks=2)
+    found = job_survey(4, racks=2)
     lines = lines_of(found)
     assert "a failure domain          yes       steps after 40" in lines
     assert "two nodes                 NO        all steps of this run, e.g. node-a and node-b" in lines
@@ -136,7 +136,7 @@ def test_failure_domains_and_pairs_are_named():
     ]
     pairs = [["node-a", "node-b"], ["node-a", "node-d"], ["node-b", "node-c"], ["node-c", "node-d"]]
     assert document["protection"]["fatal_pairs"] == pairs and document["protection"]["fatal_domains"] == []
-    lost = lines_of(findings(4, {1}, racks=2), silent_nodes=["node-b"])
+    lost = lines_of(job_survey(4, {1}, racks=2), silent_nodes=["node-b"])
     assert any(line.startswith("a failure domain          NO        all steps of this run") for line in lost)
 
 
@@ -145,7 +145,7 @@ def test_failure_domains_and_pairs_are_named():
 )
 def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
     monkeypatch.setattr("reft.cli.main.ask", lambda *_: reply(job(*(rank(i) for i in range(4)))))
-    monkeypatch.setattr("reft.cli.main.steady", lambda *_: findings(4, racks=2))
+    monkeypatch.setattr("reft.cli.main.steady", lambda *_: job_survey(4, racks=2))
     done = CliRunner().invoke(main, ["status", "--what-if", f"lose={lose}", "--daemon", "unix:/run/x"])
     assert done.exit_code == code, done.output
     if code == 2:
@@ -153,7 +153,7 @@ def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
 
 
 def test_leaves_that_each_rank_keeps_are_said_with_their_ranks():
-    found = findings(4, unequal=["w"])
+    found = job_survey(4, mismatched=["w"])
     assert "unlike  w differs between ranks 0-3: each keeps its own." in lines_of(found)
     (document,) = status_view.document(reply(job(rank(0))), [status_view.job_view(job(rank(0)), found)], "unix:/run/x")[
         "jobs"
@@ -162,18 +162,18 @@ def test_leaves_that_each_rank_keeps_are_said_with_their_ranks():
 
 
 def test_nodes_of_one_name_are_told_apart():
-    found = findings(2)
+    found = job_survey(2)
     for reply_ in found.replies.values():
         for node in reply_.manifest.nodes:
             node.name = "host"
-    assert sorted(Findings(found.replies).names.values()) == ["host#id0", "host#id1"]
+    assert sorted(JobSurvey(found.replies).names.values()) == ["host#id0", "host#id1"]
 
 
 # recover
 
 
 def test_the_plan_of_a_recovery():
-    found = findings(4, {2})
+    found = job_survey(4, {2})
     view = with_targets(recovery_view("run1", found, found.plan(()), ()), {"id2": "unix:/run/new.sock"})
     assert (view.outcome, view.health) == ("recoverable", Health.WARN)
     assert recovery_lines(view) == [
@@ -201,7 +201,7 @@ def test_the_plan_of_a_recovery():
 
 def test_where_each_cell_comes_from_is_said():
     """Two stages of a pipeline with two replicas each, and a leaf that all have."""
-    found = findings(4, {2}, leaves=("an", "an", "zn", "zn"))
+    found = job_survey(4, {2}, leaves=("an", "an", "zn", "zn"))
     view = recovery_view("run1", found, found.plan(()), ())
     (lost,) = view.lost
     by_leaf = {cell.leaves: cell for cell in lost.cells}
@@ -213,11 +213,11 @@ def test_where_each_cell_comes_from_is_said():
 
 
 def test_nothing_lost_and_nothing_left():
-    found = findings(4)
+    found = job_survey(4)
     view = recovery_view("run1", found, found.plan(()), ())
     assert (view.outcome, view.health) == ("whole", Health.OK)
     assert "nothing is lost: step 40 (epoch 2) is held by all 4 ranks." in " ".join(recovery_lines(view))
-    found = findings(4, {1, 2})
+    found = job_survey(4, {1, 2})
     view = recovery_view("run1", found, found.plan(()), ())
     assert (view.outcome, view.health, view.version) == ("unrecoverable", Health.ERR, None)
     text = " ".join(line.strip() for line in recovery_lines(view))
@@ -226,7 +226,7 @@ def test_nothing_lost_and_nothing_left():
 
 
 def test_nothing_was_ever_whole():
-    found = findings(2, steps=())
+    found = job_survey(2, steps=())
     for each in found.replies.values():
         each.had_whole = False
     assert recovery_view("run1", found, found.plan(()), ()).outcome == "empty"

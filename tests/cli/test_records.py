@@ -6,22 +6,22 @@ import json
 
 import pytest
 
-from reft.cli.demo.records import Attempt, Result, Step, compare, parse, read_result, recovery
+from reft.cli.demo.records import RankAttempt, TrainedStep, TrainingResult, compare, parse, read_result, recovery
 from reft.cli.demo.run import scenario_of
-from reft.cli.demo.scenario import Happened, KillFromOutside, KillInCopy
+from reft.cli.demo.scenario import KillFromOutside, KillInCopy, SeenFault
 from reft.failpoints import Failpoints
 
 
-def attempt(first: int, last: int, started_s: float = 0.0, **changes: object) -> Attempt:
-    steps = [Step(n, (1 / n).hex(), started_s + n) for n in range(first, last + 1)]
+def attempt(first: int, last: int, started_s: float = 0.0, **changes: object) -> RankAttempt:
+    steps = [TrainedStep(n, (1 / n).hex(), started_s + n) for n in range(first, last + 1)]
     restored = "memory" if first > 1 else None
-    return Attempt(**{"pid": 1, "started_s": started_s, "attached_s": started_s, "restored_from": restored,
+    return RankAttempt(**{"pid": 1, "started_s": started_s, "attached_s": started_s, "restored_from": restored,
                       "base": first - 1, "load_s": 0.5, "steps": steps, **changes})  # fmt: skip
 
 
-def result(*attempts: Attempt, digest: str = "aa") -> Result:
+def result(*attempts: RankAttempt, digest: str = "aa") -> TrainingResult:
     digests = {"parameter w": digest, "optimizer w.exp_avg": "bb", "random generator": "cc"}
-    return Result({0: list(attempts), 1: list(attempts)}, {0: digests, 1: digests})
+    return TrainingResult({0: list(attempts), 1: list(attempts)}, {0: digests, 1: digests})
 
 
 PLAIN = result(attempt(1, 6))
@@ -36,13 +36,13 @@ def test_lines_become_attempts():
         {"event": "step", "step": 4, "loss": "0x1.0p+0", "time_s": 4.0},
     ]
     died, lived = parse(map(json.dumps, lines))
-    assert died == Attempt(5, 1.0)
-    assert lived == Attempt(6, 2.0, 3.0, "memory", 3, 0.5, [Step(4, "0x1.0p+0", 4.0)])
+    assert died == RankAttempt(5, 1.0)
+    assert lived == RankAttempt(6, 2.0, 3.0, "memory", 3, 0.5, [TrainedStep(4, "0x1.0p+0", 4.0)])
 
 
 def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text('{"event": "started", "pid": 5, "time_s": 1.0}\n{"event": "st')
-    assert read_result(tmp_path, 2).attempts == {0: [Attempt(5, 1.0)], 1: []}
+    assert read_result(tmp_path, 2).attempts == {0: [RankAttempt(5, 1.0)], 1: []}
 
 
 def test_equal_trainings():
@@ -64,8 +64,8 @@ def test_equal_trainings():
         (result(attempt(1, 4), attempt(4, 5)), PLAIN, "disturbed run lacks"),
         (result(attempt(1, 3), attempt(5, 6)), PLAIN, "disturbed run lacks"),
         (DISTURBED, result(attempt(1, 5)), "undisturbed run lacks"),
-        (Result(DISTURBED.attempts, {0: {}, 1: {}}), PLAIN, "digests of a run are missing"),
-        (Result({0: DISTURBED.attempts[0]}, DISTURBED.digests), PLAIN, "rank 1: the disturbed run lacks"),
+        (TrainingResult(DISTURBED.attempts, {0: {}, 1: {}}), PLAIN, "digests of a run are missing"),
+        (TrainingResult({0: DISTURBED.attempts[0]}, DISTURBED.digests), PLAIN, "rank 1: the disturbed run lacks"),
     ],
 )
 def test_every_kind_of_difference_is_found(disturbed, plain, what):
@@ -79,8 +79,8 @@ def test_one_altered_loss_is_found_even_where_a_step_was_trained_twice(step):
     for steps in (first.steps, second.steps):
         for i, each in enumerate(steps):
             if each.step == step:
-                steps[i] = Step(step, (float.fromhex(each.loss) + 2**-50).hex(), each.time_s)
-                altered = Result({0: [first, second], 1: DISTURBED.attempts[1]}, DISTURBED.digests)
+                steps[i] = TrainedStep(step, (float.fromhex(each.loss) + 2**-50).hex(), each.time_s)
+                altered = TrainingResult({0: [first, second], 1: DISTURBED.attempts[1]}, DISTURBED.digests)
                 (line,) = compare(altered, PLAIN, 6).differences
                 assert line.startswith(f"rank 0 step {step}: loss")
                 return
@@ -92,25 +92,25 @@ def test_recovery_is_measured_from_the_kill():
     assert (back.up_s, back.load_s, back.first_step_s, back.base, back.source) == (5.0, 0.5, 9.0, 3, "memory")
     assert recovery(PLAIN, killed_s=5.0) is None
     early, late = attempt(4, 6, 10.0, attached_s=14.0, load_s=4.0), attempt(4, 6, 10.0, attached_s=13.5, load_s=1.5)
-    apart = recovery(Result({0: [early], 1: [late]}, {}), killed_s=5.0)
+    apart = recovery(TrainingResult({0: [early], 1: [late]}, {}), killed_s=5.0)
     assert apart.load_s == 2.0, "one waited for the other"
-    half = Result({0: DISTURBED.attempts[0], 1: [attempt(1, 4)]}, {})
+    half = TrainingResult({0: DISTURBED.attempts[0], 1: [attempt(1, 4)]}, {})
     assert recovery(half, killed_s=5.0) is None
 
 
 def test_a_fault_is_overcome_only_by_what_must_follow_it():
     back = recovery(DISTURBED, 5.0)
-    assert Happened(KillInCopy(1, 4), 5.0, {}, back).is_overcome
-    assert not Happened(KillInCopy(1, 3), 5.0, {}, back).is_overcome, "the copy in which it died was used"
-    assert Happened(KillFromOutside((0,), 3), 5.0, {}, back).is_overcome
-    assert not Happened(KillFromOutside((0,), 7), 5.0, {}, back).is_overcome, "much older than what all ranks held"
-    assert not Happened(KillFromOutside((0,), 3), 5.0, {}).is_overcome
+    assert SeenFault(KillInCopy(1, 4), 5.0, {}, back).is_overcome
+    assert not SeenFault(KillInCopy(1, 3), 5.0, {}, back).is_overcome, "the copy in which it died was used"
+    assert SeenFault(KillFromOutside((0,), 3), 5.0, {}, back).is_overcome
+    assert not SeenFault(KillFromOutside((0,), 7), 5.0, {}, back).is_overcome, "much older than what all ranks held"
+    assert not SeenFault(KillFromOutside((0,), 3), 5.0, {}).is_overcome
 
 
 def test_progress():
     assert DISTURBED.completed == 6
-    assert result(attempt(1, 4), Attempt(2, 9.0)).completed == 4
-    assert Result({0: [], 1: []}, {}).completed == 0
+    assert result(attempt(1, 4), RankAttempt(2, 9.0)).completed == 4
+    assert TrainingResult({0: [], 1: []}, {}).completed == 0
     assert PLAIN.losses(2) == [1 / 5, 1 / 6]
 
 

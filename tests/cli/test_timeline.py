@@ -96,7 +96,7 @@ def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path):
 
 def test_the_name_is_free_again_when_a_session_has_ended():
     for _ in range(2):
-        teller = timeline_socket.Teller(lambda: {"x": 1})
+        teller = timeline_socket.TimelineServer(lambda: {"x": 1})
         assert timeline_socket.fetch(os.getpid()) == {"x": 1}
         teller.close()
     with pytest.raises(ReftError, match="gives no timeline"):

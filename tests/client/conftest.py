@@ -43,6 +43,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
     """A copying engine, and the device that its tensors lie on."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device: the engine runs on the inline device above")
-    copier, device = ENGINES[request.param]()
-    yield copier, device
-    copier.close()
+    copy_engine, device = ENGINES[request.param]()
+    yield copy_engine, device
+    copy_engine.close()

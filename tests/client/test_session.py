@@ -14,7 +14,7 @@ from torch import nn
 from reft import errors
 from reft.client.memory import streaming
 from reft.client.session import _drain
-from reft.client.snapshot.cpu_engine import CpuCopier
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.core.pipeline.pacing import Tier
 from reft.wire import timeline_socket
 from tests.client.attach.test_run import make
@@ -161,14 +161,14 @@ def test_a_write_inside_the_window_is_caught_and_not_kept(attach, monkeypatch, c
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    original = CpuCopier._read
+    original = CpuCopyEngine._read
 
     def scribble(self, *arguments):
         original(self, *arguments)
         with torch.no_grad():
             model.weight.add_(1)
 
-    monkeypatch.setattr(CpuCopier, "_read", scribble)
+    monkeypatch.setattr(CpuCopyEngine, "_read", scribble)
     with caplog.at_level(logging.WARNING, "reft"):
         step_once(model, optimizer)
         session.step_end()
@@ -182,7 +182,7 @@ def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session = attach(model, optimizer, slots=16)  # for all steps, though a busy daemon has answered none
-    original = CpuCopier._read
+    original = CpuCopyEngine._read
     entered = []
 
     def held_back(self, *arguments):
@@ -191,11 +191,11 @@ def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
         original(self, *arguments)
         entered.append(torch.equal(before, model.weight))
 
-    monkeypatch.setattr(CpuCopier, "_read", held_back)
+    monkeypatch.setattr(CpuCopyEngine, "_read", held_back)
     for _ in session.steps(6):
         step_once(model, optimizer)
     assert session.seal(timeout=60)
-    assert entered == [True] * 6 * max(len(session._snapshots.copier._threads), 1)
+    assert entered == [True] * 6 * max(len(session._snapshots.copy_engine._threads), 1)
     assert session.stats()["stall_ms"] > 0
 
 
@@ -236,7 +236,7 @@ def test_idle_times_are_counted(attach):
     session = attach(model, optimizer)
     for _ in session.steps(3):
         with session.idle():
-            session._snapshots.copier.fence()
+            session._snapshots.copy_engine.fence()
         step_once(model, optimizer)
     assert session.seal(timeout=60)
     assert 0 < session.stats()["bubble_fraction"] <= 1
@@ -249,13 +249,13 @@ def test_an_idle_time_that_ends_in_an_exception_is_over_too(attach):
     for _ in session.steps(3):
         with contextlib.suppress(LookupError), session.idle():
             raise LookupError
-        assert session._snapshots.copier._gate.tier is Tier.COMPUTE
+        assert session._snapshots.copy_engine._throttle.tier is Tier.COMPUTE
         step_once(model, optimizer)
 
 
 def test_where_the_name_of_its_timeline_is_taken_a_rank_trains_without(attach, caplog):
     """Containers with the host's network share these names, and each may have a process of this number."""
-    other = timeline_socket.Teller(dict)
+    other = timeline_socket.TimelineServer(dict)
     with caplog.at_level(logging.WARNING, "reft"):
         session = attach(*make())
     other.close()
@@ -452,7 +452,7 @@ def test_a_stranger_ends_the_window(attach, monkeypatch):
     events = []
     step_once(model, optimizer)
     session.step_end()
-    monkeypatch.setattr(CpuCopier, "fence", lambda _: events.append("fence"))
+    monkeypatch.setattr(CpuCopyEngine, "fence", lambda _: events.append("fence"))
     another = torch.optim.SGD(model.parameters(), lr=0.1)
     another.register_step_pre_hook(lambda *_: events.append("writes"))
     step_once(model, another)

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.budget import Limit, refusal, size
+from reft.core.budget import MemoryLimit, refusal, size
 
 GIB = 1 << 30
-MACHINE = Limit("the machine's free memory", 8 * GIB, "free memory")
-FLAG = Limit("--memory", 2 * GIB, "start reft-daemon with a larger --memory")
+MACHINE = MemoryLimit("the machine's free memory", 8 * GIB, "free memory")
+FLAG = MemoryLimit("--memory", 2 * GIB, "start reft-daemon with a larger --memory")
 
 
 def test_the_tightest_bound_speaks():
@@ -28,14 +28,14 @@ def test_no_bound_refuses_nothing():
 
 
 def test_a_bound_that_is_overdrawn_leaves_nothing():
-    text = refusal(1, [Limit("the machine's free memory", -5 * GIB, "free memory")])
+    text = refusal(1, [MemoryLimit("the machine's free memory", -5 * GIB, "free memory")])
     assert "leaves 0 B" in text
-    assert refusal(0, [Limit("the machine's free memory", -1, "free memory")]) is not None
+    assert refusal(0, [MemoryLimit("the machine's free memory", -1, "free memory")]) is not None
 
 
 @given(st.integers(0, 1 << 70), st.lists(st.integers(-(1 << 40), 1 << 70), max_size=4))
 def test_refused_exactly_if_some_bound_is_exceeded(need, free):
-    limits = [Limit(f"limit {i}", value, "less") for i, value in enumerate(free)]
+    limits = [MemoryLimit(f"limit {i}", value, "less") for i, value in enumerate(free)]
     text = refusal(need, limits)
     assert (text is not None) == any(need > value for value in free)
     assert text is None or "Fix: less" in text

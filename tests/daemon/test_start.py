@@ -23,7 +23,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.main import check_listen
 from reft_daemon.registry import PAUSE_S, Registry
-from reft_daemon.server.service import DaemonService, Identity
+from reft_daemon.server.service import DaemonIdentity, DaemonService
 from tests.support.daemons import ROOT, DaemonProcess, until
 from tests.support.jobs import Job, registry_of, slot_path
 
@@ -308,7 +308,7 @@ def test_a_daemon_stays_while_an_agent_of_its_node_waits(start, trainer):
 @pytest.mark.parametrize(("peer", "stays"), [("unix:", True), ("ipv4:10.1.2.3:50000", False)])
 def test_an_attach_that_begins_is_waited_for(registry, peer, stays):
     """Between its hello and its decision nothing is held that would keep the daemon."""
-    identity = Identity("n", "", (), "", 0, False, True, False)
+    identity = DaemonIdentity("n", "", (), "", 0, False, True, False)
     registry.idle_since_s = float("-inf")
     hello = pb.HelloRequest(protocol=messages.PROTOCOL, job="job")
     asyncio.run(DaemonService(registry, identity).Hello(hello, SimpleNamespace(peer=lambda: peer)))

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reft.cli.demo.records import Result, compare, read_result
+from reft.cli.demo.records import TrainingResult, compare, read_result
 from tests.support.daemons import HEEDFUL, ROOT, until
 
 STEPS = 24
@@ -101,7 +101,7 @@ def finished(request: pytest.FixtureRequest) -> Iterator[tuple[Demo, dict]]:
 
 
 @pytest.fixture
-def results(finished) -> tuple[Result, Result]:
+def results(finished) -> tuple[TrainingResult, TrainingResult]:
     logs = Path(finished[1]["logs"])
     return read_result(logs / "demo-faults", 4), read_result(logs / "demo-plain", 4)
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from reft.cli.demo.records import Result, compare, read_result
+from reft.cli.demo.records import TrainingResult, compare, read_result
 from reft.cli.main import main
 from tests.support.daemons import DaemonProcess, Site, until, vanish
 from tests.support.nodes import Machine, Nodes, stop_at
@@ -107,7 +107,7 @@ class Run:
     def node_of(self, rank: int) -> int:
         return rank * len(self.nodes) // self.example.world
 
-    def finish(self, ranks: Ranks) -> Result:
+    def finish(self, ranks: Ranks) -> TrainingResult:
         codes = ranks.wait(DEADLINE_S)
         assert codes == [0] * self.example.world, (codes, ranks.errors()[-6000:])
         return read_result(self.folder, self.example.world)
@@ -137,11 +137,11 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Callable[[Example], Result]:
+def plain(tmp_path_factory) -> Callable[[Example], TrainingResult]:
     """Each example without reft, once."""
-    found: dict[str, Result] = {}
+    found: dict[str, TrainingResult] = {}
 
-    def of(example: Example) -> Result:
+    def of(example: Example) -> TrainingResult:
         if example.name not in found:
             run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
             found[example.name] = run.finish(run.start())
@@ -150,7 +150,7 @@ def plain(tmp_path_factory) -> Callable[[Example], Result]:
     return of
 
 
-def check(example: Example, seed: int, plain: Result, site: Site, folder: Path) -> Run:
+def check(example: Example, seed: int, plain: TrainingResult, site: Site, folder: Path) -> Run:
     """Losses of a seed, one after the other, each in a start of its own; the last start trains to the end."""
     run = Run(example, folder / f"seed{seed}", site.add(example.nodes))
     wholes = [run.lose(moment, 0 if i else 3, site) for i, moment in enumerate(moments(example, seed))]
@@ -158,7 +158,7 @@ def check(example: Example, seed: int, plain: Result, site: Site, folder: Path) 
     return run
 
 
-def assert_went_on(result: Result, wholes: list[int], plain: Result, steps: int) -> None:
+def assert_went_on(result: TrainingResult, wholes: list[int], plain: TrainingResult, steps: int) -> None:
     """After each loss all ranks went on from one step, no older than what was whole then; and ended as without any."""
     assert 3 <= wholes[0]
     for i, whole in enumerate(wholes, 1):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reft.cli.recover import Recovery
+from reft.cli.recover import RecoverCommand
 from reft.errors import AttachError
 from reft.wire import messages
 from reft.wire.slot_format import PAGE, best_header
@@ -277,7 +277,7 @@ def test_two_histories_that_know_nothing_of_each_other_are_left_to_a_person(site
     said = trainers.errors()
     assert "went on more than once" in said and "up to step 9" in said and "up to step 8" in said
     with pytest.raises(AttachError, match="went on more than once"):
-        Recovery(a.address, "job", {}).look()
+        RecoverCommand(a.address, "job", {}).look()
     for node in (b, d):
         node.call("Purge", pb.PurgeRequest(job="job"))
     after = train([a, b])
@@ -360,7 +360,7 @@ def test_nor_what_they_sealed_before_they_heard_of_it(site, world):
     trainers.let_go(1)
     trainers.wait_for(3)
     nodes[1].kill(signal.SIGCONT)
-    until(lambda: nodes[0].status("job").unlike, what="news of the difference")
+    until(lambda: nodes[0].status("job").mismatched, what="news of the difference")
     trainers.kill()
     assert nodes[0].status("job").whole == 1
     assert {slot.version.step for slot in nodes[1].call("Inventory", INVENTORY).slots} == {1, 2, 3}

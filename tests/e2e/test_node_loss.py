@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from reft.cli.demo.clean_up import marked
-from reft.cli.demo.records import Result, compare, read_result
+from reft.cli.demo.records import TrainingResult, compare, read_result
 from reft.cli.main import main
 from tests.support import certificates
 from tests.support.daemons import ROOT, until
@@ -66,9 +66,9 @@ class Moment:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The same training with no loss and without reft, once for each number of ranks."""
-    results: dict[int, Result] = {}
+    results: dict[int, TrainingResult] = {}
 
-    def of(world: int) -> Result:
+    def of(world: int) -> TrainingResult:
         if world not in results:
             records = tmp_path_factory.mktemp("plain")
             ranks = PlainDemo(Spec("", steps=STEPS, options={"records": str(records)}), world)
@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-def assert_went_on(result: Result, lost_s: float, whole: int) -> None:
+def assert_went_on(result: TrainingResult, lost_s: float, whole: int) -> None:
     """Every rank went on from one and the same step, none older than what was whole before the loss."""
     bases = {
         rank: next((attempt.base for attempt in attempts if attempt.started_s > lost_s and attempt.steps), None)
@@ -105,7 +105,7 @@ def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
     return lost_s, whole
 
 
-def check_moment(seed: int, plain: Result, lose_again: bool) -> None:
+def check_moment(seed: int, plain: TrainingResult, lose_again: bool) -> None:
     with Nodes(4, ranks_per_node=2) as nodes:
         moment = Moment.drawn(seed, nodes.world)
         nodes.note(str(moment))

@@ -83,7 +83,7 @@ class Case:
         return [nbytes for n in [*linear, width, width] for nbytes in (4 * n, 4 * n, 4 * n, 4)]
 
     @property
-    def riders(self) -> int:
+    def inline_leaves(self) -> int:
         """Bytes that forward writes, so that they differ by rank: BatchNorm's mean, variance and counter of batches."""
         return 2 * 4 * self.width + 8
 
@@ -302,7 +302,7 @@ def test_a_larger_state_sends_its_riders_and_digests_only():
     assert sum(LARGE.leaves) > 20 * sum(SMALL.leaves)
     for node in range(SMALL.nodes):
         small, large = traffic(SMALL, node), traffic(LARGE, node)
-        more = LARGE.riders - SMALL.riders + 8 * (LARGE.chunks(node) - SMALL.chunks(node))
+        more = LARGE.inline_leaves - SMALL.inline_leaves + 8 * (LARGE.chunks(node) - SMALL.chunks(node))
         digits = CAPSULE_VARIES * small.owed
         assert abs(large.capsules - small.capsules - more) <= digits
         assert abs(large.round - small.round) <= 2 * SAID_BYTES * (1 + large.seconds / AGAIN_S)
@@ -315,15 +315,15 @@ def test_a_larger_state_sends_its_riders_and_digests_only():
 def test_a_rank_writes_what_the_formula_says(case):
     written = [result["stats"]["bytes"] for result in trained(case).results]
     for rank, nbytes in enumerate(written):
-        most = (case.k + case.f) * case.shard(rank) + case.riders
+        most = (case.k + case.f) * case.shard(rank) + case.inline_leaves
         # What lies between leaves and behind the last one is not written again with each snapshot.
         tail = case.nodes * case.k * (8 * case.w)
         assert most - case.padding - tail <= nbytes <= most
         share = sum(case.leaves) * (case.k + case.f) / (case.nodes * case.k * case.each)
-        assert nbytes - case.riders == pytest.approx(share, abs=case.padding + tail)
+        assert nbytes - case.inline_leaves == pytest.approx(share, abs=case.padding + tail)
     # Together: every live byte of the state once, and the parity.
     parity = sum(case.f * case.shard(rank) for rank in range(case.world))
-    assert sum(written) == sum(case.leaves) + parity + case.world * case.riders
+    assert sum(written) == sum(case.leaves) + parity + case.world * case.inline_leaves
 
 
 @each_case

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from reft.config import Config
-from reft.core.membership.agent_policy import Reaction
-from reft.core.membership.failure_detector import Agent
-from reft.elastic.heartbeat_client import Listener, Term
+from reft.core.membership.agent_policy import AgentReaction
+from reft.core.membership.failure_detector import AgentPhase
+from reft.elastic.heartbeat_client import HeartbeatClient, RoundMembers
 from reft.wire import messages
-from reft.wire.daemon_launcher import Reviver
+from reft.wire.daemon_launcher import DaemonRestarter
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.certificates import Certificates, why_not
@@ -29,11 +29,11 @@ class Node:
     def __init__(self, *flags: str, tls: Tls | None = None) -> None:
         self.daemon = DaemonProcess("--listen", "127.0.0.1:0", *flags)
         self.hello = self.daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
-        self.news: list[tuple[Term, Reaction]] = []
-        self.term: Term | None = None
-        self.listener = Listener(
+        self.news: list[tuple[RoundMembers, AgentReaction]] = []
+        self.term: RoundMembers | None = None
+        self.listener = HeartbeatClient(
             self.daemon.address,
-            Reviver(Config(), False, agent_pid=os.getpid()),
+            DaemonRestarter(Config(), False, agent_pid=os.getpid()),
             tls,
             lambda *said: self.news.append(said),
         )
@@ -43,7 +43,7 @@ class Node:
         return pb.Node(name=self.hello.node, id=self.hello.node_id, addresses=self.hello.addresses)
 
     def begin(self, members: list[pb.Node], round: int) -> None:
-        term = Term("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))
+        term = RoundMembers("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))
         self.term = term
         self.listener.begin(term)
 
@@ -51,10 +51,10 @@ class Node:
         return self.daemon.call("Signals", pb.SignalsRequest(job="job"))
 
     @property
-    def reaction(self) -> Reaction:
+    def reaction(self) -> AgentReaction:
         """What the news of the round that runs now mean."""
         said = [reaction for term, reaction in self.news if term is self.term]
-        return said[-1] if said else Reaction()
+        return said[-1] if said else AgentReaction()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def nodes() -> Iterator[list[Node]]:
         yield made
     finally:
         for node in made:
-            node.listener.close(Agent.FINISHED)
+            node.listener.close(AgentPhase.FINISHED)
             node.daemon.close()
 
 
@@ -84,14 +84,14 @@ def begin(nodes: list[Node], round: int = 1) -> None:
 def test_an_agent_hears_of_failed_workers_and_of_lost_nodes_elsewhere_and_never_of_itself(nodes):
     a, b, c = nodes
     begin(nodes)
-    assert all(node.reaction == Reaction() for node in nodes)
-    b.listener.say(Agent.FAILED)
+    assert all(node.reaction == AgentReaction() for node in nodes)
+    b.listener.say(AgentPhase.FAILED)
     until(lambda: a.reaction.reason and c.reaction.reason, 30, "the news of b's workers")
     assert a.reaction.lost == frozenset() and "UNHEALTHY" in a.reaction.reason
-    assert b.reaction == Reaction()
+    assert b.reaction == AgentReaction()
 
     begin(nodes, round=2)
-    assert all(node.reaction == Reaction() for node in nodes), "a new round begins without the past"
+    assert all(node.reaction == AgentReaction() for node in nodes), "a new round begins without the past"
     b.listener._closed.set()  # silent, without a last word
     b.daemon.kill()
     until(lambda: all(node.reaction.lost == {b.hello.node_id} for node in (a, c)), 30, "the loss of b")
@@ -103,13 +103,13 @@ def test_a_stopped_or_restarted_daemon_of_ones_own_makes_nobody_restart(nodes):
     begin(nodes)
     a.daemon.kill(signal.SIGSTOP)
     until(lambda: any(each.signal == pb.SUSPECT for each in b.signals().nodes), 30, "doubt about the stopped daemon")
-    assert all(node.reaction == Reaction() for node in nodes), "its agent is heard: the node lives"
+    assert all(node.reaction == AgentReaction() for node in nodes), "its agent is heard: the node lives"
     a.daemon.kill(signal.SIGCONT)
     b.daemon.flags = ("--listen", b.hello.addresses[0])  # where the others look for it
     b.daemon.kill()
     b.daemon.start()
     until(lambda: _quietly(lambda: b.signals().round == 1), 60, "the new daemon told of the round by its agent")
-    assert all(node.reaction == Reaction() for node in nodes)
+    assert all(node.reaction == AgentReaction() for node in nodes)
 
 
 def _quietly(look) -> bool:
@@ -141,7 +141,7 @@ def test_an_agent_is_heard_under_new_certificates(tmp_path):
         until(lambda: _quietly(lambda: _is_heard(a, b)), 60, "the agent of a, by the new daemon of b")
     finally:
         for node in nodes:
-            node.listener.close(Agent.FINISHED)
+            node.listener.close(AgentPhase.FINISHED)
             node.daemon.close()
 
 
@@ -152,12 +152,12 @@ def _is_heard(agent: Node, by: Node) -> bool:
 def test_an_agent_knows_who_watches_it_without_its_own_daemon():
     """It may be stopped just when a round begins: were its agent silent too, the node would be given up."""
     members = [pb.Node(name=f"n{i}", id=f"id{i}", addresses=[f"127.0.0.1:{9 + i}"]) for i in range(3)]
-    listener = Listener("unix:/nowhere/d.sock", Reviver(Config(), False), None, lambda *said: None)
-    listener.begin(Term("job", "id0", "launch", 1, TOKEN, tuple(members)))
+    listener = HeartbeatClient("unix:/nowhere/d.sock", DaemonRestarter(Config(), False), None, lambda *said: None)
+    listener.begin(RoundMembers("job", "id0", "launch", 1, TOKEN, tuple(members)))
     try:
         assert {name for name, _ in listener._targets()} == {"", "id1", "id2"}
     finally:
-        listener.close(Agent.FINISHED)
+        listener.close(AgentPhase.FINISHED)
 
 
 def test_a_client_that_is_stopped_ends_its_threads_in_the_middle_of_a_call(nodes):

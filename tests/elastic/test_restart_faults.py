@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from reft.elastic.handler import ReftRendezvousHandler
-from reft.elastic.shared_state import Facts
+from reft.elastic.shared_state import AgentFacts
 from reft.elastic.stores.tcp import TcpBackend
 
 
@@ -31,7 +31,7 @@ class Agents:
             handler = create_handler(self.store, C10dRendezvousBackend(self.store, "job"), parameters)
         else:
             inner = create_handler(self.store, TcpBackend(self.store, "job"), parameters)
-            handler = ReftRendezvousHandler(inner, Facts(), "job", 1)
+            handler = ReftRendezvousHandler(inner, AgentFacts(), "job", 1)
         self.handlers.append(handler)
         return handler
 

@@ -19,13 +19,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, create_handler
 
-from reft.core.membership.agent_policy import Reaction
-from reft.core.membership.sticky_ranks import Member, Place
+from reft.core.membership.agent_policy import AgentReaction
+from reft.core.membership.sticky_ranks import Participant, PreviousRank
 from reft.elastic import handler, rounds
 from reft.elastic.handler import ReftRendezvousHandler
-from reft.elastic.heartbeat_client import Term
+from reft.elastic.heartbeat_client import RoundMembers
 from reft.elastic.rounds import StateHolder
-from reft.elastic.shared_state import Facts, State, decode, encode
+from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode
 from tests.support.daemons import until
 
 
@@ -85,7 +85,7 @@ class Job:
             **self.options,
         )
         inner = create_handler(self.store, self.shared, parameters)
-        agent = ReftRendezvousHandler(inner, Facts(home=home, name=str(len(self.left))), "none", shrink_s=0.3)
+        agent = ReftRendezvousHandler(inner, AgentFacts(home=home, name=str(len(self.left))), "none", shrink_s=0.3)
         self.left.append(agent)
         return agent
 
@@ -254,7 +254,7 @@ def test_a_store_that_refuses_stops_no_training(make_job, monkeypatch):
     def refuse():
         raise RendezvousStateError("etcd refuses: database space exceeded.")
 
-    monkeypatch.setattr(a._looker, "look", refuse)
+    monkeypatch.setattr(a._poller, "look", refuse)
     assert a.num_nodes_waiting() == 0
 
 
@@ -264,12 +264,12 @@ def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monk
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
     b._inner._stop_heartbeats()
-    a._term = Term("job", "node-a", "launch", 0, b"", ())
+    a._term = RoundMembers("job", "node-a", "launch", 0, b"", ())
     job.shared.answers.clear()
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
     assert job.shared.standing == 1, "the question goes on"
-    a._news.heard(a._term, Reaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    a._news.heard(a._term, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
     assert a.num_nodes_waiting() == 1 and job.shared.standing == 1
     (joined,) = job.join(a)
     until(lambda: "store does not answer" in capfd.readouterr().err, what="a line for people")
@@ -341,7 +341,7 @@ def holder_of(job, agent, keep_alive_s=0.3):
 
 def test_a_clock_that_is_an_hour_off_kills_nobody_and_silence_does(make_job):
     job = make_job("1:2")
-    state = State()
+    state = SharedState()
     other = _NodeDesc("other", 1, 0)
     state.participants, state.last_heartbeats = {other: 0}, {other: datetime.now(timezone.utc) - timedelta(hours=1)}
     job.shared.set_state(encode(state))
@@ -359,7 +359,7 @@ def test_a_clock_that_is_an_hour_off_kills_nobody_and_silence_does(make_job):
 
 def test_who_was_late_himself_judges_nobody(make_job):
     job = make_job("1:2")
-    state = State()
+    state = SharedState()
     other = _NodeDesc("other", 1, 0)
     state.participants, state.last_heartbeats = {other: 0}, {other: datetime.now(timezone.utc)}
     job.shared.set_state(encode(state))
@@ -376,19 +376,19 @@ def test_who_was_late_himself_judges_nobody(make_job):
 
 
 def test_the_state_survives_its_form():
-    state = State()
+    state = SharedState()
     a, b, c, d = (_NodeDesc(name, 7, i) for i, name in enumerate("abcd"))
     state.round, state.complete, state.closed = 3, True, True
     state.deadline = datetime.now(timezone.utc)
     state.participants, state.wait_list, state.redundancy_list = {a: 1, b: 0}, {c}, {d}
     state.last_heartbeats = {a: datetime.now(timezone.utc), c: datetime.now(timezone.utc)}
-    state.facts = {node: Facts("process", "home", "name", "domain", ("unix:x", "h:1")) for node in (a, b, c, d)}
-    state.places, state.launch, state.token = [Place(0, Member("x", "y"))], "launch", "token"
+    state.facts = {node: AgentFacts("process", "home", "name", "domain", ("unix:x", "h:1")) for node in (a, b, c, d)}
+    state.places, state.launch, state.token = [PreviousRank(0, Participant("x", "y"))], "launch", "token"
     assert vars(decode(encode(state))) == vars(state)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"{}", b'{"format": 2}', b"\x80\x04N.", encode(State()).replace(b"[]", b"[[1]]", 1)]
+    "data", [b"", b"[]", b"{}", b'{"format": 2}', b"\x80\x04N.", encode(SharedState()).replace(b"[]", b"[[1]]", 1)]
 )
 def test_what_is_no_state_is_refused(data):
     with pytest.raises(RendezvousStateError):
@@ -409,13 +409,13 @@ class Listens:
 
 
 def test_a_handler_that_is_dropped_without_shutdown_ends_its_threads(make_job, monkeypatch):
-    monkeypatch.setattr(handler, "Listener", Listens)
+    monkeypatch.setattr(handler, "HeartbeatClient", Listens)
     job = make_job("1")
     inner = create_handler(
         job.store, job.shared, RendezvousParameters("reft", "", "job", 1, 1, local_addr="127.0.0.1", **job.options)
     )
-    agent = ReftRendezvousHandler(inner, Facts(), "none", shrink_s=0.3, daemon=("unix:/none", None))
-    listener, poller = agent._listener, agent._looker._thread
+    agent = ReftRendezvousHandler(inner, AgentFacts(), "none", shrink_s=0.3, daemon=("unix:/none", None))
+    listener, poller = agent._heartbeat_client, agent._poller._thread
     agent.next_rendezvous()
     assert agent.num_nodes_waiting() == 0 and poller.is_alive() and not listener.is_stopped
     inner._stop_heartbeats()

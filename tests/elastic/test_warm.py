@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from reft.elastic.warm import fork_server, torch_patch, warm
-from reft.elastic.warm.fork_server import Failed
+from reft.elastic.warm.fork_server import ForkFailed
 from reft.elastic.warm.torch_patch import ForkedProcess
-from reft.elastic.warm.warm import Server, Warm, can_fork
+from reft.elastic.warm.warm import ForkServer, WarmWorkers, can_fork
 from tests.support import probe
 from tests.support.daemons import ROOT, until
 from tests.support.rendezvous import Agents
@@ -33,12 +33,12 @@ def ours(monkeypatch):
 
 
 @pytest.fixture
-def server(ours, tmp_path_factory) -> Iterator[Server]:
+def server(ours, tmp_path_factory) -> Iterator[ForkServer]:
     """One whose own folder and environment are not those of its workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         patch.setenv("ONLY_OF_THE_SERVER", "1")
-        made = Server(LIGHT, fork_server.place_of(PROBE, False))
+        made = ForkServer(LIGHT, fork_server.place_of(PROBE, False))
     yield made
     made.close()
 
@@ -138,7 +138,7 @@ def test_no_process_of_others_is_adopted(server, tmp_path):
 
 def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
-    workers = Warm([], "")
+    workers = WarmWorkers([], "")
     command, environment = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ)
     try:
         assert workers.start(command, environment, [0, 1, 2]).wait(60) == 0
@@ -168,7 +168,7 @@ def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path,
 def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_path, monkeypatch, capsys, body, why):
     (tmp_path / "heavy.py").write_text(body)
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
-    workers = Warm(["heavy"], str(tmp_path))
+    workers = WarmWorkers(["heavy"], str(tmp_path))
     server, command = workers._server, [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"]
     assert workers.start(command, {}, [0, 1, 2]) is None
     assert workers.start(command, {}, [0, 1, 2]) is None
@@ -182,7 +182,7 @@ def test_a_worker_in_which_cuda_can_not_be_used_never_runs_and_a_cold_one_does(t
         "import types\ncuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: True)"
     )
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
-    workers = Warm(["torch"], str(tmp_path))
+    workers = WarmWorkers(["torch"], str(tmp_path))
     command = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"]
     try:
         assert workers.start(command, {}, [0, 1, 2]) is None
@@ -196,7 +196,7 @@ def test_a_worker_in_which_cuda_can_not_be_used_never_runs_and_a_cold_one_does(t
 def test_torch_is_changed_only_while_workers_come_from_the_server(monkeypatch):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     before = torch_patch.api.get_subprocess_handler
-    workers = Warm([], "")
+    workers = WarmWorkers([], "")
     workers.install()
     assert torch_patch.api.get_subprocess_handler is not before
     workers.close()
@@ -206,7 +206,7 @@ def test_torch_is_changed_only_while_workers_come_from_the_server(monkeypatch):
 def test_a_torch_without_a_name_is_left_as_it_is(monkeypatch, capsys):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     monkeypatch.delattr(torch_patch.SubprocessHandler, "_popen")
-    workers = Warm([], "")
+    workers = WarmWorkers([], "")
     before = torch_patch.api.get_subprocess_handler
     workers.install()
     assert torch_patch.api.get_subprocess_handler is before and workers.start([], {}, []) is None
@@ -227,7 +227,7 @@ def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
         "import sys; assert {'numpy.random', 'torch'} <= set(sys.modules); import random, numpy, torch\n"
         "print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep='\\n')"
     )
-    server = Server(["numpy.random", "torch"], str(tmp_path))
+    server = ForkServer(["numpy.random", "torch"], str(tmp_path))
     try:
         for name in "ab":
             with open(tmp_path / name, "w") as out:
@@ -256,7 +256,7 @@ def test_a_deadline_is_a_failure_and_not_a_hang(server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm, "FORK_S", 0.05)
         server.is_ready = True
-        with pytest.raises(Failed, match="does not answer"):
+        with pytest.raises(ForkFailed, match="does not answer"):
             server.fork([sys.executable, "-u", PROBE, "x", "0"], {}, [0, 1, 2])
 
 

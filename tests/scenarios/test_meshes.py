@@ -16,24 +16,24 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from reft.client.memory.huge_pages import Room
-from reft.client.restore.load import load, load_kept
-from reft.client.restore.load_plan import Sizes
-from reft.client.state.extract.dtensor import box_of
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.restore.load import load, load_unreplicated
+from reft.client.restore.load_plan import LoadSizes
+from reft.client.state.extract.dtensor import region_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
-from reft.client.state.parameters import Named, Names
-from reft.client.state.tensors import Bindings
+from reft.client.state.parameters import NamedParameter, ParameterNames
+from reft.client.state.tensors import TensorIndex
 from reft.core.coding.placement import Placement, place
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Layout, Leaf, pack
 from reft.core.layout.symbolic import of
-from reft.core.recovery.recovery import Copy, Held, plan
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
 from tests.support.shards import VERSION, Postbox, Tensors, alike, make_slot, on_all
 
 CHUNK = 4096
-SMALL = Sizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
+SMALL = LoadSizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
 KINDS: dict[str, Any] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "SGD, plain": lambda p: torch.optim.SGD(p, 0.1),
     "Adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True), "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
@@ -66,10 +66,10 @@ class Rank:
         self.parameters = [torch.nn.Parameter(piece) for piece in self.pieces(seed)]
         self.optimizer = KINDS[kind](self.parameters)
         self.extractor = OptimizerExtractor()
-        self.names = Names()
+        self.names = ParameterNames()
         for i, (whole, parameter) in enumerate(zip(wholes, self.parameters, strict=True)):
-            _, box = box_of(whole.shape, mesh, coordinate, whole.placements)
-            self.names[id(parameter)] = Named(f"model.0.p{i}", parameter, parameter, box)
+            _, box = region_of(whole.shape, mesh, coordinate, whole.placements)
+            self.names[id(parameter)] = NamedParameter(f"model.0.p{i}", parameter, parameter, box)
 
     def pieces(self, seed: int) -> list[torch.Tensor]:
         """This rank's pieces of random tensors of the parameters' shapes."""
@@ -77,7 +77,7 @@ class Rank:
         found = []
         for whole in self.wholes:
             tensor = torch.randn(whole.shape, generator=generator).to(whole.dtype)
-            local, box = box_of(whole.shape, self.mesh, self.coordinate, whole.placements)
+            local, box = region_of(whole.shape, self.mesh, self.coordinate, whole.placements)
             region = tuple(slice(begin, begin + size) for begin, size in zip(box.offset, local, strict=True))
             found.append(tensor[region].clone(memory_format=torch.contiguous_format))
         return found
@@ -87,8 +87,8 @@ class Rank:
             parameter.grad = gradient if gradient.numel() else None  # as FSDP1 leaves it
         self.optimizer.step()
 
-    def bind(self) -> Bindings:
-        found = Bindings()
+    def bind(self) -> TensorIndex:
+        found = TensorIndex()
         for named in self.names.values():
             found.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
         self.extractor.bind(found, "optimizer.0", self.optimizer, self.names)
@@ -103,7 +103,7 @@ class Rank:
     def restored(self, leaves: list[Leaf], saved: dict[str, Any]) -> Tensors:
         """The live tensors for held leaves; those that the optimizer lacks are made first."""
         own = [leaf for leaf in leaves if leaf.name not in self.tensors()]
-        self.extractor.make("optimizer.0", self.optimizer, own, self.names, Room(0))
+        self.extractor.make("optimizer.0", self.optimizer, own, self.names, HugePageBuffer(0))
         self.extractor.restore("optimizer.0", self.optimizer, self.names, saved)
         return self.tensors()
 
@@ -155,13 +155,13 @@ def read_back(
             lambda chunk: None, SMALL,
         )  # fmt: skip
         part = placement.part(rank)
-        offsets = tuple(part.kept_offset + offset for offset in part.kept.offsets)
+        offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
         if rank in have:
-            assert load_kept(
-                slots[rank], Layout(part.kept.leaves, offsets, part.data_bytes), made[rank], lambda _: None
+            assert load_unreplicated(
+                slots[rank], Layout(part.unreplicated.leaves, offsets, part.data_bytes), made[rank], lambda _: None
             )
         with torch.no_grad():  # riders travel in the capsule
-            for name in placement.division.riders[placement.division.layout_of[rank]]:
+            for name in placement.division.inline_leaves[placement.division.layout_of[rank]]:
                 if name in made[rank]:
                     made[rank][name].copy_(held[rank].tensors[name])
         return found
@@ -200,10 +200,12 @@ def test_what_was_saved_comes_back_and_trains_on(job):
     slots = [make_slot(placement, number, tensors[number]) for number in range(len(ranks))]
 
     lost = {rank for rank, domain in enumerate(domains) if domain in lost_domains}
-    held = [Held(f"n{domains[r]}", r, "s", SlotState.SEALED, VERSION) for r in range(len(ranks)) if r not in lost]
-    copies = [Copy("elsewhere", rank, VERSION, division.kept_bytes[digests[rank]]) for rank in sorted(lost)]
+    held = [HeldSlot(f"n{domains[r]}", r, "s", SlotState.SEALED, VERSION) for r in range(len(ranks)) if r not in lost]
+    copies = [
+        HeldCapsule("elsewhere", rank, VERSION, division.unreplicated_bytes[digests[rank]]) for rank in sorted(lost)
+    ]
     chosen = plan(held, copies, {VERSION.epoch: placement}, Decision(VERSION.epoch, None))
-    is_alone = any(division.kept_bytes[digests[rank]] for rank in lost)
+    is_alone = any(division.unreplicated_bytes[digests[rank]] for rank in lost)
     weak = any(len(lost & set(lane.members)) > lane.code.f for lane in placement.lanes)
     event("restored" if chosen.base else "lost with its only holder" if is_alone else "more lost than tolerated")
     if chosen.base is None:

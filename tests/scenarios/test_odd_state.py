@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.attach.arguments import Request
-from reft.client.memory.huge_pages import Room
+from reft.client.attach.arguments import AttachArguments
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.materialize import live_tensors
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.host_state import HostState
-from reft.client.state.parameters import Named
+from reft.client.state.parameters import NamedParameter
 from reft.client.state.serialization import from_plain, to_plain
 from reft.client.state.tensors import check
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from reft.errors import ConfigError, UnsupportedState
 from tests.scenarios.test_state_kinds import round_trip, state_bytes, step_once, train
@@ -31,9 +31,9 @@ def test_a_step_is_made_where_the_kernels_of_its_group_read_it(flags, step_devic
     parameter = nn.Parameter(torch.empty(4, 4, device="meta"))  # stands for a device
     optimizer = torch.optim.ASGD([parameter])
     optimizer.param_groups[0].update(flags)
-    names = {id(parameter): Named("model.0.w", parameter, parameter, None)}
+    names = {id(parameter): NamedParameter("model.0.w", parameter, parameter, None)}
     leaves = [scalar("step"), scalar("eta"), scalar("mu")]
-    OptimizerExtractor().make("optimizer.0", optimizer, leaves, names, Room(0))
+    OptimizerExtractor().make("optimizer.0", optimizer, leaves, names, HugePageBuffer(0))
     made = optimizer.state[parameter]
     assert {key: each.device.type for key, each in made.items()} == {"step": step_device, "eta": "meta", "mu": "meta"}
 
@@ -109,31 +109,31 @@ def test_bindings_see_what_leaves_all_counts_as_they_were(change):
     model = Twins()
     optimizer = torch.optim.AdamW(model.parameters())
     step_once(model, optimizer)
-    bindings = Subjects({"model.0": model}, [optimizer], {}).bind()
-    assert bindings.hold()
+    tensor_index = TrackedObjects({"model.0": model}, [optimizer], {}).bind()
+    assert tensor_index.is_current()
     step_once(model, optimizer)
-    assert bindings.hold(), "training alone changes nothing"
+    assert tensor_index.is_current(), "training alone changes nothing"
     change(model, optimizer)
-    assert not bindings.hold()
+    assert not tensor_index.is_current()
 
 
 def test_a_state_that_is_filled_later_is_seen():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter] = {}
-    bindings = Subjects({}, [optimizer], {}).bind()
-    assert bindings.hold()
+    tensor_index = TrackedObjects({}, [optimizer], {}).bind()
+    assert tensor_index.is_current()
     optimizer.state[parameter]["momentum_buffer"] = torch.zeros(2)
-    assert not bindings.hold()
+    assert not tensor_index.is_current()
 
 
 def test_a_number_in_the_state_changes_with_every_step():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 1000, "mean": torch.zeros(2)}
-    bindings = Subjects({}, [optimizer], {}).bind()
+    tensor_index = TrackedObjects({}, [optimizer], {}).bind()
     optimizer.state[parameter]["step"] = 1001
-    assert bindings.hold()
+    assert tensor_index.is_current()
 
 
 def test_what_was_made_for_a_version_is_taken_out_for_an_older_one():
@@ -144,20 +144,20 @@ def test_what_was_made_for_a_version_is_taken_out_for_an_older_one():
     step_once(trained, optimizer)
     scaler.scale(torch.ones(1))
     trained.later = torch.ones(3)
-    held = Subjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
+    held = TrackedObjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
     model = Twins()
     model.register_buffer("window", torch.zeros(4), persistent=False)
     fresh, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
-    window, subjects = model.window, Subjects({"model.0": model}, [fresh], {"scaler": scaler})
-    before = subjects.bind()
-    assert len(live_tensors(held, subjects, before)) == len(held) and not before.hold()
-    subjects.bind().undo(before)
-    assert before.hold() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
+    window, tracked = model.window, TrackedObjects({"model.0": model}, [fresh], {"scaler": scaler})
+    before = tracked.bind()
+    assert len(live_tensors(held, tracked, before)) == len(held) and not before.is_current()
+    tracked.bind().rollback_to(before)
+    assert before.is_current() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
     assert model.later is None and model.window is window and scaler._scale is None
     step_once(model, fresh)
-    before = subjects.bind()
-    subjects.bind().undo(before)
-    assert before.hold() and len(fresh.state) == 4, "what nobody made stays"
+    before = tracked.bind()
+    tracked.bind().rollback_to(before)
+    assert before.is_current() and len(fresh.state) == 4, "what nobody made stays"
 
 
 class Around(torch.optim.Optimizer):
@@ -179,9 +179,9 @@ def test_an_optimizer_around_another_one_of_any_name_is_refused():
 def test_an_optimizer_in_state_is_refused():
     model = Twins()
     one, two = (torch.optim.SGD(each.parameters()) for each in (model.one, model.two))
-    request = Request(model, [one], None, {"second": two}, None, "auto", 1)
+    request = AttachArguments(model, [one], None, {"second": two}, None, "auto", 1)
     with pytest.raises(ConfigError, match=r"state\['second'\] is a SGD") as refused:
-        request.subjects()
+        request.tracked()
     assert "pass it in optimizer=[...]" in str(refused.value)
 
 
@@ -211,7 +211,7 @@ def add_a_group(model, optimizer):
 def test_snapshots_go_on_when_a_parameter_joins(change):
     model = Twins()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    host = HostState(Subjects({"model.0": model}, [optimizer], {}), {})
+    host = HostState(TrackedObjects({"model.0": model}, [optimizer], {}), {})
     change(model, optimizer)
     names = [name for group in host.capture(1)["subjects"]["optimizer.0"]["groups"] for name in group["params"]]
     assert len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
@@ -253,16 +253,16 @@ def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
 def test_a_state_key_that_a_leafs_name_can_not_hold_is_refused(key):
     model = Twins()
     optimizer = type("Odd", (Tabled,), {"key": key})(model.parameters())
-    subjects = Subjects({"model.0": model}, [optimizer], {})
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
-        subjects.predict()
+        tracked.predict()
     step_once(model, optimizer)
     with pytest.raises(UnsupportedState, match=f"optimizer.0 keeps a tensor .* under {key!r}"):
-        subjects.bind()
+        tracked.bind()
 
 
 def host_of(module):
-    return HostState(Subjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
+    return HostState(TrackedObjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
 
 
 def test_host_state_that_no_capsule_can_hold_is_refused_before_training():

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import reft  # noqa: E402
-from reft.demo.train import Record  # noqa: E402
+from reft.demo.train import LossLog  # noqa: E402
 
 MICRO = 12
 GRID = 4096.0
@@ -74,7 +74,7 @@ def main() -> None:
     pause = threading.Event()
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, world = dist.get_rank(), dist.get_world_size()
-    record = Record(options.out / f"rank-{rank}.jsonl")
+    record = LossLog(options.out / f"rank-{rank}.jsonl")
     record.add("started", pid=os.getpid(), time_s=STARTED_S)
     model, optimizer = build()
     session = reft.attach(model, optimizer)

@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Layout, Leaf, pack
@@ -26,7 +26,7 @@ from reft.wire.slot_format import SlotMap, chunk_digest
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import Arena
-from reft_daemon.peers.round_replicator import Peers
+from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.registry import Registry, TimeToLive
 from tests.support.daemons import DaemonProcess
 from tests.support.saying import says
@@ -174,10 +174,11 @@ class Job:
         return self.maps(rank, self.lease(rank, pid, **changes))
 
     def report(
-        self, rank: int, answers: Mapping[int, Answer], wait_ms: int = 0, timeout: float = 20.0, wish: int = 0,
+        self, rank: int, answers: Mapping[int, StepAnswer], wait_ms: int = 0, timeout: float = 20.0, requested_every: int = 0,
     ) -> pb.ReportReply:  # fmt: skip
         request = pb.ReportRequest(
-            job=self.name, epoch=self.epoch, rank=rank, said=messages.said_to(says(answers)), wait_ms=wait_ms, wish=wish,
+            job=self.name, epoch=self.epoch, rank=rank, steps=messages.report_to(says(answers)), wait_ms=wait_ms,
+            requested_every=requested_every,
         )  # fmt: skip
         return self.send_report(rank, request, timeout)
 
@@ -210,7 +211,7 @@ def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalR
         connection.settimeout(timeout)
         connection.connect(path)
         connection.sendall(local_socket.frame(request))
-        frames = local_socket.Frames()
+        frames = local_socket.FrameReader()
         while data := connection.recv(1 << 16):
             for body in frames.feed(data):
                 return pb.LocalReply.FromString(body)
@@ -219,7 +220,7 @@ def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalR
 
 def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
     """A daemon's jobs, without the daemon."""
-    return Registry(arena, Peers(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), Peers(None, ()))
+    return Registry(arena, PeerChannels(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), PeerChannels(None, ()))
 
 
 def data_of(step: int, nbytes: int = 2 * CHUNK) -> bytes:

@@ -11,13 +11,13 @@ import torch
 
 from reft.client.restore.decode import Decoder
 from reft.client.restore.load import load
-from reft.client.restore.load_plan import Sizes
+from reft.client.restore.load_plan import LoadSizes
 from reft.core.coding.placement import Placement
 from reft.wire.slot_format import SlotMap
 from tests.support.shards import Postbox, Tensors, alike, make_slot, on_all, placed
 
 CHUNK = 4096
-SMALL = Sizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
+SMALL = LoadSizes(piece=4096, group=32 << 10, groups=2, window=16 << 10, ahead=8 << 10)
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Job:
         slot = self.slots[rank]
         return slot.digests[: slot.chunks].copy()
 
-    def load(self, lost: Collection[int] = (), readers: Any = None, sizes: Sizes = SMALL, box: Postbox | None = None,
+    def load(self, lost: Collection[int] = (), readers: Any = None, sizes: LoadSizes = SMALL, box: Postbox | None = None,
              at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[tuple[int, ...] | Exception]:  # fmt: skip
         """All ranks load, each in a thread, without the lost slots."""
         box = box or Postbox()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reft.client.attach.rank_table import Roster, layout_facts
+from reft.client.attach.rank_table import RankTable, layout_facts
 from reft.client.link.rank_group import text_of
 from reft.core.layout import symbolic
 from reft.core.layout.layout import Leaf, pack
@@ -15,7 +15,7 @@ from reft.wire.manifest import table_to
 def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:
     """Fields of a manifest whose ranks have these leaves."""
     forms = [symbolic.of(leaves) for leaves in ranks]
-    roster = Roster([layout_facts(pack(leaves), form) for leaves, form in zip(ranks, forms, strict=True)])
-    said = [{"table": text_of(table_to(form.table))} if roster.describes(i) else {} for i, form in enumerate(forms)]
-    tables, layouts, index = roster.layouts(said)
+    rank_table = RankTable([layout_facts(pack(leaves), form) for leaves, form in zip(ranks, forms, strict=True)])
+    said = [{"table": text_of(table_to(form.table))} if rank_table.describes(i) else {} for i, form in enumerate(forms)]
+    tables, layouts, index = rank_table.layouts(said)
     return {"tables": tables, "layouts": layouts, "layout_of": index}

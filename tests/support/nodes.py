@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from reft.cli.ask import NoSuchJob, ask
+from reft.cli.ask import UnknownJob, ask
 from reft.cli.demo import clean_up
 from reft.cli.demo.cluster import (
     FOREIGN,
@@ -37,13 +37,13 @@ from reft.cli.demo.cluster import (
     LOCAL_ONLY,
     TRAINER,
     DemoError,
-    Node,
+    PretendNode,
     Training,
     await_daemon,
     short_folder,
     spawn,
 )
-from reft.cli.demo.records import Result, recovery
+from reft.cli.demo.records import TrainingResult, recovery
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.agent_forks import agent_fork
@@ -86,7 +86,7 @@ def stop_at(point: str, *, rank: int, step: int | None = None, epoch: int = 1, a
 
 
 @dataclass
-class Machine(Node):
+class Machine(PretendNode):
     """A node that can be lost. `socket` is its path as seen from here."""
 
     place: Space | Loopback | None = None
@@ -320,7 +320,7 @@ class Nodes:
         for machine in self.living:
             try:
                 status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
-            except NoSuchJob:
+            except UnknownJob:
                 continue  # it stands by
             by_number = {_number_inside(process): process for process in marked(self._mark(machine.name))}
             mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
@@ -335,7 +335,7 @@ class Nodes:
         for machine in self.living:
             try:
                 found += ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
-            except (DaemonUnavailable, NoSuchJob):
+            except (DaemonUnavailable, UnknownJob):
                 continue
         return found
 
@@ -408,7 +408,7 @@ class Nodes:
             f"{back.first_step_s:.1f} s, from step {back.base} ({back.source})"
         )
 
-    def await_end(self) -> Result:
+    def await_end(self) -> TrainingResult:
         """What the ranks wrote, once every agent of a living node has ended with 0."""
         agents = [machine.agent for machine in self.living if machine.agent]
         self.until(lambda: all(agent.poll() == 0 for agent in agents), "the end of the training")

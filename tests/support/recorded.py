@@ -25,7 +25,7 @@ import torch
 
 import reft
 from reft.client.state.tensors import flat_bytes
-from reft.demo.train import Record
+from reft.demo.train import LossLog
 from tests.support.daemons import ROOT
 from tests.support.trainers import Trainers
 
@@ -43,7 +43,7 @@ class Recorded:
         self._session, self._out, self._model, self._optimizer = session, out, model, optimizer
         self._seal_at = seal_at
         self._rank = os.environ["RANK"]
-        self._record = Record(out / f"rank-{self._rank}.jsonl")
+        self._record = LossLog(out / f"rank-{self._rank}.jsonl")
         self._record.add("started", pid=os.getpid(), time_s=started_s)
         self._record.add("attached", restored_from=session.restored_from, step=session.step)
 

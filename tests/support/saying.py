@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reft.core.commit.round import Answer, Outcome, Said
+from reft.core.commit.round import Outcome, StepAnswer, StepReport
 
-SEALED, VOID = Answer.SEALED, Answer.VOID
+SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
-def says(answers: Mapping[int, Answer], since: int = -1) -> Said:
+def says(answers: Mapping[int, StepAnswer], since: int = -1) -> StepReport:
     """What a rank says that has given these answers and has skipped all other steps before the newest."""
     sealed = frozenset(step for step, answer in answers.items() if answer is SEALED)
-    return Said(since, max(answers, default=since), sealed)
+    return StepReport(since, max(answers, default=since), sealed)
 
 
 def voids(outcome: Outcome, steps: range = range(100)) -> set[int]:

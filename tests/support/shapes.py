@@ -87,8 +87,8 @@ def placement_for(
         layout = pack(each)
         layouts[layout.digest] = layout
         index.append(layout.digest)
-    riders_max = RIDERS_MAX if len(set(domains)) > 1 else 0
-    return place(divide(layouts, index, own, riders_max), domains, scheme, tolerate, chunk_bytes)
+    inline_bytes_max = RIDERS_MAX if len(set(domains)) > 1 else 0
+    return place(divide(layouts, index, own, inline_bytes_max), domains, scheme, tolerate, chunk_bytes)
 
 
 def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:

@@ -62,8 +62,8 @@ def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:
             _shard(lane, block.stripe, block.shard, cells[lane.cell], whole)
         else:
             _parity(lane, block.stripe, block.shard, cells[lane.cell], whole)
-    for leaf, offset in zip(part.kept.leaves, part.kept.offsets, strict=True):
-        at = part.kept_offset + offset
+    for leaf, offset in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True):
+        at = part.unreplicated_offset + offset
         data[at : at + leaf.nbytes] = plain_bytes(tensors[leaf.name])
     return data
 

@@ -7,12 +7,12 @@ import threading
 import numpy as np
 import torch
 
-from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.client.snapshot.cuda_engine import CudaCopier
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.engine import CopyJob
 from reft.client.snapshot.replica_check import samples
-from reft.client.snapshot.save_plan import Cut, share_of
-from reft.client.state.tensors import Bindings, flat_bytes, is_dense
+from reft.client.snapshot.save_plan import ParityTiling, plan_save
+from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
 from reft.core.coding.placement import Placement, place
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
@@ -24,20 +24,20 @@ VERSION = Version(Epoch(1, bytes(range(16))), 7)
 
 
 ENGINES = {
-    "cpu": lambda: (CpuCopier([]), "cpu"),
-    "cpu, two threads": lambda: (CpuCopier([0, 0]), "cpu"),
-    "cuda, inline": lambda: (CudaCopier(Inline()), "cpu"),
-    "cuda, late": lambda: (CudaCopier(Late()), "cpu"),
-    "cuda": lambda: (CudaCopier(), "cuda"),
+    "cpu": lambda: (CpuCopyEngine([]), "cpu"),
+    "cpu, two threads": lambda: (CpuCopyEngine([0, 0]), "cpu"),
+    "cuda, inline": lambda: (CudaCopyEngine(Inline()), "cpu"),
+    "cuda, late": lambda: (CudaCopyEngine(Late()), "cpu"),
+    "cuda": lambda: (CudaCopyEngine(), "cuda"),
 }
 
 
-CUT = Cut(4096, 8192, 1 << 20)  # several columns even for small tensors
+CUT = ParityTiling(4096, 8192, 1 << 20)  # several columns even for small tensors
 
 
-def placement_of(bindings: Bindings, D: int = 1, f: int = 0, each: int = 1, scheme: str = "aec") -> Placement:
+def placement_of(tensor_index: TensorIndex, D: int = 1, f: int = 0, each: int = 1, scheme: str = "aec") -> Placement:
     """D domains with `each` ranks, which all hold the same leaves."""
-    layout = bindings.layout()
+    layout = tensor_index.layout()
     division = divide({layout.digest: layout}, [layout.digest] * (D * each))
     return place(division, [rank // each for rank in range(D * each)], scheme, f, 4096)
 
@@ -47,12 +47,12 @@ class Taken:
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], staged: set[str], placement: Placement | None = None, rank: int = 0,
-        cut: Cut = CUT,
+        cut: ParityTiling = CUT,
     ) -> None:  # fmt: skip
-        bindings = Bindings(tensors, staged)
-        self.placement = placement or placement_of(bindings)
-        self.share = share_of(self.placement, rank, bindings.layout().leaves, tensors, cut)
-        geometry = Geometry(1 << 16, self.share.data_bytes, 4096)
+        tensor_index = TensorIndex(tensors, staged)
+        self.placement = placement or placement_of(tensor_index)
+        self.save_plan = plan_save(self.placement, rank, tensor_index.layout().leaves, tensors, cut)
+        geometry = Geometry(1 << 16, self.save_plan.data_bytes, 4096)
         self.pages = np.zeros(geometry.file_bytes, np.uint8)
         self.slot = SlotMap.create(self.pages, geometry, "job", rank)
         self.slot.data[:] = 0xA5  # of whoever had the slot before
@@ -60,22 +60,22 @@ class Taken:
         self.begin()
 
     def begin(self) -> None:
-        self.slot.begin(VERSION, self.share.digest, self.share.table, self.share.data_bytes)
+        self.slot.begin(VERSION, self.save_plan.digest, self.save_plan.table, self.save_plan.data_bytes)
         self.states: list[SlotState] = []
         self.chunks: list[int] = []
         self.ended = threading.Event()
         self.error: Exception | None = None
-        self.riders: dict[str, bytes] = {}
+        self.inline_leaves: dict[str, bytes] = {}
         self.cells: dict[int, int] = {}
         self.job = CopyJob(
-            lambda may_wait: self.slot, lambda: None, 4096, self.share, self.at_chunk, self.parity.append, self.intact,
-            self.landed, self.sealed, self.failed, lambda: samples(self.share.cells, 1, in_whole=True), self.cells.update,
+            lambda may_wait: self.slot, lambda: None, 4096, self.save_plan, self.at_chunk, self.parity.append, self.intact,
+            self.landed, self.sealed, self.failed, lambda: samples(self.save_plan.cells, 1, in_whole=True), self.cells.update,
         )  # fmt: skip
 
-    def by(self, copier) -> Taken:
+    def by(self, copy_engine) -> Taken:
         """Takes it, to the end."""
-        copier.begin(self.job)
-        copier.fence()
+        copy_engine.begin(self.job)
+        copy_engine.fence()
         assert self.ended.wait(20) and self.error is None, self.error
         return self
 
@@ -86,8 +86,8 @@ class Taken:
     def intact(self) -> None:
         self.states.append(self.slot.header.state)
 
-    def landed(self, riders) -> None:
-        self.riders = dict(riders)
+    def landed(self, inline_leaves) -> None:
+        self.inline_leaves = dict(inline_leaves)
         self.slot.put_capsule(b"capsule")
         self.slot.landed()
         self.states.append(self.slot.header.state)
@@ -103,9 +103,9 @@ class Taken:
 
     def bytes_of(self, name: str) -> bytes:
         """Of a rider or a kept leaf."""
-        if name in self.riders:
-            return self.riders[name]
-        leaves = zip(self.share.layout.leaves, self.share.layout.offsets, strict=True)
+        if name in self.inline_leaves:
+            return self.inline_leaves[name]
+        leaves = zip(self.save_plan.layout.leaves, self.save_plan.layout.offsets, strict=True)
         leaf, offset = next((leaf, offset) for leaf, offset in leaves if leaf.name == name)
         return self.slot.data[offset : offset + leaf.nbytes].tobytes()
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import stage as torch_stage
 
-from reft.core.pipeline.actions import Action, Kind, Span
+from reft.core.pipeline.actions import Action, ActionKind, ActionSpan
 
 
 class Clock:
@@ -35,7 +35,13 @@ class ScriptedStage(torch_stage._PipelineStageBase):
     """
 
     def __init__(
-        self, index: int, stages: int, spans: list[Span], clock: Clock, doing: Callable[[Action], None], part: int = 0
+        self,
+        index: int,
+        stages: int,
+        spans: list[ActionSpan],
+        clock: Clock,
+        doing: Callable[[Action], None],
+        part: int = 0,
     ) -> None:
         self.stage_index, self.num_stages, self.submod = index, stages, nn.Linear(1, 1)
         self.is_last_stage = index == stages - 1
@@ -49,25 +55,25 @@ class ScriptedStage(torch_stage._PipelineStageBase):
     def clear_runtime_states(self) -> None:
         self.began = self.clock.now
 
-    def _play(self, kind: Kind, microbatch: int) -> None:
+    def _play(self, kind: ActionKind, microbatch: int) -> None:
         action = Action(kind, microbatch, self.part)
         span = next(span for span in self.spans if span.action == action)
         self.doing(action)
         assert self.clock.now == self.began + span.start, f"{action} begins when the script says"
         self.clock.now = self.began + span.end
 
-    def wait(self, kind: Kind, microbatch: int) -> None:
+    def wait(self, kind: ActionKind, microbatch: int) -> None:
         span = next(span for span in self.spans if span.action == Action(kind, microbatch, self.part))
         if self.clock.now < self.began + span.start:
             self.waiting()
             self.clock.now = self.began + span.start
 
     def get_fwd_recv_ops(self, microbatch: int) -> list:
-        self.wait(Kind.FORWARD, microbatch)
+        self.wait(ActionKind.FORWARD, microbatch)
         return []
 
     def get_bwd_recv_ops(self, microbatch: int) -> list:
-        self.wait(Kind.BACKWARD, microbatch)
+        self.wait(ActionKind.BACKWARD, microbatch)
         return []
 
     def get_fwd_send_ops(self, microbatch: int) -> list:
@@ -76,13 +82,13 @@ class ScriptedStage(torch_stage._PipelineStageBase):
     get_bwd_send_ops = get_fwd_send_ops
 
     def forward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
-        self._play(Kind.FORWARD, microbatch)
+        self._play(ActionKind.FORWARD, microbatch)
 
     def backward_one_chunk(self, microbatch: int, *_: object, full_backward: bool = True, **__: object) -> None:
-        self._play(Kind.BACKWARD if full_backward else Kind.INPUT, microbatch)
+        self._play(ActionKind.BACKWARD if full_backward else ActionKind.INPUT, microbatch)
 
     def backward_weight_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
-        self._play(Kind.WEIGHT, microbatch)
+        self._play(ActionKind.WEIGHT, microbatch)
 
     def _get_init_p2p_neighbors_ops(self) -> list:
         return []

@@ -112,10 +112,10 @@ def train(own: dict[str, Any]) -> None:
             before = session.stats()
     after = session.stats()  # the snapshot of the last step waits for a gap that does not come: for seal, then
     sealed = bool(session.seal(30))
-    comparison = session._rhythm.comparison()
+    comparison = session._profiler.comparison()
     result = {
         "stats": after, "before": before, "sealed": sealed, "steps": steps,
-        "idle_threads": len(session._snapshots.copier._idle),
+        "idle_threads": len(session._snapshots.copy_engine._idle),
         "gaps": [list(each) for each in comparison.differences] if comparison else [],
         "trace": session.timeline(),
     }  # fmt: skip

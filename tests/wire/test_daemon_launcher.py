@@ -10,7 +10,7 @@ import pytest
 from reft.config import Config
 from reft.errors import DaemonUnavailable
 from reft.wire import daemon_launcher
-from reft.wire.daemon_launcher import Reviver
+from reft.wire.daemon_launcher import DaemonRestarter
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def tried(monkeypatch) -> list:
     return found
 
 
-def refuse(reviver: Reviver, address: str) -> None:
-    reviver.refused(address)
+def refuse(restarter: DaemonRestarter, address: str) -> None:
+    restarter.refused(address)
     for thread in threading.enumerate():
         if thread.name == "reft-revive":
             thread.join(10)
@@ -43,31 +43,31 @@ def address(tmp_path) -> str:
 
 
 def test_a_daemon_that_has_died_is_started_as_it_was(tried, address):
-    refuse(Reviver(Config(), True, ["--listen", "h:0"], agent_pid=5), address)
+    refuse(DaemonRestarter(Config(), True, ["--listen", "h:0"], agent_pid=5), address)
     assert tried == [("--listen", "h:0"), 5]
 
 
 def test_not_if_somebody_else_has_named_it(tried, address):
-    refuse(Reviver(Config(daemon=address), True), address)
+    refuse(DaemonRestarter(Config(daemon=address), True), address)
     assert not tried
 
 
 def test_not_if_somebody_else_looks_after_it(tried, address):
-    refuse(Reviver(Config(), False), address)
+    refuse(DaemonRestarter(Config(), False), address)
     assert not tried
 
 
 def test_not_if_it_was_stopped(tried, tmp_path):
-    refuse(Reviver(Config(), True), f"unix:{tmp_path}/d.sock")
+    refuse(DaemonRestarter(Config(), True), f"unix:{tmp_path}/d.sock")
     assert not tried
 
 
 def test_not_again_and_again(tried, address, monkeypatch, caplog):
-    reviver = Reviver(Config(), True, ["--fails"])
+    restarter = DaemonRestarter(Config(), True, ["--fails"])
     for _ in range(3):
-        refuse(reviver, address)
+        refuse(restarter, address)
     assert len(tried) == 1 and "can't be started again" in caplog.text
     now_s = daemon_launcher.time.monotonic()
     monkeypatch.setattr(daemon_launcher.time, "monotonic", lambda: now_s + daemon_launcher.PAUSE_S)
-    refuse(reviver, address)
+    refuse(restarter, address)
     assert len(tried) == 2

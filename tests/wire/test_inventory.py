@@ -7,7 +7,7 @@ import pytest
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
 from reft.wire import messages
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
@@ -25,7 +25,7 @@ def reply(decision: Decision, members: str, token: bytes = b"token") -> pb.Inven
 @pytest.mark.parametrize("order", ["abc", "cba"])
 def test_a_node_that_was_told_of_an_attach_that_died_does_not_outrank_the_others(order):
     replies = {"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": reply(CARRIED, "bc")}
-    found = Findings({node: replies[node] for node in order})
+    found = JobSurvey({node: replies[node] for node in order})
     assert found.decision == CARRIED
     assert found.manifest == replies["b"].manifest
     assert found.nodes.keys() == set("abc")
@@ -33,12 +33,12 @@ def test_a_node_that_was_told_of_an_attach_that_died_does_not_outrank_the_others
 
 def test_a_node_that_holds_another_job_of_the_same_name_says_nothing_of_this_one():
     anew = Decision(Epoch(1, b"n" * 16), None)
-    found = Findings({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another token")})
+    found = JobSurvey({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another token")})
     assert found.decision == TORN
 
 
 def test_a_manifest_that_another_reply_has_serves_for_all():
     brief = reply(CARRIED, "bc")
     brief.ClearField("manifest")
-    found = Findings({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
+    found = JobSurvey({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
     assert found.decision == CARRIED

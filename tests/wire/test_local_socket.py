@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from reft.errors import AttachError
 from reft.wire import local_socket
-from reft.wire.local_socket import MESSAGE_MAX, Frames, ReportConnection, frame
+from reft.wire.local_socket import MESSAGE_MAX, FrameReader, ReportConnection, frame
 from reft.wire.messages import PROTOCOL
 from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
 REPORTS = [
     pb.ReportRequest(job="job", rank=1),
-    pb.ReportRequest(job="job", said=pb.Said(until=7, sealed=[pb.SealedStep(step=7)])),
+    pb.ReportRequest(job="job", steps=pb.StepReport(until=7, sealed=[pb.SealedStep(step=7)])),
 ]
 SLOTS = pb.SlotsRequest(job="job", rank=1, slots=["rank-1.slot-0", "rank-1.slot-1"])
 REQUESTS = [
@@ -38,7 +38,7 @@ REQUESTS = [
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
 def test_messages_come_out_as_they_went_in_however_they_are_cut(size):
     data = b"".join(map(frame, REQUESTS))
-    frames, found = Frames(), []
+    frames, found = FrameReader(), []
     for at in range(0, len(data), size):
         found += frames.feed(data[at : at + size])
     assert [pb.LocalRequest.FromString(body) for body in found] == REQUESTS
@@ -48,14 +48,14 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut(size):
 @pytest.mark.parametrize("length", [MESSAGE_MAX + 1, 1 << 31, (1 << 32) - 1])
 def test_a_message_that_is_too_long_is_refused_before_it_comes(length):
     with pytest.raises(ValueError, match=f"{length} bytes; the limit is {MESSAGE_MAX}"):
-        Frames().feed(struct.pack("<I", length))
-    assert Frames().feed(struct.pack("<I", MESSAGE_MAX)) == []
+        FrameReader().feed(struct.pack("<I", length))
+    assert FrameReader().feed(struct.pack("<I", MESSAGE_MAX)) == []
 
 
 def test_the_end_within_a_message_is_an_error():
     data = frame(REQUESTS[1])
     for size in range(1, len(data)):
-        frames = Frames()
+        frames = FrameReader()
         assert frames.feed(data[:size]) == []
         with pytest.raises(ValueError, match="ended early"):
             frames.feed(b"")
@@ -64,7 +64,7 @@ def test_the_end_within_a_message_is_an_error():
 @given(st.binary(max_size=64))
 def test_any_bytes_are_requests_or_incomplete_or_an_error_that_is_expected(data):
     try:
-        for body in Frames().feed(data):
+        for body in FrameReader().feed(data):
             pb.LocalRequest.FromString(body)
     except (ValueError, DecodeError):
         pass
@@ -109,7 +109,7 @@ def test_a_report_that_is_not_taken_in_holds_up_nobody_and_arrives_whole(listene
     connection.send(large)  # nobody reads yet
     with pytest.raises(BlockingIOError):
         connection.send(REPORTS[0])
-    frames, found = Frames(), []
+    frames, found = FrameReader(), []
     while not found:
         found += frames.feed(there.recv(1 << 20))
     connection._rest.join(20)
@@ -190,7 +190,7 @@ def test_descriptors_travel_also_if_the_reply_comes_in_pieces(tmp_path):
     os.write(memfd, b"hello")
 
     def answer(connection: socket.socket) -> None:
-        (body,) = Frames().feed(connection.recv(4096))
+        (body,) = FrameReader().feed(connection.recv(4096))
         assert pb.LocalRequest.FromString(body) == pb.LocalRequest(slots=SLOTS, protocol=PROTOCOL)
         assert local_socket.peer(connection) == (os.getpid(), os.getuid())
         data = frame(pb.LocalReply(descriptors=1))

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.core.commit.decision import Decision
-from reft.core.commit.round import UNDECIDED_MAX, Outcome, Said
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.slots import SlotState
-from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.recovery import Held
+from reft.core.recovery.recovery import HeldSlot
 from reft.errors import ConfigError, FormatError
 from reft.wire import messages
 from reft.wire.v1 import daemon_pb2 as pb
@@ -45,48 +45,57 @@ FEW = st.frozensets(STEPS, max_size=UNDECIDED_MAX)
 
 @given(st.integers(-1, messages.STEP_MAX), st.integers(-1, messages.STEP_MAX), FEW, FEW)
 def test_what_ranks_say(one, other, sealed, pending):
-    said = Said(min(one, other), max(one, other), sealed, pending)
+    said = StepReport(min(one, other), max(one, other), sealed, pending)
     digests = {step: {3: step % 7} for step in sealed}
-    wire = pb.Said.FromString(messages.said_to(said, digests).SerializeToString())
-    assert messages.said_from(wire) == said
+    wire = pb.StepReport.FromString(messages.report_to(said, digests).SerializeToString())
+    assert messages.report_from(wire) == said
     assert messages.digests_from(wire) == digests
 
 
 def test_who_says_nothing_says_nothing_of_step_0():
-    assert messages.said_from(pb.Said()) == Said() == messages.said_from(messages.said_to(Said()))
+    assert (
+        messages.report_from(pb.StepReport()) == StepReport() == messages.report_from(messages.report_to(StepReport()))
+    )
 
 
 @pytest.mark.parametrize("over", [messages.STEP_MAX + 1, (1 << 64) - 1])
 def test_steps_that_can_not_be_are_refused(over):
-    for bad in (pb.Said(until=over), pb.Said(sealed=[pb.SealedStep(step=over)]), pb.Said(pending=[over])):
+    for bad in (
+        pb.StepReport(until=over),
+        pb.StepReport(sealed=[pb.SealedStep(step=over)]),
+        pb.StepReport(pending=[over]),
+    ):
         with pytest.raises(ConfigError, match="steps end at"):
-            messages.said_from(bad)
+            messages.report_from(bad)
 
 
 def test_a_whole_step_that_was_not_answered_is_refused():
-    for bad in (pb.Said(since=4), pb.Said(since=4, until=3)):
+    for bad in (pb.StepReport(since=4), pb.StepReport(since=4, until=3)):
         with pytest.raises(ConfigError, match="step 4 can't be whole"):
-            messages.said_from(bad)
+            messages.report_from(bad)
 
 
 def test_more_undecided_steps_than_slots_are_refused():
     steps = range(UNDECIDED_MAX + 1)
-    for bad in (pb.Said(until=99, sealed=[pb.SealedStep(step=s) for s in steps]), pb.Said(until=99, pending=steps)):
+    for bad in (
+        pb.StepReport(until=99, sealed=[pb.SealedStep(step=s) for s in steps]),
+        pb.StepReport(until=99, pending=steps),
+    ):
         with pytest.raises(ConfigError, match=f"the limit is {UNDECIDED_MAX}"):
-            messages.said_from(bad)
+            messages.report_from(bad)
 
 
 @given(
     st.integers(-1, messages.STEP_MAX),
     st.integers(-1, messages.STEP_MAX),
     st.frozensets(STEPS),
-    st.builds(Pace, STEPS, st.integers(0, 1 << 31)),
+    st.builds(SnapshotInterval, STEPS, st.integers(0, 1 << 31)),
 )
 def test_outcomes(whole, until, still, pace):
-    outcome = Outcome(whole, until, still, pace=pace)
+    outcome = Outcome(whole, until, still, interval=pace)
     wire = messages.outcome_to("job", Epoch(1, b"e" * 16), outcome)
     assert messages.outcome_from(wire) == outcome
-    reply = pb.ReportReply(whole=whole, until=until, open=still, every=pace.every, pace_start=pace.start)
+    reply = pb.ReportReply(whole=whole, until=until, open=still, every=pace.every, interval_start=pace.start)
     assert messages.outcome_from(reply) == outcome
 
 
@@ -95,7 +104,7 @@ def test_headers(version, state):
     header = pb.SlotHeader(rank=3, slot="rank-3.slot-0", state=pb.SlotState.Name(state), layout=b"l" * 16, data_bytes=5)
     if version:
         header.version.CopyFrom(messages.version_to(version))
-    assert messages.held_from("n", header) == Held("n", 3, "rank-3.slot-0", state, version, b"l" * 16, 5)
+    assert messages.held_from("n", header) == HeldSlot("n", 3, "rank-3.slot-0", state, version, b"l" * 16, 5)
 
 
 def test_the_numbers_are_those_of_the_core():

@@ -14,7 +14,7 @@ from reft.errors import ConfigError, DaemonUnavailable, ReftError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.registry import NoSuchJob
+from reft_daemon.registry import UnknownJob
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def test_no_two_errors_share_a_status():
 
 
 def test_a_subclass_travels_as_its_parent_and_the_rest_as_internal():
-    assert rpc.status_of(NoSuchJob("none")) is grpc.StatusCode.FAILED_PRECONDITION
+    assert rpc.status_of(UnknownJob("none")) is grpc.StatusCode.FAILED_PRECONDITION
     assert rpc.status_of(ReftError("other")) is grpc.StatusCode.INTERNAL
 
 

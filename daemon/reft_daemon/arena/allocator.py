@@ -13,7 +13,7 @@ from reft_daemon.arena.arena import Arena, SlotFile
 T = TypeVar("T")
 
 
-class Making:
+class SlotAllocator:
     """One job's. A thread that makes memory can't be stopped: what is dropped is its result, so somebody must take it.
 
     Args:

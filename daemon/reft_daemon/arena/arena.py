@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reft.core.budget import Limit, refusal
+from reft.core.budget import MemoryLimit, refusal
 from reft.core.membership.job_identity import check_name
 from reft.errors import AttachError, ConfigError, FormatError, NoRoom
 from reft.wire.messages import MANIFEST_MAX
@@ -39,8 +39,8 @@ from reft.wire.slot_format import PAGE, Bytes, Geometry, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits
 from reft_daemon.arena.huge_pages import make_huge
-from reft_daemon.arena.pool import Pool, Spare
-from reft_daemon.arena.reserve import Reserve
+from reft_daemon.arena.pool import SpareFiles, SparePool
+from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
@@ -146,7 +146,7 @@ class Arena:
         AttachError: another daemon uses it.
     """
 
-    def __init__(self, folder: Path, budget_bytes: int, spare: Spare = Spare()) -> None:  # noqa: B008  frozen
+    def __init__(self, folder: Path, budget_bytes: int, spare: SpareFiles = SpareFiles()) -> None:  # noqa: B008  frozen
         self.folder = claim_folder(folder)
         if foreign := _foreign(folder):
             raise ConfigError(
@@ -156,9 +156,9 @@ class Arena:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         self.turn = asyncio.Lock()  # of who makes slots: what there is room for is asked and taken by one at a time
-        self.pool = Pool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
+        self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
-        self.reserve = Reserve(folder)
+        self.reserve = SpaceReserve(folder)
         self.node_id = self._node_id()
         if not limits.is_tmpfs(folder):
             log.warning("slots lie in %s, which is no tmpfs: the kernel writes them to its disk", folder)
@@ -301,7 +301,7 @@ class Arena:
         if reason:
             raise NoRoom(reason)
 
-    def _limits_of_spare(self) -> list[Limit]:
+    def _limits_of_spare(self) -> list[MemoryLimit]:
         return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:

@@ -86,7 +86,7 @@ class _Kept:
     path: Path
     descriptor: int
     file_bytes: int
-    kept_bytes: int
+    unreplicated_bytes: int
 
 
 @dataclass
@@ -156,10 +156,12 @@ class CapsuleStore:
             for version in surplus(versions, decision, outcome):
                 self._drop(rank, version)
 
-    def copies(self) -> list[pb.CopyHeader]:
+    def copies(self) -> list[pb.CapsuleHeader]:
         """What is kept, for an inventory."""
         return [
-            pb.CopyHeader(rank=rank, version=messages.version_to(version), kept_bytes=each.kept_bytes)
+            pb.CapsuleHeader(
+                rank=rank, version=messages.version_to(version), unreplicated_bytes=each.unreplicated_bytes
+            )
             for rank, versions in sorted(self._kept.items())
             for version, each in sorted(versions.items(), key=lambda item: item[0].order)
         ]
@@ -204,7 +206,7 @@ class CapsuleStore:
         except BaseException:
             os.close(descriptor)
             raise
-        kept = _Kept(path, descriptor, os.fstat(descriptor).st_size, record.kept_bytes)
+        kept = _Kept(path, descriptor, os.fstat(descriptor).st_size, record.unreplicated_bytes)
         self._kept.setdefault(record.rank, {})[messages.version_from(record.version)] = kept
         self.arena.held_bytes += kept.file_bytes
 

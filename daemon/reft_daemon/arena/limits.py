@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from reft.core.budget import Limit
+from reft.core.budget import MemoryLimit
 
 MARGIN = 0.05  # share of the machine's memory that is left alone: the kernel kills before it is all gone
 _UNLIMITED = 1 << 60
@@ -20,7 +20,7 @@ def limits(
     cgroups: Path = Path("/sys/fs/cgroup"),
     spare_bytes: int = 0,
     margin: float = MARGIN,
-) -> list[Limit]:
+) -> list[MemoryLimit]:
     """All bounds on what may be reserved now.
 
     Args:
@@ -31,7 +31,7 @@ def limits(
     """
     memory = psutil.virtual_memory()
     found = [
-        Limit(
+        MemoryLimit(
             "the machine's free memory",
             memory.available - int(margin * memory.total) + spare_bytes,
             "free memory on this node, or attach with slots=2",
@@ -39,13 +39,13 @@ def limits(
     ]
     if budget_bytes:
         found.append(
-            Limit("--memory", budget_bytes - held_bytes, "start reft-daemon with a larger --memory, or slots=2")
+            MemoryLimit("--memory", budget_bytes - held_bytes, "start reft-daemon with a larger --memory, or slots=2")
         )
     for group in _groups(proc, cgroups):
         free = _group_free(group)
         if free is not None:
             found.append(
-                Limit(
+                MemoryLimit(
                     f"the memory limit of the cgroup {group}",
                     free + spare_bytes,
                     "raise the container's memory limit, or slots=2",

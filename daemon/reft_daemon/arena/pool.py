@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.core.budget import Limit, refusal, size
+from reft.core.budget import MemoryLimit, refusal, size
 from reft.wire.shm import map_file
 from reft.wire.slot_format import Bytes
 from reft_daemon.arena.huge_pages import make_huge
@@ -28,7 +28,7 @@ PIECE = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
-class Spare:
+class SpareFiles:
     """What is wanted: so many files of so many bytes."""
 
     count: int = 0
@@ -39,7 +39,7 @@ class Spare:
         return self.count * self.file_bytes
 
 
-class Pool:
+class SparePool:
     """See the module.
 
     Args:
@@ -49,7 +49,9 @@ class Pool:
         limits: all bounds on further memory now.
     """
 
-    def __init__(self, want: Spare, folder: Path, held: Callable[[], int], limits: Callable[[], list[Limit]]) -> None:
+    def __init__(
+        self, want: SpareFiles, folder: Path, held: Callable[[], int], limits: Callable[[], list[MemoryLimit]]
+    ) -> None:
         self.want = want
         self._folder, self._held, self._limits = folder, held, limits
         self._ready: list[int] = []
@@ -134,7 +136,7 @@ class Pool:
     def close(self) -> None:
         """Gives all of it back."""
         with self._lock:
-            self.want = Spare()  # ends a refill in another thread
+            self.want = SpareFiles()  # ends a refill in another thread
             while self._ready:
                 os.close(self._ready.pop())
 

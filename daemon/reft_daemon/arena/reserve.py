@@ -17,7 +17,7 @@ from reft_daemon.arena import limits
 SIZES = (8 << 20, 2 << 20, 512 << 10, 128 << 10)  # bytes; a record of 16,384 ranks has 1 MB, most have some KB
 
 
-class Reserve:
+class SpaceReserve:
     """Of one folder.
 
     Args:

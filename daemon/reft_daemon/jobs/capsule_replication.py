@@ -11,7 +11,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from reft.core.coding.placement import holders_among
-from reft.core.commit.capsules import Deposits
+from reft.core.commit.capsules import CapsuleAcks
 from reft.core.commit.decision import Decision
 from reft.core.commit.round import Outcome
 from reft.core.commit.slots import SlotState
@@ -50,7 +50,7 @@ def _holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
 
 
 @dataclass
-class Custody:
+class CapsuleReplication:
     """What this node owes to holders, and what it holds.
 
     Args:
@@ -58,9 +58,9 @@ class Custody:
     """
 
     store: CapsuleStore
-    deposits: Deposits = field(default_factory=lambda: Deposits(()))
+    capsule_acks: CapsuleAcks = field(default_factory=lambda: CapsuleAcks(()))
     _known: Outcome = field(default_factory=Outcome)
-    _kept_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
+    _unreplicated_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
 
     def settle(self, decision: Decision, outcome: Outcome, is_over: bool) -> None:
         """Takes what the round decided.
@@ -69,7 +69,7 @@ class Custody:
             is_over: all trainers here closed their sessions. They may go on from what was whole by then, so news that come after
                 it end nothing that is kept; how many undecided versions are kept stays bounded.
         """
-        self.deposits.settle(outcome)
+        self.capsule_acks.settle(outcome)
         if not is_over:
             self._known = outcome
         self.store.prune(decision, self._known)
@@ -82,10 +82,10 @@ class Custody:
         """
         batch: list[pb.CapsuleRecord] = []
         room = BATCH_MAX
-        for rank, step in self.deposits.owed(holder):
+        for rank, step in self.capsule_acks.owed(holder):
             record = self.sealed_record(slots, rank, Version(epoch, step))
             if record is None:
-                self.deposits.forget(rank, step)
+                self.capsule_acks.forget(rank, step)
                 continue
             room -= record.ByteSize() + 16  # its tag and length
             if batch and room < 0:
@@ -151,7 +151,7 @@ class Custody:
             record = pb.CapsuleRecord(
                 rank=slot.rank,
                 version=messages.version_to(version),
-                kept_bytes=self._kept_of(slot.map),
+                unreplicated_bytes=self._kept_of(slot.map),
                 capsule=slot.map.capsule(),
                 digests=slot.map.digests[: slot.map.chunks].tobytes(),
             )
@@ -165,12 +165,12 @@ class Custody:
     def _kept_of(self, slot: SlotMap) -> int:
         """Bytes of the leaves that only this slot has."""
         key = (slot.header.layout, slot.header.table_digest)
-        if key not in self._kept_bytes:
+        if key not in self._unreplicated_bytes:
             try:
                 table = pb.LeafTable.FromString(slot.table())
             except DecodeError as error:
                 raise FormatError(f"the leaf table can't be read: {error}.") from error
-            while len(self._kept_bytes) >= LAYOUTS_MAX:
-                self._kept_bytes.pop(next(iter(self._kept_bytes)))
-            self._kept_bytes[key] = sum(leaf.nbytes for leaf in table.leaves if leaf.place == pb.KEPT)
-        return self._kept_bytes[key]
+            while len(self._unreplicated_bytes) >= LAYOUTS_MAX:
+                self._unreplicated_bytes.pop(next(iter(self._unreplicated_bytes)))
+            self._unreplicated_bytes[key] = sum(leaf.nbytes for leaf in table.leaves if leaf.place == pb.UNREPLICATED)
+        return self._unreplicated_bytes[key]

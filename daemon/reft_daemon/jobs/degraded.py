@@ -9,7 +9,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass
-class Degraded:
+class DegradedTime:
     """From the decision of an attach that found a node gone until the first whole version of its epoch.
 
     Attributes:

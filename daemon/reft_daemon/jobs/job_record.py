@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from reft.core.commit.capsules import DIGESTS_MAX, Deposits
-from reft.core.commit.round import Digests, Outcome, Round, Said
+from reft.core.commit.capsules import DIGESTS_MAX, CapsuleAcks
+from reft.core.commit.round import Digests, Outcome, Round, StepReport
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AlreadyAttached, AttachError, ConfigError, FormatError, StaleEpoch
@@ -24,19 +24,19 @@ from reft.wire.process import Process
 from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import headers
-from reft_daemon.arena.allocator import Making
+from reft_daemon.arena.allocator import SlotAllocator
 from reft_daemon.arena.arena import TMPFS, WEAKEST_FIRST, Arena, SlotFile, fits, next_names
 from reft_daemon.arena.capsule_store import CapsuleStore
 from reft_daemon.arena.headers import header_of
-from reft_daemon.jobs.capsule_replication import Custody
-from reft_daemon.jobs.degraded import Degraded
-from reft_daemon.jobs.leases import Lease, Watch, end_orphans, refuse_living
+from reft_daemon.jobs.capsule_replication import CapsuleReplication
+from reft_daemon.jobs.degraded import DegradedTime
+from reft_daemon.jobs.leases import Lease, ProcessWatch, end_orphans, refuse_living
 
 log = logging.getLogger("reft.daemon")
 
 
 @dataclass
-class HeldJob:
+class JobRecord:
     """Everything this daemon knows of one job. Used in the event loop only; what blocks runs in threads.
 
     Args:
@@ -47,7 +47,7 @@ class HeldJob:
 
     arena: Arena
     record: pb.JobRecord
-    on_change: Callable[[HeldJob], None]
+    on_change: Callable[[JobRecord], None]
     slots: dict[str, SlotFile] = field(default_factory=dict)
     retired: dict[str, SlotFile] = field(default_factory=dict)
     drafts: dict[str, SlotFile] = field(default_factory=dict)  # of a rebuild: nobody's yet
@@ -57,13 +57,13 @@ class HeldJob:
     sealed_s: dict[int, float] = field(default_factory=dict)
     listeners: set[Callable[[], None]] = field(default_factory=set)
     round: Round | None = None
-    degraded: Degraded = field(default_factory=Degraded)
-    custody: Custody = field(init=False)
-    making: Making = field(init=False)
+    degraded: DegradedTime = field(default_factory=DegradedTime)
+    capsule_replication: CapsuleReplication = field(init=False)
+    allocator: SlotAllocator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.custody = Custody(CapsuleStore(self.arena, self.id))
-        self.making = Making(self.arena, self.id)
+        self.capsule_replication = CapsuleReplication(CapsuleStore(self.arena, self.id))
+        self.allocator = SlotAllocator(self.arena, self.id)
 
     @property
     def id(self) -> str:
@@ -89,7 +89,7 @@ class HeldJob:
 
     @property
     def held_bytes(self) -> int:
-        return self.custody.store.held_bytes + sum(slot.file_bytes for slot in self.all_slots.values())
+        return self.capsule_replication.store.held_bytes + sum(slot.file_bytes for slot in self.all_slots.values())
 
     @property
     def is_live(self) -> bool:
@@ -111,7 +111,7 @@ class HeldJob:
         """Takes over what an earlier daemon of this arena left: slots, living trainers, the epoch's round."""
         for slot in self.arena.adopt(self.id):
             self.slots[slot.name] = slot
-        self.custody.store.adopt()
+        self.capsule_replication.store.adopt()
         self._start_round()
         for entry in self.record.leases:
             lease = self.leases[entry.rank] = Lease(
@@ -131,14 +131,14 @@ class HeldJob:
             OSError: it can't be watched, so nothing was changed.
         """
         with contextlib.suppress(ProcessLookupError):
-            lease.watch = Watch(lease.process, lambda: self._trainer_ended(rank, lease))
+            lease.watch = ProcessWatch(lease.process, lambda: self._trainer_ended(rank, lease))
         self.leases[rank] = lease
         if lease.watch is None:
             self._trainer_ended(rank, lease)
 
     # Attach
 
-    async def fence(self, launch: str, pids: Iterable[int]) -> None:
+    async def end_orphans(self, launch: str, pids: Iterable[int]) -> None:
         """Ends orphans of this job, so that nobody writes its slots while a new attach reads them.
 
         Raises:
@@ -202,13 +202,13 @@ class HeldJob:
             return
         nodes = len(self.record.manifest.nodes)
         self.round = Round(self.record.node_index, nodes, frozenset(self.ranks))
-        self.custody.deposits = Deposits(tuple(self.record.holders))
+        self.capsule_replication.capsule_acks = CapsuleAcks(tuple(self.record.holders))
         self._settle_capsules(self.round)
         for name in [name for name, slot in self.slots.items() if slot.rank not in self.round.ranks]:
             self.retired[name] = self.slots.pop(name)  # its rank trains on another node now
 
     def _settle_capsules(self, round: Round) -> None:
-        self.custody.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
+        self.capsule_replication.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
 
     @property
     def _is_over(self) -> bool:
@@ -239,7 +239,7 @@ class HeldJob:
             raise AttachError(
                 f"process {request.pid}, which started at {request.pid_start}, is not there: it can't hold a lease.",
             )
-        slots = await self.making.alone(lambda: self._slots_for(request))
+        slots = await self.allocator.alone(lambda: self._slots_for(request))
         self.check_epoch(request.epoch)  # memory has taken its time: there may be a newer attach, or the session closed
         self._check_free(request.rank, process)
         before = self.leases.get(request.rank)
@@ -269,7 +269,7 @@ class HeldJob:
             if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
                 self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
         names = next_names(self.all_slots, request.rank, request.slots)
-        made = await self.making.create(request.rank, names, wanted, list(request.cpus))
+        made = await self.allocator.create(request.rank, names, wanted, list(request.cpus))
         # Only now: if there is no room, the trainer goes on with what it has.
         for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
             self.retired[slot.name] = self.slots.pop(slot.name)
@@ -314,20 +314,20 @@ class HeldJob:
         lease = self.leases.get(request.rank)
         if lease is None or self.round is None:
             raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
-        said = messages.said_from(request.said)
+        said = messages.report_from(request.steps)
         lease.trouble = request.trouble
-        self.round.hear_wish(request.rank, request.wish)
+        self.round.hear_request(request.rank, request.requested_every)
         lease.step = max(lease.step, said.until)
         if said.sealed:
             self.sealed_s[request.rank] = time.monotonic()
-        self._answer_for(request.rank, said, messages.digests_from(request.said))
+        self._answer_for(request.rank, said, messages.digests_from(request.steps))
 
     def hear_node(self, request: pb.GatherRequest) -> Outcome:
         """What a child says, in the round; what is decided already."""
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
-        said, digests = messages.said_from(request.said), messages.digests_from(request.said)
-        if self.round.hear_node(request.node_index, said, digests, request.unlike, request.wish):
+        said, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
+        if self.round.hear_node(request.node_index, said, digests, request.mismatched, request.requested_every):
             self._changed()
         return self.round.outcome
 
@@ -336,12 +336,12 @@ class HeldJob:
         if self.round is not None and self.round.hear_outcome(outcome):
             self._changed()
 
-    def _answer_for(self, rank: int, said: Said, digests: Digests) -> None:
+    def _answer_for(self, rank: int, said: StepReport, digests: Digests) -> None:
         """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
         if self.round is None or rank not in self.round.ranks:
             return
-        due = self.custody.deposits.hear_rank(rank, said, digests)
-        if self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)):
+        due = self.capsule_replication.capsule_acks.hear_rank(rank, said, digests)
+        if self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)):
             self._changed()
         else:
             self.on_change(self)
@@ -362,13 +362,13 @@ class HeldJob:
         # The base may be of a job of more ranks than this one has.
         world = max(self.record.manifest.world, self.record.base_manifest.world)
         for record in request.capsules:
-            self.custody.store.keep(record, decision, outcome, world)
+            self.capsule_replication.store.keep(record, decision, outcome, world)
         if self.round is not None:
             self._settle_capsules(self.round)
 
     def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
         """What a holder of this node's capsules lacks, as much as fits into a message."""
-        return self.custody.batch(self.all_slots.values(), self.epoch, holder)
+        return self.capsule_replication.batch(self.all_slots.values(), self.epoch, holder)
 
     def acknowledged(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
         """A holder keeps these now."""
@@ -376,14 +376,14 @@ class HeldJob:
             return
         kept = [(record.rank, record.version.step) for record in records]
         changed = False
-        for rank, due in self.custody.deposits.acknowledge(holder, kept).items():
-            changed = self.round.hear_rank(rank, due, self.custody.deposits.digests_of(rank)) or changed
+        for rank, due in self.capsule_replication.capsule_acks.acknowledge(holder, kept).items():
+            changed = self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)) or changed
         if changed:
             self._changed()
 
     def capsule(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
         """A rank's record, from its own slot or from what is kept for other nodes."""
-        return self.custody.record(self.all_slots.values(), rank, version)
+        return self.capsule_replication.record(self.all_slots.values(), rank, version)
 
     def _changed(self) -> None:
         self._free_retired()
@@ -448,8 +448,10 @@ class HeldJob:
         self._answer_from_slots(rank)
 
     def _answer_from_slots(self, rank: int) -> None:
-        found = self.custody.sealed([slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch)
-        self._answer_for(rank, Said(sealed=frozenset(found)), found)
+        found = self.capsule_replication.sealed(
+            [slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch
+        )
+        self._answer_for(rank, StepReport(sealed=frozenset(found)), found)
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """What the rank's slots hold sealed, oldest first."""
@@ -479,13 +481,13 @@ class HeldJob:
     def free(self) -> int:
         """Gives everything back; the number of bytes."""
         freed = self.held_bytes
-        self.making.drop()
+        self.allocator.drop()
         for lease in self.leases.values():
             if lease.watch:
                 lease.watch.close()
         for slot in self.all_slots.values():
             self.arena.free(slot)
-        self.custody.store.free()
+        self.capsule_replication.store.free()
         for each in (self.slots, self.retired, self.drafts):
             each.clear()
         self.arena.forget(self.id)

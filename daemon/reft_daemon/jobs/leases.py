@@ -25,7 +25,7 @@ class Lease:
 
     process: Process
     parent: int
-    watch: Watch | None = None
+    watch: ProcessWatch | None = None
     closed: bool = False
     step: int = -1
     trouble: str = ""
@@ -84,7 +84,7 @@ def _lives(job: str, rank: int, lease: Lease) -> AlreadyAttached:
 FENCE_DEADLINE_S = 10.0  # a SIGKILLed process that frees much memory takes seconds; a stuck one never ends
 
 
-class Watch:
+class ProcessWatch:
     """Calls back, in the event loop, when a process ends.
 
     Args:

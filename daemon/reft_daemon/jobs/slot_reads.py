@@ -15,12 +15,12 @@ from reft.wire import messages, rpc
 from reft.wire.slot_format import Bytes
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 
 READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
 
 
-class Unreadable(ReftError):
+class UnreadableSlot(ReftError):
     """The slot is not there, or does not hold the version.
 
     Args:
@@ -32,19 +32,19 @@ class Unreadable(ReftError):
         self.status = status
 
 
-async def read(job: HeldJob | None, request: pb.ReadRequest) -> AsyncIterator[bytes]:
+async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[bytes]:
     """What was asked for, in pieces of READ_CHUNK.
 
     Raises:
-        Unreadable: the slot is not there, or holds another version.
+        UnreadableSlot: the slot is not there, or holds another version.
         FormatError: the slot was cut, can't be read, its header is damaged, or a chunk of a checked read.
     """
     slot = job.all_slots.get(request.slot) if job else None
     if slot is None:
-        raise Unreadable(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
+        raise UnreadableSlot(grpc.StatusCode.NOT_FOUND, f"no slot {request.slot!r} of job {request.job!r} here")
     header = slot.map.reread()
     if header.state is not SlotState.SEALED or header.version != messages.version_from(request.version):
-        raise Unreadable(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
+        raise UnreadableSlot(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
     end = min(request.offset + request.size, slot.file_bytes)
     if request.checked:
         await asyncio.to_thread(_check, slot, request.offset, end)
@@ -56,7 +56,7 @@ async def read(job: HeldJob | None, request: pb.ReadRequest) -> AsyncIterator[by
         yield data
 
 
-async def read_here(job: HeldJob, request: pb.ReadRequest, into: Bytes) -> None:
+async def read_here(job: JobRecord, request: pb.ReadRequest, into: Bytes) -> None:
     """The same for this daemon itself; fills `into`."""
     whole = b"".join([data async for data in read(job, request)])
     if len(whole) != into.nbytes:
@@ -66,7 +66,7 @@ async def read_here(job: HeldJob, request: pb.ReadRequest, into: Bytes) -> None:
 
 def status_of(error: ReftError) -> grpc.StatusCode:
     """What a failed read ends with."""
-    return error.status if isinstance(error, Unreadable) else rpc.status_of(error)
+    return error.status if isinstance(error, UnreadableSlot) else rpc.status_of(error)
 
 
 def _check(slot: SlotFile, begin: int, end: int) -> None:
@@ -82,13 +82,13 @@ def _check(slot: SlotFile, begin: int, end: int) -> None:
 
 def is_damage(error: BaseException) -> bool:
     """Whether a failed read means that the slot is no source any more: damaged, gone, or of another version."""
-    if isinstance(error, (FormatError, Unreadable)):
+    if isinstance(error, (FormatError, UnreadableSlot)):
         return True
     codes = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
     return isinstance(error, grpc.RpcError) and error.code() in codes
 
 
-def refuse_living(job: HeldJob) -> None:
+def refuse_living(job: JobRecord) -> None:
     """Raises AttachError while trainers of the job live."""
     living = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
     if living:

@@ -21,16 +21,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 
 import grpc
 
-from reft.core.membership.failure_detector import BEAT_S, MISSES, Agent
+from reft.core.membership.failure_detector import BEAT_S, MISSES, AgentPhase
 from reft.core.membership.job_identity import check_name
-from reft.core.recovery.survey_timeout import GivenUp
+from reft.core.recovery.survey_timeout import GivenUpNodes
 from reft.errors import AlreadyAttached, AttachError, ConfigError, NoRoom, ReftError
 from reft.wire import messages, rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.jobs.job_record import HeldJob
-from reft_daemon.membership.job_monitor import TICK_S, Term, Vigil
-from reft_daemon.peers.round_replicator import Peers, reason_of
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.membership.job_monitor import TICK_S, JobMonitor, MembershipView
+from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 
 log = logging.getLogger("reft.daemon")
 NEWS_S = 0.05
@@ -43,7 +43,7 @@ ADDRESSES_MAX = 8
 VIGILS_MAX = 256
 
 
-class Signalling:
+class HeartbeatService:
     """See the module.
 
     Args:
@@ -53,12 +53,12 @@ class Signalling:
         kills_hung: whether a rank that stands still is to be killed, so that its agent restarts the job.
     """
 
-    def __init__(self, own: str, peers: Peers, jobs: Mapping[str, HeldJob], kills_hung: bool = False) -> None:
+    def __init__(self, own: str, peers: PeerChannels, jobs: Mapping[str, JobRecord], kills_hung: bool = False) -> None:
         self._own = own
         self.peers = peers
         self._jobs = jobs
         self._kills_hung = kills_hung
-        self._vigils: dict[str, Vigil] = {}
+        self._vigils: dict[str, JobMonitor] = {}
         self._under_way: collections.Counter[tuple[str, str]] = collections.Counter()
         self._failed: collections.Counter[str] = collections.Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,70 +69,70 @@ class Signalling:
     def is_idle(self) -> bool:
         return not self._vigils
 
-    def vigil(self, job: str) -> Vigil | None:
+    def monitor(self, job: str) -> JobMonitor | None:
         """The watch over a job, by the name that its agents or its trainers have for it; None if it is not watched."""
         held = self._jobs.get(job)
         launch = held.record.manifest.launch if held else ""
         paired = [each for each in self._vigils.values() if launch and each.term.launch == launch]
         return self._vigils.get(job) or (paired[0] if paired else None)
 
-    def _held(self, job: str, launch: str) -> HeldJob | None:
+    def _held(self, job: str, launch: str) -> JobRecord | None:
         """What is held of a job, by the name that its agents have for it, or by their launch."""
         paired = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
         return self._jobs.get(job) or (paired[0] if paired else None)
 
     def token(self, job: str) -> bytes:
         """What admits agents and daemons of a job's term over TCP; empty if it is not watched."""
-        vigil = self.vigil(job)
-        return vigil.term.token if vigil else b""
+        monitor = self.monitor(job)
+        return monitor.term.token if monitor else b""
 
     def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
         """The nodes that are missing from this round because the one before lost them → seconds since; none if another one is
         watched."""
-        vigil = self.vigil(job)
-        known = vigil.given_up if vigil else GivenUp()
+        monitor = self.monitor(job)
+        known = monitor.given_up if monitor else GivenUpNodes()
         now_s = time.monotonic()
         is_it = (known.launch, known.round) == (launch, round)
         return {node: now_s - at_s for node, at_s in known.nodes.items()} if is_it else {}
 
     # Terms
 
-    def decided(self, held: HeldJob) -> None:
+    def decided(self, held: JobRecord) -> None:
         """An attach has decided, or was found in the arena: without agents, its manifest makes a term."""
         manifest = held.record.manifest
-        vigil = self.vigil(held.id)
-        if vigil is not None and vigil.term.launch:
-            vigil.attached()
+        monitor = self.monitor(held.id)
+        if monitor is not None and monitor.term.launch:
+            monitor.attached()
             return
         if not held.record.HasField("decision"):
             return
         round = held.epoch.counter
-        if manifest.nodes[held.record.node_index].id != self._own or (vigil and vigil.term.round >= round):
+        if manifest.nodes[held.record.node_index].id != self._own or (monitor and monitor.term.round >= round):
             return
-        self._begin(held.id, Term("", round, manifest.token, {node.id: node for node in manifest.nodes}))
+        self._begin(held.id, MembershipView("", round, manifest.token, {node.id: node for node in manifest.nodes}))
 
-    def _begin(self, job: str, term: Term) -> None:
+    def _begin(self, job: str, term: MembershipView) -> None:
         if job in self._vigils:
             self._vigils[job].begin(term)
             return
         if len(self._vigils) >= VIGILS_MAX:
             raise NoRoom(f"this daemon watches {len(self._vigils)} jobs; the limit is {VIGILS_MAX}.")
-        self._vigils[job] = Vigil(job, self._own, term, lambda launch: self._held(job, launch), self._final)
+        self._vigils[job] = JobMonitor(job, self._own, term, lambda launch: self._held(job, launch), self._final)
         held = self._held(job, term.launch)
         if term.launch and held is not None and held.id != job:
             self.forget(held.id)  # a daemon that was started anew meets the trainers before it hears of their agents
 
     def forget(self, job: str) -> None:
         """The job was purged, or nobody works on it any more; an agent that lives is heard of again."""
-        vigil = self._vigils.pop(job, None)
-        if vigil is not None:
-            vigil.close()
+        monitor = self._vigils.pop(job, None)
+        if monitor is not None:
+            monitor.close()
 
     def wake(self, job: str) -> None:
         """Something of this node changed: a trainer ended, a step was decided."""
-        vigil = self.vigil(job)
-        if vigil is not None:
-            vigil.look(time.monotonic())
+        monitor = self.monitor(job)
+        if monitor is not None:
+            monitor.look(time.monotonic())
 
     # Agents
 
@@ -144,57 +144,59 @@ class Signalling:
             AlreadyAttached: another launch of the job is alive here.
             AttachError: the job is watched for another launch.
             ConfigError: what the agent says can't be.
-            NoSuchJob: another node's agent speaks of a job that is not watched here.
+            UnknownJob: another node's agent speaks of a job that is not watched here.
         """
         said = messages.agent_from(request.phase)
         if request.node_id != self._own:
             return self._others_agent(request, said)
-        vigil = self._vigils.get(request.job)
-        if vigil is not None and vigil.has_other_agent(request.pid) and vigil.term.launch != request.launch:
+        monitor = self._vigils.get(request.job)
+        if monitor is not None and monitor.has_other_agent(request.pid) and monitor.term.launch != request.launch:
             raise AlreadyAttached(f"job {request.job} has another agent on this node.", "end that launch first")
-        is_known = vigil is not None and vigil.term.launch == request.launch
-        if not is_known or (vigil is not None and not vigil.check_round(request.launch, request.round)):
+        is_known = monitor is not None and monitor.term.launch == request.launch
+        if not is_known or (monitor is not None and not monitor.check_round(request.launch, request.round)):
             if not request.nodes:
                 return pb.AgentBeatReply(unknown_round=True)
             self._begin(request.job, _term_of(request, self._own))
-            vigil = self._vigils[request.job]
-        assert vigil is not None
-        vigil.agent_beat(request.pid, said)
-        return pb.AgentBeatReply(watchers=[vigil.term.nodes[node] for node in vigil.lookout.watched()])
+            monitor = self._vigils[request.job]
+        assert monitor is not None
+        monitor.agent_beat(request.pid, said)
+        return pb.AgentBeatReply(watchers=[monitor.term.nodes[node] for node in monitor.detector.watched()])
 
-    def _others_agent(self, request: pb.AgentBeatRequest, said: Agent) -> pb.AgentBeatReply:
-        vigil = self._expect(request.job)
-        vigil.lives(request.node_id)
-        vigil.check_round(request.launch, request.round)
-        if request.node_id not in vigil.term.nodes:
-            raise AttachError(f"node {request.node_id} is no member of round {vigil.term.round} of job {request.job}.")
-        vigil.changed(vigil.lookout.agent_spoke(request.node_id, said, time.monotonic()))
+    def _others_agent(self, request: pb.AgentBeatRequest, said: AgentPhase) -> pb.AgentBeatReply:
+        monitor = self._expect(request.job)
+        monitor.lives(request.node_id)
+        monitor.check_round(request.launch, request.round)
+        if request.node_id not in monitor.term.nodes:
+            raise AttachError(
+                f"node {request.node_id} is no member of round {monitor.term.round} of job {request.job}."
+            )
+        monitor.changed(monitor.detector.agent_spoke(request.node_id, said, time.monotonic()))
         return pb.AgentBeatReply()
 
     async def signals(self, request: pb.SignalsRequest) -> pb.SignalsReply:
         """All nodes of a job, as soon as that is another answer than the one with the asker's version.
 
         Raises:
-            NoSuchJob: it is not watched here.
+            UnknownJob: it is not watched here.
         """
         end_s = time.monotonic() + min(request.wait_ms / 1000, WAIT_MAX_S)
         while True:
-            vigil = self._expect(request.job)
+            monitor = self._expect(request.job)
             left_s = end_s - time.monotonic()
-            if vigil.version != request.version or left_s <= 0:
-                term = vigil.term
+            if monitor.version != request.version or left_s <= 0:
+                term = monitor.term
                 return pb.SignalsReply(
-                    version=vigil.version, launch=term.launch, round=term.round, nodes=self.status(request.job)
+                    version=monitor.version, launch=term.launch, round=term.round, nodes=self.status(request.job)
                 )
             try:
-                await asyncio.wait_for(vigil.news.wait(), left_s)
+                await asyncio.wait_for(monitor.news.wait(), left_s)
             except asyncio.TimeoutError:
                 continue
 
     def status(self, job: str) -> list[pb.NodeSignal]:
         """The signals of a job's nodes as this daemon sees them; nothing if it is not watched."""
-        vigil = self.vigil(job)
-        if vigil is None:
+        monitor = self.monitor(job)
+        if monitor is None:
             return []
         now_s = time.monotonic()
         return [
@@ -206,7 +208,7 @@ class Signalling:
                 age_s=now_s - each.since_s,
                 agent=each.agent.last_s is not None,
             )
-            for node, each in vigil.lookout.members.items()
+            for node, each in monitor.detector.members.items()
         ]
 
     # Daemons
@@ -217,30 +219,30 @@ class Signalling:
         Raises:
             StaleEpoch: it is of an older round: the others went on without that node.
             AttachError: it is of another launch, or meant for another node.
-            NoSuchJob: the job is not watched here.
+            UnknownJob: the job is not watched here.
         """
-        vigil = self._expect(request.job)
-        vigil.lives(request.source)
-        is_current = vigil.check_round(request.launch, request.round)
-        if request.target != self._own or request.source not in vigil.term.nodes:
+        monitor = self._expect(request.job)
+        monitor.lives(request.source)
+        is_current = monitor.check_round(request.launch, request.round)
+        if request.target != self._own or request.source not in monitor.term.nodes:
             raise AttachError(f"a beat of node {request.source} for {request.target} reached {self._own}.")
         now_s = time.monotonic()
         if not is_current:
             # It lives, and knows more than this node of the newer round; what it says is about that one.
-            vigil.changed(vigil.lookout.spoke(request.source, [], {}, now_s))
+            monitor.changed(monitor.detector.spoke(request.source, [], {}, now_s))
             return pb.BeatReply()
-        signs = messages.signs_from(request.signs)
-        vigil.changed(vigil.lookout.spoke(request.source, signs, messages.heard_from(request.heard), now_s))
+        signs = messages.node_reports_from(request.reports)
+        monitor.changed(monitor.detector.spoke(request.source, signs, messages.heard_from(request.last_heard), now_s))
         return pb.BeatReply(
-            signs=messages.signs_to(vigil.lookout.signs(vigil.word)),
-            heard=messages.heard_to(vigil.lookout.heard_s(now_s)),
+            reports=messages.node_reports_to(monitor.detector.reports(monitor.word)),
+            last_heard=messages.heard_to(monitor.detector.heard_s(now_s)),
         )
 
-    def _expect(self, job: str) -> Vigil:
-        vigil = self.vigil(check_name(job))
-        if vigil is None:
-            raise NotWatched(f"this daemon watches no job {job!r}.")
-        return vigil
+    def _expect(self, job: str) -> JobMonitor:
+        monitor = self.monitor(check_name(job))
+        if monitor is None:
+            raise JobNotWatched(f"this daemon watches no job {job!r}.")
+        return monitor
 
     # The loop
 
@@ -253,81 +255,81 @@ class Signalling:
             is_due = now_s - beaten_s >= BEAT_S - TICK_S / 2
             if is_due:
                 beaten_s = now_s
-            for job, vigil in list(self._vigils.items()):
-                vigil.look(now_s)
-                if vigil.is_over(now_s):
+            for job, monitor in list(self._vigils.items()):
+                monitor.look(now_s)
+                if monitor.is_over(now_s):
                     self.forget(job)
                 elif is_due:
-                    self._send(vigil, vigil.lookout.watched())
-                    self._kill_hung(vigil)
+                    self._send(monitor, monitor.detector.watched())
+                    self._kill_hung(monitor)
 
-    def _kill_hung(self, vigil: Vigil) -> None:
-        stall = vigil.to_kill() if self._kills_hung else None
-        held = self._held(vigil.job, vigil.term.launch)
+    def _kill_hung(self, monitor: JobMonitor) -> None:
+        stall = monitor.to_kill() if self._kills_hung else None
+        held = self._held(monitor.job, monitor.term.launch)
         lease = held.leases.get(stall.rank) if held is not None and stall is not None else None
         if stall is not None and lease is not None and lease.watch is not None:
-            log.warning("job=%s killing pid=%d: rank %d stands still", vigil.job, lease.process.pid, stall.rank)
+            log.warning("job=%s killing pid=%d: rank %d stands still", monitor.job, lease.process.pid, stall.rank)
             self._spawn(_kill(lease.watch.kill))
 
-    def _final(self, vigil: Vigil) -> None:
+    def _final(self, monitor: JobMonitor) -> None:
         """Passes news on; what becomes known within NEWS_S goes along."""
-        if vigil.job not in self._news_due:
-            self._news_due.add(vigil.job)
-            asyncio.get_running_loop().call_soon(self._pass_on, vigil)
+        if monitor.job not in self._news_due:
+            self._news_due.add(monitor.job)
+            asyncio.get_running_loop().call_soon(self._pass_on, monitor)
 
-    def _pass_on(self, vigil: Vigil) -> None:
-        self._send(vigil, vigil.lookout.passers(), is_news=True)
-        asyncio.get_running_loop().call_later(NEWS_S, self._news_due.discard, vigil.job)
+    def _pass_on(self, monitor: JobMonitor) -> None:
+        self._send(monitor, monitor.detector.passers(), is_news=True)
+        asyncio.get_running_loop().call_later(NEWS_S, self._news_due.discard, monitor.job)
 
-    def _send(self, vigil: Vigil, nodes: Iterable[str], is_news: bool = False) -> None:
+    def _send(self, monitor: JobMonitor, nodes: Iterable[str], is_news: bool = False) -> None:
         for node in nodes:
-            key = (vigil.job, node)
+            key = (monitor.job, node)
             if is_news or self._under_way[key] < UNDER_WAY_MAX:
                 self._under_way[key] += 1
-                self._spawn(self._beat(vigil, vigil.term, node))
+                self._spawn(self._beat(monitor, monitor.term, node))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _beat(self, vigil: Vigil, term: Term, node: str) -> None:
-        lookout = vigil.lookout
+    async def _beat(self, monitor: JobMonitor, term: MembershipView, node: str) -> None:
+        detector = monitor.detector
         request = pb.BeatRequest(
-            job=vigil.job,
+            job=monitor.job,
             launch=term.launch,
             round=term.round,
             source=self._own,
             target=node,
-            signs=messages.signs_to(lookout.signs(vigil.word)),
-            heard=messages.heard_to(lookout.heard_s(time.monotonic())),
+            reports=messages.node_reports_to(detector.reports(monitor.word)),
+            last_heard=messages.heard_to(detector.heard_s(time.monotonic())),
         )
         try:
             reply = await self.peers.call(term.nodes[node], term.token, pb_grpc.PeerStub, "Beat", request, DEADLINE_S)
             assert isinstance(reply, pb.BeatReply)
             self._failed.pop(node, None)
             self.beats_sent += 1
-            if vigil.lookout is lookout:
-                signs, heard = messages.signs_from(reply.signs), messages.heard_from(reply.heard)
-                vigil.changed(lookout.answered(node, signs, heard, time.monotonic()))
+            if monitor.detector is detector:
+                signs, heard = messages.node_reports_from(reply.reports), messages.heard_from(reply.last_heard)
+                monitor.changed(detector.answered(node, signs, heard, time.monotonic()))
         except grpc.RpcError as error:
-            await self._failed_to(vigil, lookout is vigil.lookout, node, error)
+            await self._failed_to(monitor, detector is monitor.detector, node, error)
         except (OSError, ReftError) as error:
-            log.debug("job=%s node=%s no beat: %s", vigil.job, node, reason_of(error))
+            log.debug("job=%s node=%s no beat: %s", monitor.job, node, reason_of(error))
         finally:
-            self._under_way[(vigil.job, node)] -= 1
+            self._under_way[(monitor.job, node)] -= 1
 
-    async def _failed_to(self, vigil: Vigil, is_current: bool, node: str, error: grpc.RpcError) -> None:
+    async def _failed_to(self, monitor: JobMonitor, is_current: bool, node: str, error: grpc.RpcError) -> None:
         code = error.code()
         if code is grpc.StatusCode.ABORTED and is_current:
-            vigil.left_behind(reason_of(error))
-            vigil.changed(vigil.lookout.answered(node, [], {}, time.monotonic()))
+            monitor.left_behind(reason_of(error))
+            monitor.changed(monitor.detector.answered(node, [], {}, time.monotonic()))
         if code is grpc.StatusCode.UNAVAILABLE and is_current and "refused" in reason_of(error):
-            vigil.lookout.refused(node)
+            monitor.detector.refused(node)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             self._failed[node] += 1
             if self._failed[node] % FAILED_MAX == 0:
-                await self.peers.drop(vigil.term.nodes[node])
+                await self.peers.drop(monitor.term.nodes[node])
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -337,7 +339,7 @@ class Signalling:
         await self.peers.close()
 
 
-class NotWatched(AttachError):
+class JobNotWatched(AttachError):
     """The job is not watched here."""
 
 
@@ -345,7 +347,7 @@ async def _kill(kill: Callable[[], Awaitable[bool]]) -> None:
     await kill()
 
 
-def _term_of(request: pb.AgentBeatRequest, own: str) -> Term:
+def _term_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
     """The term that an agent introduces.
 
     Raises:
@@ -365,4 +367,4 @@ def _term_of(request: pb.AgentBeatRequest, own: str) -> Term:
             raise ConfigError(f"node {node.name} has {len(node.addresses)} addresses; {ADDRESSES_MAX} are allowed.")
         for address in node.addresses:
             rpc.check_address(address)
-    return Term(request.launch, request.round, request.token, nodes)
+    return MembershipView(request.launch, request.round, request.token, nodes)

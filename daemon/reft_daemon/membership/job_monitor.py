@@ -2,7 +2,7 @@
 
     agent's first beat of a round ─┐
     decision of an attach ─────────┴► term: who belongs to the job, by which token they know one another
-    beats, deaths, steps ──► facts ─► Lookout (reft.core.membership.failure_detector) ─► signals; `news` is set when one changed
+    beats, deaths, steps ──► facts ─► FailureDetector ─► signals; `news` is set when one changed
 
 A term is (launch, round) of the agents. Where there are none, as under a launcher that is not ours, the launch is empty and
 the round is the attach's epoch. A term is replaced as a whole: nothing that was said in the older one holds in the newer.
@@ -17,15 +17,24 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from reft.core.membership.failure_detector import LATE_S, Agent, Change, Facts, Lookout, Sign, Signal, word_of
-from reft.core.membership.log_debounce import Teller
-from reft.core.membership.progress import Pace, Stall, laggard
-from reft.core.recovery.survey_timeout import GivenUp
+from reft.core.membership.failure_detector import (
+    LATE_S,
+    AgentPhase,
+    FailureDetector,
+    NodeFacts,
+    NodeReport,
+    Signal,
+    SignalChange,
+    self_report,
+)
+from reft.core.membership.log_debounce import SignalLog
+from reft.core.membership.progress import Stall, StepProgress, laggard
+from reft.core.recovery.survey_timeout import GivenUpNodes
 from reft.errors import AttachError, StaleEpoch
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
-from reft_daemon.jobs.job_record import HeldJob
-from reft_daemon.jobs.leases import Lease, Watch
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import Lease, ProcessWatch
 
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
@@ -36,7 +45,7 @@ KILL_AFTER_S = 1.0  # after a rank was found to stand still: other nodes say by 
 
 
 @dataclass(frozen=True)
-class Term:
+class MembershipView:
     """Who watches whom: the same on all nodes of a job.
 
     Attributes:
@@ -55,12 +64,12 @@ class AgentProcess:
     """This node's torchrun agent. `watch` is None if its process can't be seen, or has ended."""
 
     pid: int
-    said: Agent
+    said: AgentPhase
     last_s: float
-    watch: Watch | None = None
+    watch: ProcessWatch | None = None
 
 
-class Vigil:
+class JobMonitor:
     """See the module.
 
     Args:
@@ -72,7 +81,12 @@ class Vigil:
     """
 
     def __init__(
-        self, job: str, own: str, term: Term, held: Callable[[str], HeldJob | None], on_final: Callable[[Vigil], None]
+        self,
+        job: str,
+        own: str,
+        term: MembershipView,
+        held: Callable[[str], JobRecord | None],
+        on_final: Callable[[JobMonitor], None],
     ) -> None:
         self.job = job
         self.term, self._own = term, own
@@ -84,31 +98,31 @@ class Vigil:
         self._looked_s = time.monotonic()
         self._late = (0.0, 0.0)  # by how much, and when
         self._left: tuple[float, str] | None = None
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[int, StepProgress] = {}
         self._active_s = time.monotonic()
         self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
-        self.given_up = GivenUp(term.launch, term.round)
+        self.given_up = GivenUpNodes(term.launch, term.round)
         self._start(term, self._trainers(lambda lease: lease.watch is None))
 
-    def begin(self, term: Term) -> None:
+    def begin(self, term: MembershipView) -> None:
         """A new term: everybody's past is forgotten, but for who was lost."""
-        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.lookout.lost())
+        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.detector.lost())
         # An agent speaks of a round before its workers attach: who is here now was ended for it.
         self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
 
     @property
-    def _held(self) -> HeldJob | None:
+    def _held(self) -> JobRecord | None:
         return self._held_in(self.term.launch)
 
     def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
         held = self._held
         return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
 
-    def _start(self, term: Term, past: frozenset[Process]) -> None:
+    def _start(self, term: MembershipView, past: frozenset[Process]) -> None:
         now_s = time.monotonic()
         self.term, self._past = term, past
-        self.lookout = Lookout(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
-        self._teller = Teller(self.lookout)
+        self.detector = FailureDetector(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
+        self._signal_log = SignalLog(self.detector)
         self._left = None
         self._paces.clear()
         self._active_s = now_s
@@ -117,7 +131,7 @@ class Vigil:
 
     # What is heard
 
-    def agent_beat(self, pid: int, said: Agent) -> None:
+    def agent_beat(self, pid: int, said: AgentPhase) -> None:
         """A beat of this node's own agent."""
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
@@ -132,18 +146,18 @@ class Vigil:
         """Whether a living agent with another pid speaks for this job here."""
         return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
 
-    def _watch_agent(self, pid: int) -> Watch | None:
+    def _watch_agent(self, pid: int) -> ProcessWatch | None:
         try:
             facts = stat_of(pid)
-            return Watch(Process(pid, facts.start), self._agent_ended) if facts else None
+            return ProcessWatch(Process(pid, facts.start), self._agent_ended) if facts else None
         except OSError:  # its next beat tries again
             return None
 
     def _agent_ended(self) -> None:
         if self._agent is not None:
             self._agent.watch = None
-            if self._agent.said is not Agent.FINISHED:
-                self._agent.said = Agent.DEAD
+            if self._agent.said is not AgentPhase.FINISHED:
+                self._agent.said = AgentPhase.DEAD
             log.info("job=%s agent pid=%d has ended", self.job, self._agent.pid)
         self.look(time.monotonic())
 
@@ -189,16 +203,16 @@ class Vigil:
         if late_s > LATE_S:
             self._late = (late_s, now_s)
         facts = self._facts(now_s)
-        changes = self.lookout.look(now_s, late_s, word_of(self._own, facts), facts.stall is not None)
+        changes = self.detector.look(now_s, late_s, self_report(self._own, facts), facts.stall is not None)
         self.changed(changes)
 
-    def changed(self, changes: Iterable[Change]) -> None:
+    def changed(self, changes: Iterable[SignalChange]) -> None:
         """Tells agents and people what has changed."""
         told = [change for change in changes if change.is_news]
         now_s = time.monotonic()
-        self._teller.heard(told, now_s)
-        for change in self._teller.due(now_s):
-            each = self.lookout.members[change.node]
+        self._signal_log.heard(told, now_s)
+        for change in self._signal_log.due(now_s):
+            each = self.detector.members[change.node]
             level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
             log.log(level, "job=%s node=%s %s -> %s %s", self.job, each.name, change.before.name, change.after.name,
                     each.reason)  # fmt: skip
@@ -213,11 +227,11 @@ class Vigil:
         self.news = asyncio.Event()
 
     @property
-    def word(self) -> Sign:
+    def word(self) -> NodeReport:
         """What this node says of itself now."""
-        return word_of(self._own, self._facts(time.monotonic()))
+        return self_report(self._own, self._facts(time.monotonic()))
 
-    def _facts(self, now_s: float) -> Facts:
+    def _facts(self, now_s: float) -> NodeFacts:
         held = self._held
         agent = self._agent
         leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
@@ -225,7 +239,7 @@ class Vigil:
         stall = self._stall(held, now_s)
         awaited = self._awaited(stall) if stall else None
         is_left = self._left is not None and now_s - self._left[0] > LEFT_S
-        return Facts(
+        return NodeFacts(
             died=tuple(
                 (rank, each.process.pid) for rank, each in leases.items()
                 if each.watch is None and not each.closed and each.process not in self._past
@@ -240,13 +254,13 @@ class Vigil:
             left_behind=self._left[1] if self._left and is_left else "",
         )  # fmt: skip
 
-    def _stall(self, held: HeldJob | None, now_s: float) -> Stall | None:
+    def _stall(self, held: JobRecord | None, now_s: float) -> Stall | None:
         """The rank of this node that holds it up, if its ranks stand still."""
         if held is None:
             return None
         found = []
         for rank, lease in held.leases.items():
-            pace = self._paces.setdefault(rank, Pace())
+            pace = self._paces.setdefault(rank, StepProgress())
             pace.saw(lease.step, now_s)
             still_s = pace.stands_still_s(now_s)
             if still_s is not None and lease.watch is not None:
@@ -255,16 +269,16 @@ class Vigil:
 
     def _awaited(self, own: Stall) -> Stall:
         """For whom the whole job waits, as far as is known here: the ranks of neighbours, and those of this node."""
-        words = [each.word for node, each in self.lookout.members.items() if node != self._own]
+        words = [each.word for node, each in self.detector.members.items() if node != self._own]
         return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
 
     def to_kill(self) -> Stall | None:
         """The local rank for which the whole job waits; None if it is another node's, or nobody waits for long enough."""
-        here = self.lookout.members[self._own]
+        here = self.detector.members[self._own]
         own = self.word.stall
         if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
             return None
-        others = (each.signal for node, each in self.lookout.members.items() if node != self._own)
+        others = (each.signal for node, each in self.detector.members.items() if node != self._own)
         if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
             return None  # that is why ranks wait here, and the job restarts for it
         return own if self._awaited(own) is own else None

@@ -31,7 +31,7 @@ from reft.wire.slot_format import Bytes
 from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
@@ -41,7 +41,7 @@ Send = Callable[[pb.Node], Awaitable[None]]
 T = TypeVar("T")
 
 
-class Peers:
+class PeerChannels:
     """Channels to other daemons, one an address, opened when first used.
 
     One that is not connected is made anew once the certificates have changed; one that is goes on with the old ones.
@@ -49,7 +49,7 @@ class Peers:
     Args:
         tls: of this daemon.
         own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
-        apart: whether these channels share no connection with those of another `Peers`.
+        apart: whether these channels share no connection with those of another `PeerChannels`.
 
     Attributes:
         sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
@@ -160,7 +160,7 @@ class Peers:
             await channel.close()
 
 
-class Couriers:
+class RoundReplicator:
     """The couriers of one job in one epoch.
 
     Args:
@@ -168,7 +168,7 @@ class Couriers:
         peers: channels to the other daemons.
     """
 
-    def __init__(self, job: HeldJob, peers: Peers, failpoints: Failpoints) -> None:
+    def __init__(self, job: JobRecord, peers: PeerChannels, failpoints: Failpoints) -> None:
         self._job = job
         self._peers = peers
         self._failpoints = failpoints
@@ -235,9 +235,9 @@ class Couriers:
             job=job.id,
             epoch=messages.epoch_to(job.epoch),
             node_index=job.record.node_index,
-            said=messages.said_to(job.round.said(), job.round.digests()),
-            unlike=sorted(job.round.outcome.unlike),
-            wish=job.round.wish,
+            steps=messages.report_to(job.round.report(), job.round.digests()),
+            mismatched=sorted(job.round.outcome.mismatched),
+            requested_every=job.round.requested_every,
         )
         if job.round.has_news and request != self._said:
             reply = await self._call(node, "Gather", request)

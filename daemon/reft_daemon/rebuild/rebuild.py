@@ -27,7 +27,7 @@ from reft.core.commit.decision import counts
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.core.layout.layout import Layout
-from reft.core.recovery.rebuild import Band, Bytes, Maker, Stripe, bands, lane_at, stripes
+from reft.core.recovery.rebuild import Bytes, RebuildSlice, ShardRebuilder, StripeRebuild, bands, lane_at, stripes
 from reft.errors import AttachError, ConfigError, FormatError, ReftError, StaleEpoch
 from reft.wire import capsule_format, messages
 from reft.wire.manifest import layouts_of, placement_of
@@ -37,7 +37,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.arena.arena import SlotFile, next_names
 from reft_daemon.jobs import slot_reads
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.registry import Registry
 
@@ -48,7 +48,7 @@ PATIENCE_S = 5.0
 T = TypeVar("T")
 
 
-class Damaged(Exception):
+class DamagedSource(Exception):
     """A source turned out to be no source."""
 
     def __init__(self, node: pb.Node, slot: str, reason: str) -> None:
@@ -111,7 +111,7 @@ class Rebuild:
                 await self._verify(each, placement)
             self._check_still(job)
             headers = [self._seal(job, each) for each in lost]
-        except Damaged as error:
+        except DamagedSource as error:
             log.warning("job=%s rebuild: %s", name, error)
             return pb.RebuildReply(damaged=[pb.DamagedSlot(node=error.node.id, slot=error.slot)])
         finally:
@@ -143,11 +143,11 @@ class Rebuild:
         layouts, index = layouts_of(manifest)
         return await _in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
 
-    def _stripes(self, placement: Placement) -> list[Stripe]:
+    def _stripes(self, placement: Placement) -> list[StripeRebuild]:
         have = {each.rank for each in self.request.slots}
         return list(stripes(placement, have, {each.rank for each in self.request.lost}))
 
-    async def _adopt(self) -> HeldJob:
+    async def _adopt(self) -> JobRecord:
         """The job's record, as an attach would have left it on the lost node."""
         request = self.request
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
@@ -160,29 +160,29 @@ class Rebuild:
         return job
 
     async def _fetch(
-        self, job: HeldJob, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
+        self, job: JobRecord, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
     ) -> _Lost:
         """The capsule of a lost rank, and what follows from it."""
         node, what = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
         record = await self._capsule(job, node, lost.rank)
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != self.version:
-            raise Damaged(node, what, "it is not there")
+            raise DamagedSource(node, what, "it is not there")
         part = placement.part(lost.rank)
         chunks = -(-part.data_bytes // placement.chunk_bytes)
         try:
             tree = capsule_format.decode(record.capsule)
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
-            raise Damaged(node, what, str(error)) from error
-        if record.kept_bytes or len(record.digests) != 8 * chunks:
+            raise DamagedSource(node, what, str(error)) from error
+        if record.unreplicated_bytes or len(record.digests) != 8 * chunks:
             raise ConfigError(
-                f"the slot of rank {lost.rank} had {record.kept_bytes} bytes that nobody else has, and "
+                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that nobody else has, and "
                 f"{len(record.digests) // 8} chunks where {chunks} are placed: it can't be rebuilt."
             )
         table = rebuilt_table(placement, layouts[lost.rank], lost.rank, absent)
         return _Lost(lost.rank, record, table, part.data_bytes)
 
-    async def _capsule(self, job: HeldJob, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
+    async def _capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
         if self._is_here(node):
             return job.capsule(rank, self.version)
         ask = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
@@ -202,19 +202,19 @@ class Rebuild:
 
     # Slots
 
-    async def _open(self, job: HeldJob, lost: Iterable[_Lost], work: Iterable[Stripe]) -> None:
+    async def _open(self, job: JobRecord, lost: Iterable[_Lost], work: Iterable[StripeRebuild]) -> None:
         """Looks at every source that is needed; then slots that are WRITING, for the lost ranks."""
         needed = {piece.rank for stripe in work for piece in stripe.read}
         sources = {each.rank: each for each in self.request.slots}
         await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
         for each in lost:
-            slot = await _to_its_end(job.making.alone(partial(self._made, job, each)))
+            slot = await _to_its_end(job.allocator.alone(partial(self._made, job, each)))
             slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
 
-    async def _made(self, job: HeldJob, lost: _Lost) -> SlotFile:
+    async def _made(self, job: JobRecord, lost: _Lost) -> SlotFile:
         self._check_still(job)
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
-        (slot,) = await job.making.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
+        (slot,) = await job.allocator.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
         lost.slot = slot
         job.drafts[slot.name] = slot  # until it is sealed: an attach that comes meanwhile must not lease it
         return slot
@@ -225,19 +225,21 @@ class Rebuild:
         is_own = self.version.epoch == messages.epoch_from(request.decision.epoch)
         return (request.manifest if is_own else request.base_manifest).chunk_bytes
 
-    async def _look(self, job: HeldJob, source: pb.SlotSource) -> None:
+    async def _look(self, job: JobRecord, source: pb.SlotSource) -> None:
         head = np.zeros(2 * PAGE, np.uint8)
         await self._read(job, source, 0, head, checked=False)
         node = self.request.nodes[source.node]
         try:
             header = best_header(head)
         except FormatError as error:
-            raise Damaged(node, source.slot, str(error)) from error
+            raise DamagedSource(node, source.slot, str(error)) from error
         if (header.rank, header.version, header.state) != (source.rank, self.version, SlotState.SEALED):
-            raise Damaged(node, source.slot, f"it holds {header.version} of rank {header.rank}")
+            raise DamagedSource(node, source.slot, f"it holds {header.version} of rank {header.rank}")
         self._data_at[source.rank] = header.geometry.data_offset
 
-    async def _read(self, job: HeldJob, source: pb.SlotSource, offset: int, into: Bytes, checked: bool = True) -> None:
+    async def _read(
+        self, job: JobRecord, source: pb.SlotSource, offset: int, into: Bytes, checked: bool = True
+    ) -> None:
         """Fills `into` with bytes of a source's file."""
         node = self.request.nodes[source.node]
         ask = pb.ReadRequest(
@@ -251,15 +253,17 @@ class Rebuild:
                 await _patiently(lambda: self.registry.peers.read(node, token, ask, into, READ_DEADLINE_S))
         except (grpc.RpcError, OSError, ReftError) as error:
             if slot_reads.is_damage(error):
-                raise Damaged(node, source.slot, reason_of(error)) from error
+                raise DamagedSource(node, source.slot, reason_of(error)) from error
             raise _unreachable(node, error) from error
         self._read_bytes += into.nbytes
 
     # Bytes
 
-    async def _fill(self, job: HeldJob, lost: Iterable[_Lost], placement: Placement, work: list[Stripe]) -> None:
+    async def _fill(
+        self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, work: list[StripeRebuild]
+    ) -> None:
         """All bands, a few at once."""
-        maker = Maker(placement)
+        maker = ShardRebuilder(placement)
         waiting = (band for stripe in work for band in bands(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
@@ -279,7 +283,12 @@ class Rebuild:
             await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
 
     async def _band(
-        self, job: HeldJob, band: Band, placement: Placement, maker: Maker, targets: dict[int, SlotFile | None]
+        self,
+        job: JobRecord,
+        band: RebuildSlice,
+        placement: Placement,
+        maker: ShardRebuilder,
+        targets: dict[int, SlotFile | None],
     ) -> None:
         lane, width = placement.lanes[band.stripe.lane], band.end - band.begin
         sources = {each.rank: each for each in self.request.slots}
@@ -326,7 +335,7 @@ class Rebuild:
                 "bring back the lost node's memory, or go back to a checkpoint",
             )
 
-    def _seal(self, job: HeldJob, lost: _Lost) -> pb.SlotHeader:
+    def _seal(self, job: JobRecord, lost: _Lost) -> pb.SlotHeader:
         slot = lost.slot
         assert slot is not None, "a lost rank without a slot"
         slot.map.put_capsule(lost.record.capsule)
@@ -343,14 +352,14 @@ class Rebuild:
             data_bytes=lost.data_bytes,
         )
 
-    def _check_still(self, job: HeldJob) -> None:
+    def _check_still(self, job: JobRecord) -> None:
         """Raises StaleEpoch, or AttachError, if somebody attached meanwhile or the job was purged."""
         job.check_epoch(self.request.decision.epoch)
         slot_reads.refuse_living(job)
         if self.registry.jobs.get(job.id) is not job:
             raise AttachError(f"job {job.id} was purged while it was rebuilt.")
 
-    def _drop_unsealed(self, job: HeldJob, lost: Iterable[_Lost], is_new: bool) -> None:
+    def _drop_unsealed(self, job: JobRecord, lost: Iterable[_Lost], is_new: bool) -> None:
         """Empties and frees what was not finished, and forgets a job that was not known before and has nothing."""
         is_held = self.registry.jobs.get(job.id) is job
         for each in lost:

@@ -40,8 +40,8 @@ from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
-from reft_daemon.jobs.job_record import HeldJob
-from reft_daemon.registry import NoSuchJob, Registry
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.registry import Registry, UnknownJob
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 5.0
@@ -122,10 +122,10 @@ class _Connection:
         connection.setblocking(False)
         self._server, self._socket, self._pid = server, connection, pid
         self._loop = asyncio.get_running_loop()
-        self._frames = local_socket.Frames()
+        self._frames = local_socket.FrameReader()
         self._received: list[int] = []  # descriptors of the request that is coming
         self._unsent = bytearray()
-        self._job: HeldJob | None = None
+        self._job: JobRecord | None = None
         self._report = pb.ReportRequest()  # the newest
         self._waiting: list[_WaitingReport] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -243,7 +243,7 @@ class _Connection:
     def _refuse(self, error: ReftError, requests: int) -> None:
         """Refuses so many requests, and all reports that were not answered."""
         calls, self._waiting = requests + len(self._waiting), []
-        code = grpc.StatusCode.NOT_FOUND if isinstance(error, NoSuchJob) else rpc.status_of(error)
+        code = grpc.StatusCode.NOT_FOUND if isinstance(error, UnknownJob) else rpc.status_of(error)
         self._send(pb.LocalReply(calls=calls, status=code.value[0], error=str(error)))
 
     def _handle_slots(self, request: pb.SlotsRequest) -> None:
@@ -260,7 +260,7 @@ class _Connection:
         descriptors = [held[name].descriptor for name in request.slots]
         self._send(pb.LocalReply(calls=1, descriptors=len(descriptors)), descriptors)
 
-    def _take_back(self, job: HeldJob, request: pb.SlotsRequest) -> None:
+    def _take_back(self, job: JobRecord, request: pb.SlotsRequest) -> None:
         if len(self._received) != len(request.returned):
             raise AttachError(f"{len(self._received)} descriptors came for {len(request.returned)} slots.")
         for name in request.returned:
@@ -278,11 +278,11 @@ class _Connection:
         self._follow(job)
         job.report(report)
         self._report = report
-        newest = report.said.until if report.said.HasField("until") else -1
+        newest = report.steps.until if report.steps.HasField("until") else -1
         self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
         self._answer_reports()
 
-    def _follow(self, job: HeldJob | None) -> None:
+    def _follow(self, job: JobRecord | None) -> None:
         """Calls `_answer_reports` at that job's news from now on."""
         if job is self._job:
             return
@@ -315,11 +315,11 @@ class _Connection:
         self._answer_reports()
 
 
-def _news(job: HeldJob, rank: int, outcome: Outcome) -> pb.ReportReply:
+def _news(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     has_slots = any(slot.rank == rank for slot in job.slots.values())
     return pb.ReportReply(
-        whole=outcome.whole, until=outcome.until, open=outcome.open, unlike=outcome.unlike,
-        slots_missing=not has_slots, every=outcome.pace.every, pace_start=outcome.pace.start,
+        whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
+        slots_missing=not has_slots, every=outcome.interval.every, interval_start=outcome.interval.start,
     )  # fmt: skip
 
 

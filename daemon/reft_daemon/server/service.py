@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from reft.core.recovery.survey_timeout import WHOLE_S, patience_s
+from reft.core.recovery.survey_timeout import WHOLE_S, survey_timeout_s
 from reft.errors import AttachError, ConfigError, ReftError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.slot_format import PAGE, TABLE_MAX
@@ -22,13 +22,13 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import __version__
 from reft_daemon.arena import shortage
 from reft_daemon.jobs import slot_reads
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
-from reft_daemon.membership.heartbeats import NotWatched
+from reft_daemon.membership.heartbeats import JobNotWatched
 from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.peers.survey_dedup import digests_of, leave_out, without_repeats
 from reft_daemon.rebuild.rebuild import Rebuild
-from reft_daemon.registry import NoSuchJob, Registry
+from reft_daemon.registry import Registry, UnknownJob
 
 STATUS_DEADLINE_S = 1.0
 REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
@@ -37,7 +37,7 @@ R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
 
 
 @dataclass(frozen=True)
-class Identity:
+class DaemonIdentity:
     """Who this daemon is to others."""
 
     node: str
@@ -57,7 +57,7 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
     async def call(self: Any, request: Any, context: Context) -> Any:
         try:
             return await method(self, request, context)
-        except (NoSuchJob, NotWatched) as error:
+        except (UnknownJob, JobNotWatched) as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except ReftError as error:
             await context.abort(slot_reads.status_of(error), str(error))
@@ -73,7 +73,7 @@ def _of(node: pb.Node) -> Iterator[None]:
 
     Raises:
         AttachError: it can't be reached.
-        Unreadable: it has refused.
+        UnreadableSlot: it has refused.
     """
     try:
         yield
@@ -82,7 +82,7 @@ def _of(node: pb.Node) -> Iterator[None]:
             raise AttachError(
                 f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon"
             ) from error
-        raise slot_reads.Unreadable(error.code(), f"node {node.name}: {reason_of(error)}") from error
+        raise slot_reads.UnreadableSlot(error.code(), f"node {node.name}: {reason_of(error)}") from error
     except OSError as error:
         raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon") from error
 
@@ -104,7 +104,7 @@ async def authorise_term(registry: Registry, name: str, context: Context) -> Non
     """The same for what is said before the first attach too: with the token that agents agreed on, if there are agents."""
     if _is_local(context):
         return
-    token = registry.signalling.token(name)
+    token = registry.heartbeat_service.token(name)
     if not token or not rpc.has_token(context.invocation_metadata(), token):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the token of the job's agents")
 
@@ -112,7 +112,7 @@ async def authorise_term(registry: Registry, name: str, context: Context) -> Non
 class DaemonService(pb_grpc.DaemonServicer):
     """What trainers and the CLI call."""
 
-    def __init__(self, registry: Registry, identity: Identity) -> None:
+    def __init__(self, registry: Registry, identity: DaemonIdentity) -> None:
         self._registry = registry
         self._identity = identity
         self._rebuilding = asyncio.Lock()  # one at a time: each takes its share of memory
@@ -141,11 +141,11 @@ class DaemonService(pb_grpc.DaemonServicer):
         job = self._registry.jobs.get(request.job)
         if job is None:
             return reply
-        if request.fence:
-            await job.fence(request.launch, request.pids)
+        if request.end_orphans:
+            await job.end_orphans(request.launch, request.pids)
         reply.manifest.CopyFrom(job.record.manifest)
         reply.slots.extend(job.headers())
-        reply.copies.extend(job.custody.store.copies())
+        reply.capsules.extend(job.capsule_replication.store.copies())
         reply.had_whole = job.record.had_whole
         reply.trained_s, reply.failed = job.trained_s, job.has_failed
         if job.record.HasField("decision"):
@@ -159,36 +159,38 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Survey(self, request: pb.SurveyRequest, context: Context) -> pb.SurveyReply:
         await authorise(self._registry, request.job, context)
         record = self._registry.get(request.job).record
-        signalling, has_round = self._registry.signalling, request.HasField("round")
-        given_up_s = signalling.given_up_s(request.job, request.launch, request.round) if has_round else {}
-        patience = {node.id: patience_s(given_up_s.get(node.id), request.again) for node in request.nodes}
+        heartbeat_service, has_round = self._registry.heartbeat_service, request.HasField("round")
+        given_up_s = heartbeat_service.given_up_s(request.job, request.launch, request.round) if has_round else {}
+        patience = {node.id: survey_timeout_s(given_up_s.get(node.id), request.again) for node in request.nodes}
         token, known = record.manifest.token, digests_of(record)
         calls = (self._survey(node, token, request, known, patience[node.id]) for node in request.nodes)
         return pb.SurveyReply(nodes=without_repeats(record, await asyncio.gather(*calls)))
 
     async def _survey(
         self, node: pb.Node, token: bytes, request: pb.SurveyRequest, known: list[int], wait_s: float
-    ) -> pb.Surveyed:
+    ) -> pb.SurveyedNode:
         """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
         found = await self._ask(node, token, inventory, wait_s)
         found.brief = not request.again and wait_s < WHOLE_S
-        if not request.fence or not found.HasField("reply"):
+        if not request.end_orphans or not found.HasField("reply"):
             return found
-        inventory.fence = True
+        inventory.end_orphans = True
         return await self._ask(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
 
-    async def _ask(self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float) -> pb.Surveyed:
+    async def _ask(
+        self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float
+    ) -> pb.SurveyedNode:
         # Each way to the node gets its share of the time; a unix socket that is not there fails at once, and so does a way
         # that leads nowhere once another one was found to work.
-        ways = 1 if inventory.fence else sum(not address.startswith("unix:") for address in node.addresses)
+        ways = 1 if inventory.end_orphans else sum(not address.startswith("unix:") for address in node.addresses)
         share_s = deadline_s / max(ways, 1)
         call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, anew=True)
         try:
             reply = await asyncio.wait_for(call, deadline_s)
         except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
-            return pb.Surveyed(node=node, trouble=reason_of(error))
-        return pb.Surveyed(node=node, reply=reply)  # type: ignore[arg-type]
+            return pb.SurveyedNode(node=node, trouble=reason_of(error))
+        return pb.SurveyedNode(node=node, reply=reply)  # type: ignore[arg-type]
 
     @translated
     async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
@@ -301,7 +303,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         jobs = [job for job in registry.jobs.values() if not request.job or job.id == request.job]
         statuses = [_status(job, self._identity.node) for job in jobs]
         for each in statuses:
-            each.signals.extend(registry.signalling.status(each.job))
+            each.signals.extend(registry.heartbeat_service.status(each.job))
         if request.deep:
             await asyncio.gather(*(self._ask_peers(job, status) for job, status in zip(jobs, statuses, strict=True)))
         return pb.StatusReply(
@@ -310,11 +312,11 @@ class DaemonService(pb_grpc.DaemonServicer):
             directory=str(registry.arena.folder), jobs=statuses, domain=self._identity.domain,
             round_bytes_sent=registry.peers.sent["Gather"] + registry.peers.sent["Announce"],
             capsule_bytes_sent=registry.peers.sent["Keep"],
-            beat_bytes_sent=registry.signalling.peers.sent["Beat"], beats_sent=registry.signalling.beats_sent,
+            beat_bytes_sent=registry.heartbeat_service.peers.sent["Beat"], beats_sent=registry.heartbeat_service.beats_sent,
             spare_bytes=registry.arena.pool.bytes, spare_limit_bytes=registry.arena.pool.want.bytes,
         )  # fmt: skip
 
-    async def _ask_peers(self, job: HeldJob, status: pb.JobStatus) -> None:
+    async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
         """Adds what the other daemons of the job say; those that don't answer are named."""
         manifest = job.record.manifest
         others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
@@ -334,12 +336,12 @@ class DaemonService(pb_grpc.DaemonServicer):
     @translated
     async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
         await authorise_term(self._registry, request.job, context)
-        return self._registry.signalling.agent_beat(request)
+        return self._registry.heartbeat_service.agent_beat(request)
 
     @translated
     async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
         await authorise_term(self._registry, request.job, context)
-        return await self._registry.signalling.signals(request)
+        return await self._registry.heartbeat_service.signals(request)
 
     @translated
     async def Purge(self, request: pb.PurgeRequest, context: Context) -> pb.PurgeReply:
@@ -365,7 +367,7 @@ class PeerService(pb_grpc.PeerServicer):
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
         await authorise_term(self._registry, request.job, context)
-        return self._registry.signalling.beat(request)
+        return self._registry.heartbeat_service.beat(request)
 
     @translated
     async def Gather(self, request: pb.GatherRequest, context: Context) -> pb.Outcome:
@@ -408,25 +410,25 @@ def _check_sizes(request: pb.LeaseRequest) -> None:
         raise ConfigError(f"chunks of {request.chunk_bytes} bytes; it must be a multiple of {PAGE}.")
 
 
-def _held(job: HeldJob) -> pb.HeldJob:
+def _held(job: JobRecord) -> pb.OtherJob:
     manifest = job.record.manifest
     common = [set(job.sealed_versions(rank)) for rank in job.ranks]
     newest = max(set.intersection(*common) if common else set(), key=lambda v: v.order, default=None)
-    held = pb.HeldJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
+    held = pb.OtherJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
     if newest and not job.is_live:
         held.newest.CopyFrom(messages.version_to(newest))
     return held
 
 
-def _status(job: HeldJob, node: str) -> pb.JobStatus:
+def _status(job: JobRecord, node: str) -> pb.JobStatus:
     manifest = job.record.manifest
     status = pb.JobStatus(
         job=job.id, named=manifest.named, world=manifest.world, whole=job.round.outcome.whole if job.round else -1,
         backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
-        every=(job.round.outcome.pace.every if job.round else 0) or manifest.every,
+        every=(job.round.outcome.interval.every if job.round else 0) or manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
         degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
-        unlike=sorted(job.round.outcome.unlike) if job.round else [],
+        mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
     )  # fmt: skip
     if job.record.HasField("decision"):
         status.epoch.CopyFrom(job.record.decision.epoch)
@@ -435,7 +437,7 @@ def _status(job: HeldJob, node: str) -> pb.JobStatus:
     return status
 
 
-def _rank_status(job: HeldJob, rank: int, node: str) -> pb.RankStatus:
+def _rank_status(job: JobRecord, rank: int, node: str) -> pb.RankStatus:
     lease = job.leases.get(rank)
     sealed = job.sealed_versions(rank)
     status = pb.RankStatus(

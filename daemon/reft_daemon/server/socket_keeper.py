@@ -29,7 +29,7 @@ log = logging.getLogger("reft.daemon")
 LOOK_S = 1.0
 
 
-class Doors:
+class SocketKeeper:
     """See the module. Its folder and lock are claimed at once.
 
     Args:

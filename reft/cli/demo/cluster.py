@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reft.cli.ask import NoSuchJob, ask
+from reft.cli.ask import UnknownJob, ask
 from reft.cli.demo import clean_up
-from reft.cli.demo.records import Result, read_result
+from reft.cli.demo.records import TrainingResult, read_result
 from reft.config import child_environment
 from reft.errors import DaemonUnavailable, ReftError
 from reft.wire import messages, rpc
@@ -56,7 +56,7 @@ class DemoError(ReftError):
 
 
 @dataclass
-class Node:
+class PretendNode:
     """One pretend node: its name, the folder of its slots, its daemon's socket and process."""
 
     name: str
@@ -96,7 +96,7 @@ class Training:
         except subprocess.TimeoutExpired as error:
             raise DemoError(f"job {self.job} did not end within {deadline_s:.0f} s.\n{self.tail()}") from error
 
-    def result(self) -> Result:
+    def result(self) -> TrainingResult:
         """What the ranks have written up to now."""
         return read_result(self.out, self.world)
 
@@ -134,7 +134,9 @@ class Cluster:
         self._daemon_environment = dict(daemon_environment or {})
         self._keeper = clean_up.start([self.folder, self.slots])
         names = [f"node-{chr(ord('a') + i)}" for i in range(nodes)]
-        self.nodes = [Node(n, self.slots / n, self.folder / f"{n}.sock", self.kept / f"{n}.daemon.log") for n in names]
+        self.nodes = [
+            PretendNode(n, self.slots / n, self.folder / f"{n}.sock", self.kept / f"{n}.daemon.log") for n in names
+        ]
 
     def __enter__(self) -> Cluster:
         try:
@@ -156,7 +158,7 @@ class Cluster:
         self._keeper.stdin.close()
         self._keeper.wait()
 
-    def _spawn_daemon(self, node: Node) -> None:
+    def _spawn_daemon(self, node: PretendNode) -> None:
         command = [sys.executable, "-m", "reft_daemon", "--node", node.name, "--socket", str(node.socket),
                    "--listen", "127.0.0.1:0", "--dir", str(node.slots)]  # fmt: skip
         node.daemon = spawn(command, node.log, self.folder, self._daemon_environment)
@@ -197,7 +199,7 @@ class Cluster:
         for node in self.nodes:
             try:
                 found += ask(node.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
-            except (DaemonUnavailable, NoSuchJob):
+            except (DaemonUnavailable, UnknownJob):
                 continue
         return found
 
@@ -249,7 +251,7 @@ def spawn(
         )  # fmt: skip
 
 
-def await_daemon(node: Node) -> None:
+def await_daemon(node: PretendNode) -> None:
     """Returns when a node's daemon answers.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """One trained step: steps completed with it, its loss as float.hex, and when (monotonic seconds)."""
 
     step: int
@@ -22,7 +22,7 @@ class Step:
 
 
 @dataclass
-class Attempt:
+class RankAttempt:
     """One process of one rank; `base` is the step it began from, after `load_s` seconds in attach.
 
     `attached_s` is None if it ended before.
@@ -34,14 +34,14 @@ class Attempt:
     restored_from: str | None = None
     base: int = 0
     load_s: float = 0.0
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TrainedStep] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """A whole training: attempts and final digests of every rank."""
 
-    attempts: Mapping[int, Sequence[Attempt]]
+    attempts: Mapping[int, Sequence[RankAttempt]]
     digests: Mapping[int, Mapping[str, str]]
 
     @property
@@ -59,14 +59,14 @@ class Result:
         return [sum(values.values()) / len(values) for _, values in sorted(by_step.items())]
 
 
-def _last(attempts: Sequence[Attempt]) -> int:
+def _last(attempts: Sequence[RankAttempt]) -> int:
     for attempt in reversed(attempts):
         if attempt.attached_s is not None:
             return attempt.steps[-1].step if attempt.steps else attempt.base
     return 0
 
 
-def read_result(folder: Path, world: int) -> Result:
+def read_result(folder: Path, world: int) -> TrainingResult:
     """What the ranks of a training have written up to now."""
     attempts, digests = {}, {}
     for rank in range(world):
@@ -75,33 +75,33 @@ def read_result(folder: Path, world: int) -> Result:
         attempts[rank] = parse(text.rpartition("\n")[0].splitlines())  # a line that is being written has no end yet
         # The digests are there only once they are whole: the writer renames them into place.
         digests[rank] = json.loads(ends.read_text()) if ends.exists() else {}
-    return Result(attempts, digests)
+    return TrainingResult(attempts, digests)
 
 
-def parse(lines: Iterable[str]) -> list[Attempt]:
+def parse(lines: Iterable[str]) -> list[RankAttempt]:
     """The attempts of one rank, oldest first.
 
     Raises:
         ValueError: a line is not what `reft.demo.train` writes.
     """
-    attempts: list[Attempt] = []
+    attempts: list[RankAttempt] = []
     for line in lines:
         entry = json.loads(line)
         if entry["event"] == "started":
-            attempts.append(Attempt(entry["pid"], entry["time_s"]))
+            attempts.append(RankAttempt(entry["pid"], entry["time_s"]))
         elif entry["event"] == "attached":
             attempts[-1].attached_s = entry["time_s"]
             attempts[-1].restored_from, attempts[-1].base = entry["restored_from"], entry["step"]
             attempts[-1].load_s = entry.get("load_s", 0.0)  # not every trainer that is recorded so times it
         elif entry["event"] == "step":
-            attempts[-1].steps.append(Step(entry["step"], entry["loss"], entry["time_s"]))
+            attempts[-1].steps.append(TrainedStep(entry["step"], entry["loss"], entry["time_s"]))
         else:
             raise ValueError(f"unknown event {entry['event']!r}")
     return attempts
 
 
 @dataclass(frozen=True)
-class Recovery:
+class RecoveryTimes:
     """What followed a kill: seconds until all ranks ran the script again, and until all had trained a step.
 
     `load_s` of them passed between the last rank's call of attach, which brings the state back, and the last one's return.
@@ -115,7 +115,7 @@ class Recovery:
     source: str | None
 
 
-def recovery(result: Result, killed_s: float) -> Recovery | None:
+def recovery(result: TrainingResult, killed_s: float) -> RecoveryTimes | None:
     """How the training came back after a kill at `killed_s`; None if it has not (yet)."""
     following = []
     for attempts in result.attempts.values():
@@ -126,7 +126,7 @@ def recovery(result: Result, killed_s: float) -> Recovery | None:
     first = following[0]
     if any((attempt.base, attempt.restored_from) != (first.base, first.restored_from) for attempt in following):
         return None
-    return Recovery(
+    return RecoveryTimes(
         max(attempt.started_s for attempt in following) - killed_s,
         _load_s([(attempt.attached_s, attempt.load_s) for attempt in following if attempt.attached_s is not None]),
         max(attempt.steps[0].time_s for attempt in following) - killed_s,
@@ -141,7 +141,7 @@ def _load_s(attached: Sequence[tuple[float, float]]) -> float:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BitComparison:
     """Two trainings, compared in bits; `differences` is empty if they are equal."""
 
     ranks: int
@@ -152,7 +152,7 @@ class Comparison:
     differences: Sequence[str]
 
 
-def compare(disturbed: Result, plain: Result, steps: int) -> Comparison:
+def compare(disturbed: TrainingResult, plain: TrainingResult, steps: int) -> BitComparison:
     """Every loss of every rank and every final tensor of `disturbed` against those of `plain`.
 
     A step that was trained twice must have given the same loss both times. A rank that lacks a step is a difference.
@@ -174,7 +174,7 @@ def compare(disturbed: Result, plain: Result, steps: int) -> Comparison:
         twice = max(twice, len(trained) - len({step.step for step in trained}))
         differences += _differing(rank, disturbed.digests.get(rank, {}), plain.digests.get(rank, {}))
     names = plain.digests.get(0, {})
-    return Comparison(
+    return BitComparison(
         len(plain.attempts),
         losses,
         twice,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from reft.cli.demo.cluster import Cluster
-from reft.cli.demo.records import Comparison, Result, compare
-from reft.cli.demo.scenario import Happened, KillFromOutside, KillInCopy, Outcome, Scenario, run
+from reft.cli.demo.records import BitComparison, TrainingResult, compare
+from reft.cli.demo.scenario import KillFromOutside, KillInCopy, Scenario, ScenarioOutcome, SeenFault, run
 from reft.cli.demo.screen import Progress, Screen
 from reft.cli.signals import unwinding
 
@@ -22,13 +22,13 @@ FAILURES_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """How the demo ended. `passed` is true only if both kills happened, both were overcome, and all bits are equal."""
 
     scenario: Scenario
-    disturbed: Outcome
-    plain: Outcome
-    comparison: Comparison
+    disturbed: ScenarioOutcome
+    plain: ScenarioOutcome
+    comparison: BitComparison
     seconds: float
     logs: Path | None
 
@@ -70,7 +70,7 @@ class Report:
         }
 
 
-def _fault_document(seen: Happened) -> dict[str, Any]:
+def _fault_document(seen: SeenFault) -> dict[str, Any]:
     back = seen.recovery
     return {
         "fault": str(seen.fault),
@@ -89,7 +89,7 @@ def scenario_of(steps: int, world: int) -> Scenario:
     return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), everyone))
 
 
-def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
+def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> DemoReport:
     """Runs the whole demo, and shows it.
 
     Args:
@@ -118,24 +118,24 @@ def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> Report:
     return report
 
 
-def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began: float) -> Report:
+def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began: float) -> DemoReport:
     """The disturbed training, then the undisturbed one."""
     scenario = scenario_of(steps, cluster.world)
     plain_scenario = Scenario("demo-plain", steps)
     screen.say()
     screen.say(f"1. {steps} steps with two faults; a snapshot of every step")
-    disturbed = run(cluster, scenario, Watcher(cluster, screen, scenario))
+    disturbed = run(cluster, scenario, DemoWatcher(cluster, screen, scenario))
     screen.end()
     cluster.purge(scenario.job)
     screen.say()
     screen.say(f"2. the same {steps} steps without faults, to compare")
-    plain = run(cluster, plain_scenario, Watcher(cluster, screen, plain_scenario))
+    plain = run(cluster, plain_scenario, DemoWatcher(cluster, screen, plain_scenario))
     screen.end()
     comparison = compare(disturbed.result, plain.result, steps)
-    return Report(scenario, disturbed, plain, comparison, time.monotonic() - began, logs)
+    return DemoReport(scenario, disturbed, plain, comparison, time.monotonic() - began, logs)
 
 
-class Watcher:
+class DemoWatcher:
     """Turns what the ranks write and the daemons say into rows and events; called again and again."""
 
     def __init__(self, cluster: Cluster, screen: Screen, scenario: Scenario) -> None:
@@ -145,7 +145,7 @@ class Watcher:
         self._killed = self._recovered = 0
         screen.begin()
 
-    def __call__(self, result: Result, happened: Sequence[Happened]) -> None:
+    def __call__(self, result: TrainingResult, happened: Sequence[SeenFault]) -> None:
         """Shows what is new."""
         if len(happened) > self._killed:
             self._killed = len(happened)
@@ -170,7 +170,7 @@ class Watcher:
         return (whole if whole >= 0 else None), max(ages, default=None)
 
 
-def sentence(seen: Happened) -> str:
+def sentence(seen: SeenFault) -> str:
     """How a fault was overcome, in one line."""
     back = seen.recovery
     if back is None:
@@ -181,7 +181,7 @@ def sentence(seen: Happened) -> str:
     )
 
 
-def summarise(report: Report, screen: Screen) -> None:
+def summarise(report: DemoReport, screen: Screen) -> None:
     """The end of the demo, for a person."""
     equal, steps = report.comparison, report.scenario.steps
     screen.say()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from reft.cli.demo.cluster import Cluster, DemoError, Training
-from reft.cli.demo.records import Recovery, Result, recovery
+from reft.cli.demo.records import RecoveryTimes, TrainingResult, recovery
 from reft.core.status.health import LAG_STEPS
 
 POLL_S = 0.1
@@ -57,13 +57,13 @@ class Scenario:
 
 
 @dataclass
-class Happened:
+class SeenFault:
     """A fault that was seen to happen: which processes ended, when, and how training came back."""
 
     fault: Fault
     killed_s: float
     pids: dict[int, int]
-    recovery: Recovery | None = None
+    recovery: RecoveryTimes | None = None
 
     @property
     def is_overcome(self) -> bool:
@@ -75,18 +75,18 @@ class Happened:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """How a training ended."""
 
-    result: Result
-    happened: Sequence[Happened]
+    result: TrainingResult
+    happened: Sequence[SeenFault]
     seconds: float
 
 
-Watch = Callable[[Result, Sequence[Happened]], None]
+Watch = Callable[[TrainingResult, Sequence[SeenFault]], None]
 
 
-def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happened: None) -> Outcome:
+def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happened: None) -> ScenarioOutcome:
     """Trains the scenario to its end.
 
     Args:
@@ -98,7 +98,7 @@ def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happ
     began = time.monotonic()
     failpoints = ",".join(fault.failpoint for fault in scenario.faults if isinstance(fault, KillInCopy))
     training = cluster.launch(scenario.job, scenario.steps, environment={"REFT_FAILPOINTS": failpoints})
-    happened: list[Happened] = []
+    happened: list[SeenFault] = []
     changed_s, size = began, -1
     while training.is_running:
         time.sleep(POLL_S)
@@ -112,17 +112,17 @@ def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happ
             changed_s, size = time.monotonic(), written
         if time.monotonic() - changed_s > STALL_S:
             raise DemoError(f"job {scenario.job} has done nothing for {STALL_S:.0f} s.\n{training.tail()}")
-    return Outcome(_ended(training, scenario), happened, time.monotonic() - began)
+    return ScenarioOutcome(_ended(training, scenario), happened, time.monotonic() - began)
 
 
-def _ended(training: Training, scenario: Scenario) -> Result:
+def _ended(training: Training, scenario: Scenario) -> TrainingResult:
     codes = [agent.returncode for agent in training.agents]
     if any(codes):
         raise DemoError(f"job {scenario.job} failed: its agents ended with {codes}.\n{training.tail()}")
     return training.result()
 
 
-def _next_fault(cluster: Cluster, scenario: Scenario, result: Result, happened: list[Happened]) -> None:
+def _next_fault(cluster: Cluster, scenario: Scenario, result: TrainingResult, happened: list[SeenFault]) -> None:
     """Makes the next fault happen if it is due, or notes that it has."""
     if len(happened) == len(scenario.faults) or not all(each.recovery for each in happened):
         return
@@ -131,11 +131,11 @@ def _next_fault(cluster: Cluster, scenario: Scenario, result: Result, happened: 
         first = next((each for each in result.attempts[fault.rank] if each.steps), None)
         # Its last line stands right before the snapshot in which it dies; that it did, the daemon tells.
         if first and first.steps[-1].step == fault.step and first.pid not in cluster.pids(scenario.job).values():
-            happened.append(Happened(fault, first.steps[-1].time_s, {fault.rank: first.pid}))
+            happened.append(SeenFault(fault, first.steps[-1].time_s, {fault.rank: first.pid}))
     elif result.completed >= fault.step:
         try:
             now = time.monotonic()
             pids = cluster.signal_ranks(scenario.job, fault.ranks, signal.SIGKILL)
         except (DemoError, ProcessLookupError):
             return  # a rank is being restarted just now: try again at the next look
-        happened.append(Happened(fault, now, pids))
+        happened.append(SeenFault(fault, now, pids))

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reft.client.attach.arguments import Request
+from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.launcher import agents_command, dropped_backend
-from reft.client.attach.reattach import Reviews
+from reft.client.attach.reattach import PlacementReviews
 from reft.client.attach.run import Attachment
-from reft.client.link.rank_group import Exchange
+from reft.client.link.rank_group import RankGroup
 from reft.client.session import Session
 from reft.config import Config, Launch
 from reft.console import name_warnings, say
@@ -29,22 +29,22 @@ def attach(
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
         return Session(
-            None, optimizers, step=0, restored_from=None, counts_calls=False, metronome=None, seal_deadline_s=0
+            None, optimizers, step=0, restored_from=None, counts_calls=False, cadence=None, seal_deadline_s=0
         )
-    exchange = Exchange(settings.attach_deadline_s)
+    rank_group = RankGroup(settings.attach_deadline_s)
     try:
         launch = Launch.load()
         if not launch.rank and (notice := dropped_backend(launch, agents_command())):
             say(notice)
         asked = settings.tolerate if tolerate is None else tolerate
-        request = Request(
+        request = AttachArguments(
             model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
             settings.protect if protect == "auto" else protect, 1 if every in (None, "auto") else every, every == "auto",
         )  # fmt: skip
-        attachment = Attachment(settings, launch, exchange, request)
+        attachment = Attachment(settings, launch, rank_group, request)
         session = attachment.run()
     except BaseException:
-        exchange.close()
+        rank_group.close()
         raise
     return _with_reviews(session, attachment)
 
@@ -53,7 +53,7 @@ def _with_reviews(session: Session, attachment: Attachment) -> Session:
     """Keeps the exchange for reviews, if there is anything that nodes could keep for one another."""
     domains = {node.domain or node.id for node in attachment.nodes}
     if len(domains) > 1 and attachment.request.protect != "none":
-        session.reviews = Reviews(attachment, session.step)
+        session.reviews = PlacementReviews(attachment, session.step)
     else:
-        attachment.exchange.close()
+        attachment.rank_group.close()
     return session

@@ -12,14 +12,14 @@ from torch import nn
 from reft.client.attach import stage_names
 from reft.client.schedule import hooks
 from reft.client.state.extract.registry import extractor_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError
 
 SCHEMES = ("auto", "arc", "aec", "none")
 
 
 @dataclass(frozen=True)
-class Request:
+class AttachArguments:
     """What the user passed, and what it must be."""
 
     model: Any
@@ -31,7 +31,7 @@ class Request:
     every: int
     adapts: bool = False  # every="auto": 1 until the ranks have agreed on another
 
-    def subjects(self) -> Subjects:
+    def tracked(self) -> TrackedObjects:
         """Models and optimizers, checked.
 
         Raises:
@@ -68,10 +68,10 @@ class Request:
         modules = stage_names.modules_of(models, self.schedule)
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
-        subjects = Subjects(modules, tuple(self.optimizers), scalers)
-        for prefix, value, its in subjects.items():
+        tracked = TrackedObjects(modules, tuple(self.optimizers), scalers)
+        for prefix, value, its in tracked.items():
             its.check(prefix, value)
-        return subjects
+        return tracked
 
     def objects(self) -> dict[str, Any]:
         """What of `state` is neither a module nor a scaler."""

@@ -11,26 +11,26 @@ from typing import Any
 
 import xxhash
 
-from reft.client.attach.arguments import Request
+from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.launcher import agents_command, chosen_run_id, launch_mark
 from reft.client.link.rank_group import bytes_of
-from reft.client.memory.threads import Team
+from reft.client.memory.threads import ComputeThreads
 from reft.config import Config, Launch
 from reft.core.layout.layout import Layout
-from reft.core.layout.symbolic import Symbolic
-from reft.core.membership.job_identity import Job, identify
+from reft.core.layout.symbolic import SymbolicLayout
+from reft.core.membership.job_identity import JobIdentity, identify
 from reft.errors import ConfigError
 from reft.wire import manifest, messages
 from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Roster:
+class RankTable:
     """The facts of all ranks, in the order of ranks: JSON values that each rank gave of itself."""
 
     facts: Sequence[Mapping[str, Any]]
 
-    def job(self) -> Job:
+    def job(self) -> JobIdentity:
         """The job.
 
         Raises:
@@ -96,7 +96,7 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
     }
 
 
-def agreed_facts(request: Request, settings: Config) -> dict[str, Any]:
+def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
     """What must be the same on all ranks: each makes the manifest for its own daemon, and with it the placement."""
     agreed = {
         "protocol": messages.PROTOCOL,
@@ -109,18 +109,18 @@ def agreed_facts(request: Request, settings: Config) -> dict[str, Any]:
     return {"agreed": agreed}
 
 
-def team_facts(team: Team) -> dict[str, Any]:
+def team_facts(team: ComputeThreads) -> dict[str, Any]:
     """What a rank says of its threads; the CPUs as the bits of a number."""
     return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
 
 
-def team_of(facts: Mapping[str, Any]) -> Team:
+def team_of(facts: Mapping[str, Any]) -> ComputeThreads:
     """The reverse."""
     cpus = int(facts["cpus"], 16)
-    return Team(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
+    return ComputeThreads(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
 
 
-def job_of(facts: Mapping[str, Any]) -> Job:
+def job_of(facts: Mapping[str, Any]) -> JobIdentity:
     """The job to which a rank belongs by its own facts; rank 0's count.
 
     Raises:
@@ -137,7 +137,7 @@ def job_of(facts: Mapping[str, Any]) -> Job:
     )
 
 
-def layout_facts(layout: Layout, form: Symbolic) -> dict[str, Any]:
+def layout_facts(layout: Layout, form: SymbolicLayout) -> dict[str, Any]:
     """What a rank says of its layout: digests of it and of its symbolic table, and its cuts, as numbers in a row."""
     table = xxhash.xxh3_128_hexdigest(manifest.table_to(form.table))
     return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}

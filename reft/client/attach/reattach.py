@@ -1,4 +1,4 @@
-"""Renewal: when the state no longer fits its placement, all ranks attach anew in mid-run, without loading.
+"""Reattach: when the state no longer fits its placement, all ranks attach anew in mid-run, without loading.
 
     mark of step 2, 4, 8, … after attach     the same steps on every rank, because their numbers alone say so
         each rank: do my leaves and their bytes fit the placement? ─► exchange ─┬─► all do: go on
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from reft.client.attach.run import Attachment
-from reft.client.snapshot.engine import Copier
-from reft.client.snapshot.snapshotter import Counts, Snapshots
+from reft.client.snapshot.engine import CopyEngine
+from reft.client.snapshot.snapshotter import SnapshotCounts, Snapshotter
 from reft.console import say
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 
@@ -40,7 +40,7 @@ NOTHING = (-1, -1)  # comes before the order of any version
 
 
 @dataclass
-class Reviews:
+class PlacementReviews:
     """The reviews of one session.
 
     Args:
@@ -51,19 +51,19 @@ class Reviews:
     attachment: Attachment
     start: int
 
-    def at(self, step: int, snapshots: Snapshots) -> Snapshots | None:
+    def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
         """What takes snapshots from this mark on: the same, new ones, or none if they could not be made.
 
         All ranks call it at each mark, after the window is closed.
         """
-        if not is_due(step - self.start) or self.attachment.exchange.group is None:
+        if not is_due(step - self.start) or self.attachment.rank_group.group is None:
             return snapshots
-        exchange = self.attachment.exchange
+        rank_group = self.attachment.rank_group
         try:
-            found = exchange.together(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
+            found = rank_group.gather_or_raise(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
         except ReftError as error:
             log.warning("reft no longer reviews its placement: %s Training and snapshots go on.", error)
-            exchange.close()
+            rank_group.close()
             return snapshots
         if not any(rank["misfits"] for rank in found):
             return snapshots
@@ -75,34 +75,34 @@ class Reviews:
             self.close()
             return None
 
-    def _renewed(self, step: int, snapshots: Snapshots) -> Snapshots:
+    def _renewed(self, step: int, snapshots: Snapshotter) -> Snapshotter:
         before = self.attachment
         # Asked once no rank can hear of a newer one any more: whoever hears writes over older ones.
-        known = before.exchange.together(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
-        renewal = Renewal(before.settings, before.launch, before.exchange, before.request)
-        renewal.step, renewal.known_unequal = step, tuple(before.manifest.unequal)
+        known = before.rank_group.gather_or_raise(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
+        renewal = Reattach(before.settings, before.launch, before.rank_group, before.request)
+        renewal.step, renewal.known_unequal = step, tuple(before.manifest.mismatched)
         renewal.whole = max(tuple(rank["whole"]) for rank in known)
-        renewal.copier, renewal.counts = snapshots.copier, snapshots.counts
+        renewal.copy_engine, renewal.counts = snapshots.copy_engine, snapshots.counts
         renewal.run()
         self.attachment = renewal
-        if renewal.exchange.rank == 0:
+        if renewal.rank_group.rank == 0:
             say(f"step {step}: the placement was made anew; {_said(before, renewal)}")
         return renewal.snapshots
 
     def close(self) -> None:
         """Gives the exchange back."""
         with contextlib.suppress(RuntimeError, ValueError):  # the user's program ended torch.distributed before
-            self.attachment.exchange.close()
+            self.attachment.rank_group.close()
 
 
-class Renewal(Attachment):
+class Reattach(Attachment):
     """An attach of ranks that train: what they have is newer than what is held.
 
     Attributes:
         step: that was completed.
         whole: epoch counter and step of the newest version that any rank was told to be whole; NOTHING: none was told of one.
         known_unequal: names of leaves that were unequal before.
-        copier: the engine, which goes on.
+        copy_engine: the engine, which goes on.
         counts: the session's counts, which go on.
         snapshots: what was made.
     """
@@ -110,18 +110,18 @@ class Renewal(Attachment):
     step: int
     whole: tuple[int, ...]
     known_unequal: Sequence[str]
-    copier: Copier
-    counts: Counts
-    snapshots: Snapshots
+    copy_engine: CopyEngine
+    counts: SnapshotCounts
+    snapshots: Snapshotter
 
-    def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
-        return sorted({*found, *self.known_unequal, *(base.unequal if base else ())})
+    def _mismatched(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
+        return sorted({*found, *self.known_unequal, *(base.mismatched if base else ())})
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
         super()._find(inventories)
-        if self.whole == NOTHING and self.findings.inventory.had_whole:
+        if self.whole == NOTHING and self.job_survey.inventory.had_whole:
             return  # the news of the very first whole version had not come yet
-        found: list[Held | Copy] = [*self.findings.held, *self.findings.copies]
+        found: list[HeldSlot | HeldCapsule] = [*self.job_survey.held, *self.job_survey.copies]
         self.erased = {
             (each.node, each.slot, each.version)
             for each in found
@@ -129,17 +129,17 @@ class Renewal(Attachment):
         }
 
     def _may_begin_anew(self) -> bool:
-        return not self.findings.inventory.had_whole  # what is given up here was never whole
+        return not self.job_survey.inventory.had_whole  # what is given up here was never whole
 
     def _make_room(self) -> None:
         """Nothing is restored."""
 
     def _restore(self) -> list[int]:
-        self.exchange.together(self._register)
+        self.rank_group.gather_or_raise(self._register)
         return []
 
-    def _copier(self) -> Copier:
-        return self.copier
+    def _copy_engine(self) -> CopyEngine:
+        return self.copy_engine
 
     def _begin(self) -> None:  # type: ignore[override]
         self.snapshots = self._snapshots(self.counts, self.step)
@@ -150,12 +150,12 @@ def is_due(steps: int) -> bool:
     return steps >= 2 and steps & (steps - 1) == 0
 
 
-def misfits(snapshots: Snapshots) -> bool:
+def misfits(snapshots: Snapshotter) -> bool:
     """Whether this rank's state does not fit its placement, as far as the last snapshot showed."""
-    return bool(snapshots.unforeseen or snapshots.reporter.unlike)
+    return bool(snapshots.unforeseen or snapshots.reporter.mismatched)
 
 
-def _retired(step: int, snapshots: Snapshots) -> list[int]:
+def _retired(step: int, snapshots: Snapshotter) -> list[int]:
     """Ends the snapshots; the order of the newest version that this rank, or its daemon, was told to be whole.
 
     Raises:
@@ -163,14 +163,14 @@ def _retired(step: int, snapshots: Snapshots) -> list[int]:
     """
     if not snapshots.retire(DEADLINE_S):
         raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
-    told = snapshots.leaser.whole()
+    told = snapshots.leases.whole()
     if told is not None and snapshots.leaves_out(told.step):
         told = None
     return list(max((each.order for each in (snapshots.whole, told) if each is not None), default=NOTHING))
 
 
 def _said(before: Attachment, after: Attachment) -> str:
-    names = set(after.manifest.unequal) - set(before.manifest.unequal)
+    names = set(after.manifest.mismatched) - set(before.manifest.mismatched)
     if not names:
         return "it covers leaves that attach could not foresee."
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from reft.client.attach.arguments import Request
+from reft.client.attach.arguments import AttachArguments
 from reft.client.schedule import hooks
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import extractor_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement, exposed
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import Plan, describe
+from reft.core.recovery.recovery import RecoveryPlan, describe
 from reft.core.text import counted
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 
@@ -35,29 +35,29 @@ def set_aside(version: Version | None, damaged: Sequence[int]) -> str:
     )
 
 
-def lost(job: str, findings: Findings, plan: Plan, erased: Iterable[tuple[str, str, Any]]) -> str:
+def lost(job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Iterable[tuple[str, str, Any]]) -> str:
     """Why a job that had a whole version has none now.
 
     Args:
         job: its name.
-        findings: what all daemons said.
+        job_survey: what all daemons said.
         plan: without a base.
         erased: node id, slot and version of what was found damaged.
     """
-    names = {node.id: node.name for manifest in findings.manifests.values() for node in manifest.nodes}
+    names = {node.id: node.name for manifest in job_survey.manifests.values() for node in manifest.nodes}
     parts = []
     for shortfall in plan.partial[:1]:
         epoch = shortfall.version.epoch
-        manifest = findings.manifests.get(epoch, pb.Manifest())
+        manifest = job_survey.manifests.get(epoch, pb.Manifest())
         places = {rank: node.name for node in manifest.nodes for rank in node.ranks}
-        parts += describe(shortfall, findings.placements.get(epoch), places)
+        parts += describe(shortfall, job_survey.placements.get(epoch), places)
     parts += [f"{version} on node {names.get(node, node)} is damaged." for node, _, version in sorted(erased, key=str)]
-    parts += [f"Node {name} does not answer." for name in findings.silent]
+    parts += [f"Node {name} does not answer." for name in job_survey.silent]
     return f"job {job} was held whole, but no version is whole now: {' '.join(parts) or 'no slots are left.'}"
 
 
 def restored(
-    job: str, base: Version | None, source: str | None, manifest: pb.Manifest, findings: Findings, plan: Plan
+    job: str, base: Version | None, source: str | None, manifest: pb.Manifest, job_survey: JobSurvey, plan: RecoveryPlan
 ) -> list[str]:
     """What was restored from where, and which newer versions could not be."""
     lines = []
@@ -67,7 +67,7 @@ def restored(
     else:
         lines.append(f"job {job}: restored {base} from {source}, {where}.")
     if plan.capsules and base is not None:
-        before = findings.manifests[base.epoch]
+        before = job_survey.manifests[base.epoch]
         lost = sorted({node.name for node in before.nodes for rank in node.ranks if rank in plan.capsules})
         lines.append(
             f"what ranks {sorted(plan.capsules)[:8]} held on {', '.join(lost)} was decoded from the other nodes; "
@@ -84,9 +84,9 @@ def reshaped(before: int, world: int, lines: Sequence[str]) -> list[str]:
     return [f"the state of {counted(before, 'rank')} was brought into a job of {world}, by what each leaf is.", *lines]
 
 
-def earlier_runs(findings: Findings, script: str) -> list[str]:
+def earlier_runs(job_survey: JobSurvey, script: str) -> list[str]:
     """How to go on from an earlier run of this script, if one is held."""
-    others = [other for reply in findings.replies.values() for other in reply.others]
+    others = [other for reply in job_survey.replies.values() for other in reply.others]
     earlier = [other for other in others if other.HasField("newest") and other.script == script]
     if not earlier:
         return []
@@ -106,24 +106,24 @@ def exposure(placement: Placement) -> list[str]:
     return [f"not protected against a lost node: {found[0].what}{more}"]
 
 
-def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
+def not_covered(request: AttachArguments, tracked: TrackedObjects, world: int) -> list[str]:
     """What a restart would not bring back, and what would make it differ."""
     lines = []
     if isinstance(request.schedule, hooks.PIPELINES):
         lines.append(
             "the schedule is only described: copies go into the idle times that the loop marks with session.idle()."
         )
-    if world > 2 and any(_regroups(module) for module in subjects.modules.values()):
+    if world > 2 and any(_regroups(module) for module in tracked.modules.values()):
         lines.append(
             "DDP regroups its gradients after a process's first backward pass, so steps after a restart may differ in their "
             "last bits; find_unused_parameters=True keeps the grouping."
         )
-    for kind in sorted({kind for module in subjects.modules.values() for kind in _states_of_hooks(module)}):
+    for kind in sorted({kind for module in tracked.modules.values() for kind in _states_of_hooks(module)}):
         lines.append(
             f"not covered: the {kind} of DDP's communication hook (errors it feeds back, its own random numbers): steps after a "
             "restart differ from those of a run that was not stopped."
         )
-    for kind in sorted({type(each).__name__ for each in subjects.optimizers if _adds_to_its_state(each)}):
+    for kind in sorted({type(each).__name__ for each in tracked.optimizers if _adds_to_its_state(each)}):
         lines.append(
             f"not covered: what {kind}.state_dict adds to torch's, if anything; keep it in the state of a parameter or in a "
             "parameter group to bring it back too."
@@ -131,7 +131,7 @@ def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
     uncovered = request.uncovered()
     if uncovered:
         lines.append(f"not covered: {' and '.join(uncovered)}; pass them in state= to bring them back too.")
-    if unheld := _unheld(subjects):
+    if unheld := _unheld(tracked):
         lines.append(
             f"{counted(len(unheld), 'trainable parameter')} in no optimizer that was passed, e.g. {unheld[0]}: if there is one, "
             "pass it too, optimizer=[...], else its state is not held, and its steps are not waited for."
@@ -139,19 +139,17 @@ def not_covered(request: Request, subjects: Subjects, world: int) -> list[str]:
     return lines
 
 
-def _unheld(subjects: Subjects) -> list[str]:
+def _unheld(tracked: TrackedObjects) -> list[str]:
     """Parameters of the models that require gradients and that no optimizer has, as far as that can be told.
 
     Not where an optimizer is another library's, or has copies of the parameters in another precision.
     """
-    if not all(isinstance(each, torch.optim.Optimizer) for each in subjects.optimizers):
+    if not all(isinstance(each, torch.optim.Optimizer) for each in tracked.optimizers):
         return []
     held = {
-        id(each) for optimizer in subjects.optimizers for group in optimizer.param_groups for each in group["params"]
+        id(each) for optimizer in tracked.optimizers for group in optimizer.param_groups for each in group["params"]
     }
-    models = [
-        named for named in subjects.parameters() if named.name.startswith("model.") and named.tensor.requires_grad
-    ]
+    models = [named for named in tracked.parameters() if named.name.startswith("model.") and named.tensor.requires_grad]
     found = [named.name for named in models if id(named.tensor) not in held]
     return found if len(found) < len(models) else []
 

@@ -27,35 +27,35 @@ import grpc
 import torch
 
 from reft.client.attach import rank_table, report, stage_names
-from reft.client.attach.absent_nodes import Asker, surveyed
-from reft.client.attach.arguments import Request
+from reft.client.attach.absent_nodes import AbsentNodeSurvey, survey_absent_nodes
+from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.launcher import die_with_parent
-from reft.client.attach.rank_table import Roster
-from reft.client.link.rank_group import Exchange, bytes_of, text_of
+from reft.client.attach.rank_table import RankTable
+from reft.client.link.rank_group import RankGroup, bytes_of, text_of
 from reft.client.link.reports import Reporter
-from reft.client.link.slots import ALLOCATION_BYTES_PER_S, Leaser
+from reft.client.link.slots import ALLOCATION_BYTES_PER_S, SlotLeases
 from reft.client.memory.cuda import Device
-from reft.client.memory.huge_pages import Room
-from reft.client.memory.threads import Team, copy_cpus, has_idle_cores
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.memory.threads import ComputeThreads, copy_cpus, has_idle_cores
 from reft.client.restore.decode import decoder_for
 from reft.client.restore.materialize import room_for
-from reft.client.restore.remote_slots import Remote
-from reft.client.restore.reshard import Reshaping, is_reshaped, leaves_by_rank
-from reft.client.restore.restore import Restoration
+from reft.client.restore.remote_slots import RemoteSlots
+from reft.client.restore.reshard import ReshardRestore, is_reshaped, leaves_by_rank
+from reft.client.restore.restore import Restore
 from reft.client.restore.transport import Transport, transport_of
-from reft.client.schedule.snapshot_cadence import Metronome
+from reft.client.schedule.snapshot_cadence import SnapshotCadence
 from reft.client.session import Session
 from reft.client.snapshot import replica_check
-from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.client.snapshot.engine import Copier
-from reft.client.snapshot.replica_check import are_unlike
-from reft.client.snapshot.snapshotter import Counts, Snapshots
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.engine import CopyEngine
+from reft.client.snapshot.replica_check import are_mismatched
+from reft.client.snapshot.snapshotter import SnapshotCounts, Snapshotter
 from reft.client.state import host_state
 from reft.client.state.host_state import HostState
 from reft.config import Config, Launch
 from reft.console import say
 from reft.core.commit.decision import Decision
-from reft.core.commit.snapshot_interval import Cadence, Frequency, History
+from reft.core.commit.snapshot_interval import DueSteps, FailureHistory, IntervalEstimator
 from reft.core.commit.version import Version
 from reft.core.layout import symbolic
 from reft.core.layout.layout import pack
@@ -63,9 +63,9 @@ from reft.core.recovery.lineage import known_to, next_epoch
 from reft.errors import AttachError, ReftError, RestoreError
 from reft.failpoints import Failpoints
 from reft.wire import daemon_launcher, local_socket, manifest, messages, rpc
-from reft.wire.daemon_launcher import Reviver
-from reft.wire.inventory import Findings
-from reft.wire.manifest import division_of, domains_of, layouts_of, placement_of, placing, riders_max
+from reft.wire.daemon_launcher import DaemonRestarter
+from reft.wire.inventory import JobSurvey
+from reft.wire.manifest import division_of, domains_of, inline_bytes_max, layouts_of, placement_of, placing
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
@@ -76,11 +76,13 @@ class Attachment:
 
     settings: Config
     launch: Launch
-    exchange: Exchange
-    request: Request
+    rank_group: RankGroup
+    request: AttachArguments
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
-    room: Room = field(default_factory=lambda: Room(0))  # for state that is held, once it is likely that there is some
-    _before: Findings | None = None  # what the first try found, once that one is over
+    room: HugePageBuffer = field(
+        default_factory=lambda: HugePageBuffer(0)
+    )  # for state that is held, once it is likely that there is some
+    _before: JobSurvey | None = None  # what the first try found, once that one is over
     _registered: bool = False
 
     def run(self) -> Session:
@@ -90,50 +92,50 @@ class Attachment:
         except Exception:
             if self._registered:
                 with contextlib.suppress(ReftError):
-                    self.leaser.release()
+                    self.leases.release()
             raise
         finally:
             self.room.close()
 
     def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
-        self.subjects = stage_names.named(self.exchange, self.request.subjects)
-        self.roster = Roster(self.exchange.together(self._introduce))
-        self.job, self.nodes = self.roster.job(), self.roster.nodes()
-        self._describe(self.exchange.together(self._description))
+        self.tracked = stage_names.named(self.rank_group, self.request.tracked)
+        self.rank_table = RankTable(self.rank_group.gather_or_raise(self._introduce))
+        self.job, self.nodes = self.rank_table.job(), self.rank_table.nodes()
+        self._describe(self.rank_group.gather_or_raise(self._description))
         for attempt in range(self.settings.slots + 1):
-            self._find(self.exchange.together(self._inventory))
+            self._find(self.rank_group.gather_or_raise(self._inventory))
             self._plan(attempt)
-            self.exchange.together(self._decide)
+            self.rank_group.gather_or_raise(self._decide)
             damaged = self._restore()
             if not damaged:
                 break
             # Together: an inventory must not find a rank that has not withdrawn yet.
-            self.exchange.together(partial(self._erase, damaged))
-            self._before = self._before or self.findings
-            self.subjects.bind().undo(self.bindings)  # an older version may lack what that try has made
+            self.rank_group.gather_or_raise(partial(self._erase, damaged))
+            self._before = self._before or self.job_survey
+            self.tracked.bind().rollback_to(self.tensor_index)  # an older version may lack what that try has made
             self.room.close()
-            self.room = Room(0)  # else the memory of what was taken out stays
+            self.room = HugePageBuffer(0)  # else the memory of what was taken out stays
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
             )
-        room = self.placement.part(self.exchange.rank).data_bytes * self.settings.slots * self.exchange.world
-        self.exchange.together(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
+        room = self.placement.part(self.rank_group.rank).data_bytes * self.settings.slots * self.rank_group.world
+        self.rank_group.gather_or_raise(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
         return self._begin()
 
     # introduce, describe
 
     def _introduce(self) -> dict[str, Any]:
-        if self.launch.world > 1 and self.exchange.world == 1:
+        if self.launch.world > 1 and self.rank_group.world == 1:
             raise AttachError(
                 f"WORLD_SIZE is {self.launch.world}, but torch.distributed is not initialized.",
                 "call init_process_group before reft.attach",
             )
-        self.host = HostState(self.subjects, {**self.request.objects(), **self.subjects.extra_states()})
+        self.host = HostState(self.tracked, {**self.request.objects(), **self.tracked.extra_states()})
         self.host.check_size()
-        self.bindings = self.subjects.bind()
-        leaves = [*self.bindings.leaves(), *self.subjects.predict()]
+        self.tensor_index = self.tracked.bind()
+        leaves = [*self.tensor_index.leaves(), *self.tracked.predict()]
         self.predicted = pack(leaves)
         identity = rank_table.identity_facts(self.settings, self.launch)
         self.address, self.hello = daemon_launcher.find(self.settings, job=rank_table.job_of(identity).id)
@@ -145,45 +147,47 @@ class Attachment:
             die_with_parent()
         return {
             "node": self.hello.node, "node_id": self.hello.node_id, "addresses": list(self.hello.addresses),
-            "domain": self.hello.domain, "pid": self.own.process.pid, **rank_table.team_facts(Team.own()), **identity,
-            **(self._secrets() if self.exchange.rank == 0 else {}),
+            "domain": self.hello.domain, "pid": self.own.process.pid, **rank_table.team_facts(ComputeThreads.own()), **identity,
+            **(self._secrets() if self.rank_group.rank == 0 else {}),
             **rank_table.layout_facts(self.predicted, self.symbolic), **rank_table.agreed_facts(self.request, self.settings),
         }  # fmt: skip
 
     def _make_room(self) -> None:
         """Begins to make memory for what will probably be restored; that goes on beside all else."""
-        self.room = room_for(self.predicted.leaves, self.subjects, self.bindings)
+        self.room = room_for(self.predicted.leaves, self.tracked, self.tensor_index)
 
     def _secrets(self) -> dict[str, str]:
         return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
 
     def _description(self) -> dict[str, Any]:
-        is_mine = self.roster.describes(self.exchange.rank)
+        is_mine = self.rank_table.describes(self.rank_group.rank)
         return {"table": text_of(manifest.table_to(self.symbolic.table))} if is_mine else {}
 
     def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
         """What the new manifest says of layouts."""
-        first = self.roster.facts[0]
-        tables, layouts, index = self.roster.layouts(described)
+        first = self.rank_table.facts[0]
+        tables, layouts, index = self.rank_table.layouts(described)
         tolerate = -1 if self.request.tolerate is None else self.request.tolerate
         self.manifest = pb.Manifest(
-            job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.exchange.world,
+            job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.rank_group.world,
             nodes=self.nodes, script=first["script"], every=self.request.every, launch=first["launch"],
             protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
             layouts=layouts, layout_of=index,
         )  # fmt: skip
-        self.alike = division_of(self.manifest, riders_max(domains_of(self.manifest)), ())
+        self.alike = division_of(self.manifest, inline_bytes_max(domains_of(self.manifest)), ())
         names = layouts_of(self.manifest)[0].names
-        self.manifest.unequal.extend(replica_check.unequal(self.exchange, self.alike, names, self.bindings))
+        self.manifest.mismatched.extend(
+            replica_check.find_mismatched(self.rank_group, self.alike, names, self.tensor_index)
+        )
 
     @property
     def _is_leader(self) -> bool:
         """Whether this rank speaks to its node's daemon for all ranks of the node."""
-        return self._node.ranks[0] == self.exchange.rank
+        return self._node.ranks[0] == self.rank_group.rank
 
     @property
     def _node(self) -> pb.Node:
-        return self._node_of(self.exchange.rank)
+        return self._node_of(self.rank_group.rank)
 
     def _node_of(self, rank: int) -> pb.Node:
         return next(node for node in self.nodes if rank in node.ranks)
@@ -206,39 +210,39 @@ class Attachment:
     def _inventory(self) -> dict[str, Any]:
         if not self._is_leader:
             return {}
-        pids = [self.roster.facts[rank]["pid"] for rank in self._node.ranks]
-        launch = self.roster.facts[0]["launch"]
-        request = pb.InventoryRequest(job=self.job.id, launch=launch, pids=pids, fence=True)
+        pids = [self.rank_table.facts[rank]["pid"] for rank in self._node.ranks]
+        launch = self.rank_table.facts[0]["launch"]
+        request = pb.InventoryRequest(job=self.job.id, launch=launch, pids=pids, end_orphans=True)
         return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
         """What all daemons hold, those of the old manifest that do not take part any more included."""
         replies = {
-            self.roster.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
+            self.rank_table.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
             for rank, inventory in enumerate(inventories)
             if inventory
         }
-        self.findings = Findings(replies, before=self._before)
-        absent = self.findings.absent(self.nodes)
+        self.job_survey = JobSurvey(replies, before=self._before)
+        absent = self.job_survey.absent(self.nodes)
         if not absent:
             return
         # Any daemon that knows the job has its token; the first of them asks for all.
         asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
-        ask = Asker(self.exchange, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
-        self.findings = surveyed(self.findings, absent, ask, self.erased)
+        ask = AbsentNodeSurvey(self.rank_group, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
+        self.job_survey = survey_absent_nodes(self.job_survey, absent, ask, self.erased)
 
     def _knows(self, rank: int) -> bool:
-        return self.findings.replies[self.roster.facts[rank]["node_id"]].HasField("decision")
+        return self.job_survey.replies[self.rank_table.facts[rank]["node_id"]].HasField("decision")
 
     def _plan(self, attempt: int) -> None:
         """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
-        before = self.findings.manifest
-        self.findings.inventory.refuse_rivals(self.job.id)
-        self.plan = self.findings.plan(self.erased)
+        before = self.job_survey.manifest
+        self.job_survey.inventory.refuse_rivals(self.job.id)
+        self.plan = self.job_survey.plan(self.erased)
         base = self.plan.base
         if base is None and not self._may_begin_anew():
             raise RestoreError(
-                report.lost(self.job.id, self.findings, self.plan, self.erased),
+                report.lost(self.job.id, self.job_survey, self.plan, self.erased),
                 f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
             )
         if base is None:
@@ -246,26 +250,26 @@ class Attachment:
         elif not attempt and not self.room.nbytes:
             self._make_room()
         # A fresh random id for each try: two decisions of one attach must not look the same.
-        ident = bytes.fromhex(self.roster.facts[0]["ident"])[16 * attempt :][:16]
-        decisions = list(self.findings.inventory.decisions.values())
-        epoch = next_epoch(decisions, self.findings.held, ident)
+        ident = bytes.fromhex(self.rank_table.facts[0]["ident"])[16 * attempt :][:16]
+        decisions = list(self.job_survey.inventory.decisions.values())
+        epoch = next_epoch(decisions, self.job_survey.held, ident)
         self.decision = Decision(epoch, base, known_to(decisions))
         if before is not None:
             self.manifest.token = before.token
-        self.manifest.trained_s, self.manifest.failures = self.findings.inventory.history
-        unequal = self._unequal(self.manifest.unequal, self.findings.manifests[base.epoch] if base else None)
-        del self.manifest.unequal[:]
-        self.manifest.unequal.extend(unequal)
+        self.manifest.trained_s, self.manifest.failures = self.job_survey.inventory.history
+        mismatched = self._mismatched(self.manifest.mismatched, self.job_survey.manifests[base.epoch] if base else None)
+        del self.manifest.mismatched[:]
+        self.manifest.mismatched.extend(mismatched)
         self.placement = placement_of(self.manifest, self.alike)
-        self._is_reshaped = base is not None and is_reshaped(self.findings.manifests[base.epoch], self.manifest)
+        self._is_reshaped = base is not None and is_reshaped(self.job_survey.manifests[base.epoch], self.manifest)
 
     def _may_begin_anew(self) -> bool:
-        return not self.erased and not self.findings.inventory.had_whole  # else a person must decide
+        return not self.erased and not self.job_survey.inventory.had_whole  # else a person must decide
 
-    def _unequal(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
+    def _mismatched(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
         """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""
         # Random values before a restore say nothing; what was found unequal when training began, does.
-        return list(found if base is None else base.unequal)
+        return list(found if base is None else base.mismatched)
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
@@ -276,7 +280,7 @@ class Attachment:
                 dropped=[slot.slot for slot in self.plan.dropped if slot.node == self._node.id],
             )
             if self.plan.base is not None:
-                request.base_manifest.CopyFrom(self.findings.manifests[self.plan.base.epoch])
+                request.base_manifest.CopyFrom(self.job_survey.manifests[self.plan.base.epoch])
             self._call("Decide", request)
         return {}
 
@@ -285,11 +289,11 @@ class Attachment:
     def _restore(self) -> list[int]:
         """Registers, and brings the base back; the ranks whose slots were damaged, the same on every rank."""
         self._tree: dict[str, Any] | None = None
-        self._reshaping: Reshaping | None = None
-        self.exchange.together(self._register)
+        self._reshaping: ReshardRestore | None = None
+        self.rank_group.gather_or_raise(self._register)
         if self.plan.base is None:
             return []
-        facts = {"rank": self.exchange.rank, "epoch": self.decision.epoch.counter}
+        facts = {"rank": self.rank_group.rank, "epoch": self.decision.epoch.counter}
         hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
         if self._is_reshaped:
             self._reshaping = self._reshaping_of(self.plan.base)
@@ -298,51 +302,51 @@ class Attachment:
                 self._tree = self._reshaping.finish()
             return damaged
         with contextlib.closing(self._restoration(self.plan.base)) as restoration:
-            said = self.exchange.together(restoration.open, extra_s=restoration.far_s)
-            is_unlike = are_unlike(each["compared"] for each in said)
-            damaged = list(range(self.exchange.world)) if is_unlike else self._damaged(said)
+            said = self.rank_group.gather_or_raise(restoration.open, extra_s=restoration.far_s)
+            is_unlike = are_mismatched(each["compared"] for each in said)
+            damaged = list(range(self.rank_group.world)) if is_unlike else self._damaged(said)
             if damaged:
                 return damaged
             load = lambda: {"damaged": restoration.load(self._transport(), hit)}  # noqa: E731
-            damaged = self._damaged(self.exchange.together(load))
+            damaged = self._damaged(self.rank_group.gather_or_raise(load))
             if not damaged:
                 self._tree = restoration.finish()
             return damaged
 
     def _transport(self) -> Transport | None:
         """How bytes travel while they are loaded; all ranks call it together."""
-        group, deadline_s = self.exchange.group, self.settings.attach_deadline_s
+        group, deadline_s = self.rank_group.group, self.settings.attach_deadline_s
         return group and transport_of(self.settings.load_transport, group, self._device, deadline_s)
 
     def _register(self) -> dict[str, Any]:
-        self.leaser = Leaser(
-            self.address, self.hello.local_socket, self.job.id, self.decision.epoch, self.exchange.rank, self.settings,
+        self.leases = SlotLeases(
+            self.address, self.hello.local_socket, self.job.id, self.decision.epoch, self.rank_group.rank, self.settings,
             self.own, self.launch.under_agent, self._device if self._on_cuda else None,
         )  # fmt: skip
-        self.leaser.register()
+        self.leases.register()
         self._registered = True
         return {}
 
-    def _restoration(self, base: Version) -> Restoration:
-        layouts, index = layouts_of(self.findings.manifests[base.epoch])
-        return Restoration(
-            self.plan, self.findings.placements[base.epoch], self.exchange.rank, self._node.id,
-            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.exchange.rank]].leaves, self.leaser,
-            self._remote(), self.subjects, self.bindings, self.host, self.room,
+    def _restoration(self, base: Version) -> Restore:
+        layouts, index = layouts_of(self.job_survey.manifests[base.epoch])
+        return Restore(
+            self.plan, self.job_survey.placements[base.epoch], self.rank_group.rank, self._node.id,
+            {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.rank_group.rank]].leaves, self.leases,
+            self._remote(), self.tracked, self.tensor_index, self.host, self.room,
             decoder_for(self._device, self.settings.parity_scratch_bytes),
         )  # fmt: skip
 
-    def _reshaping_of(self, base: Version) -> Reshaping:
-        before = self.findings.manifests[base.epoch]
-        return Reshaping(
-            self.plan, self.findings.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
-            before.unequal, self.exchange.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
-            self.leaser, self._remote(), self.subjects, self.bindings, self.host, self.room, self.exchange,
+    def _reshaping_of(self, base: Version) -> ReshardRestore:
+        before = self.job_survey.manifests[base.epoch]
+        return ReshardRestore(
+            self.plan, self.job_survey.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
+            before.mismatched, self.rank_group.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
+            self.leases, self._remote(), self.tracked, self.tensor_index, self.host, self.room, self.rank_group,
         )  # fmt: skip
 
-    def _remote(self) -> Remote:
-        nodes = {**self.findings.nodes, **{node.id: node for node in self.nodes}}
-        return Remote(self.job.id, self.address, self._node.id, nodes, self.settings.attach_deadline_s)
+    def _remote(self) -> RemoteSlots:
+        nodes = {**self.job_survey.nodes, **{node.id: node for node in self.nodes}}
+        return RemoteSlots(self.job.id, self.address, self._node.id, nodes, self.settings.attach_deadline_s)
 
     def _damaged(self, results: Sequence[Mapping[str, Any]]) -> list[int]:
         return sorted({rank for result in results for rank in result["damaged"]})
@@ -352,9 +356,9 @@ class Attachment:
         for rank in damaged:
             source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
             self.erased.add((source.node, source.slot, source.version))
-        if self.exchange.rank == 0:
+        if self.rank_group.rank == 0:
             say(report.set_aside(self.plan.base, damaged))
-        self.leaser.release()
+        self.leases.release()
         self._registered = False
         return {}
 
@@ -362,29 +366,29 @@ class Attachment:
         if self._is_leader and self.plan.base is not None:
             epoch = messages.epoch_to(self.decision.epoch)
             self._call("Secure", pb.SecureRequest(job=self.job.id, epoch=epoch))
-        self.slots = self.leaser.lease(self.placement.part(self.exchange.rank).data_bytes, len(self.table))
+        self.slots = self.leases.lease(self.placement.part(self.rank_group.rank).data_bytes, len(self.table))
         return {}
 
     # begin
 
     def _begin(self) -> Session:
         base, tree = self.decision.base, self._tree
-        snapshots = self._snapshots(Counts(), base.step if base else 0)
+        snapshots = self._snapshots(SnapshotCounts(), base.step if base else 0)
         moved = self._reshaping is not None or any(
             source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
         )
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
         session = Session(
             snapshots,
-            self.subjects.optimizers,
+            self.tracked.optimizers,
             step=base.step if base else 0,
             restored_from=restored_from,
             counts_calls=tree is not None and not tree["marked"],
-            metronome=self._metronome(snapshots),
+            cadence=self._cadence(snapshots),
             seal_deadline_s=self.settings.seal_deadline_s,
             schedule=self.request.schedule,
         )
-        if self.exchange.rank == 0:
+        if self.rank_group.rank == 0:
             self._announce(restored_from)
         if tree is not None:
             if tree["marked"]:
@@ -394,63 +398,65 @@ class Attachment:
                 session.protect_again(tree["marked"])
         return session
 
-    def _snapshots(self, counts: Counts, step: int) -> Snapshots:
+    def _snapshots(self, counts: SnapshotCounts, step: int) -> Snapshotter:
         epoch, base = self.decision.epoch, self.decision.base
         reporter = Reporter(
             self.address,
             self.hello.local_socket,
             self.job.id,
             epoch,
-            self.exchange.rank,
+            self.rank_group.rank,
             self.settings.rpc_deadline_s,
             self.failpoints,
-            Reviver(self.settings, self.hello.unattended).refused,
+            DaemonRestarter(self.settings, self.hello.unattended).refused,
         )
-        snapshots = Snapshots(
-            self.subjects, self.host, self._copier(), reporter, self.failpoints, self.exchange.rank, epoch, base,
-            self.slots, self.leaser, self.placement, step + 2 * self.request.every, counts,
+        snapshots = Snapshotter(
+            self.tracked, self.host, self._copy_engine(), reporter, self.failpoints, self.rank_group.rank, epoch, base,
+            self.slots, self.leases, self.placement, step + 2 * self.request.every, counts,
         )  # fmt: skip
         snapshots.expect(self.predicted.leaves)
         return snapshots
 
-    def _metronome(self, snapshots: Snapshots) -> Metronome:
-        cadence = Cadence(self.request.every, self.request.adapts)
-        mtbf_s = self.settings.mtbf_s or History(self.manifest.trained_s, self.manifest.failures).mtbf_s
-        return Metronome(snapshots, cadence, Frequency(self.settings.overhead_budget, mtbf_s))
+    def _cadence(self, snapshots: Snapshotter) -> SnapshotCadence:
+        due_steps = DueSteps(self.request.every, self.request.adapts)
+        mtbf_s = self.settings.mtbf_s or FailureHistory(self.manifest.trained_s, self.manifest.failures).mtbf_s
+        return SnapshotCadence(snapshots, due_steps, IntervalEstimator(self.settings.overhead_budget, mtbf_s))
 
     @property
     def _must_protect_again(self) -> bool:
         """Whether the base lies elsewhere than its placement says, or is to lie elsewhere from now on."""
-        before = self.findings.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
+        before = self.job_survey.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
         return bool(self.plan.capsules) or placing(before) != placing(self.manifest)
 
     def _announce(self, restored_from: str | None) -> None:
         """What was restored and what is not covered, once."""
-        lines = report.restored(self.job.id, self.decision.base, restored_from, self.manifest, self.findings, self.plan)
+        lines = report.restored(
+            self.job.id, self.decision.base, restored_from, self.manifest, self.job_survey, self.plan
+        )
         if self._reshaping is not None:
-            lines += report.reshaped(len(self._reshaping.before), self.exchange.world, self._reshaping.lines)
+            lines += report.reshaped(len(self._reshaping.before), self.rank_group.world, self._reshaping.lines)
         if self.decision.base is None and not self.job.named:
-            lines += report.earlier_runs(self.findings, self.manifest.script)
+            lines += report.earlier_runs(self.job_survey, self.manifest.script)
         lines += report.exposure(self.placement)
-        lines += report.not_covered(self.request, self.subjects, self.exchange.world)
+        lines += report.not_covered(self.request, self.tracked, self.rank_group.world)
         for line in lines:
             say(line)
 
     @property
     def _device(self) -> torch.device:
         """Where this rank's state lies: its CUDA device, if any parameter is on one."""
-        devices = (named.local.device for named in self.subjects.parameters())
+        devices = (named.local.device for named in self.tracked.parameters())
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 
     @property
     def _on_cuda(self) -> bool:
         return self._device.type == "cuda"
 
-    def _copier(self) -> Copier:
+    def _copy_engine(self) -> CopyEngine:
         if self._on_cuda:
-            from reft.client.snapshot.cuda_engine import CudaCopier
+            from reft.client.snapshot.cuda_engine import CudaCopyEngine
 
             device, settings = Device(self._device), self.settings
-            return CudaCopier(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
-        teams = [rank_table.team_of(self.roster.facts[rank]) for rank in self._node.ranks]
-        return CpuCopier(copy_cpus(), has_idle=has_idle_cores(Team.own(), teams))
+            return CudaCopyEngine(device, settings.parity_scratch_bytes, settings.overrun_scratch_bytes)
+        teams = [rank_table.team_of(self.rank_table.facts[rank]) for rank in self._node.ranks]
+        return CpuCopyEngine(copy_cpus(), has_idle=has_idle_cores(ComputeThreads.own(), teams))

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from reft.client.link.rank_group import Exchange
+from reft.client.link.rank_group import RankGroup
 from reft.client.snapshot.replica_check import value_digests
-from reft.client.state.tensors import Bindings
-from reft.client.state.tracked_objects import Subjects, stage_prefix
-from reft.core.layout.stage_naming import Stage, candidates, naming
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects, stage_prefix
+from reft.core.layout.stage_naming import StageNames, candidates, naming
 from reft.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def modules_of(models: Sequence[Any], schedule: Any) -> dict[str, Any]:
     return found
 
 
-def named(exchange: Exchange, make: Callable[[], Subjects]) -> Subjects:
+def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedObjects:
     """The subjects, with names that mean the same in all processes of the job; all ranks call it together.
 
     Args:
@@ -62,19 +62,19 @@ def named(exchange: Exchange, make: Callable[[], Subjects]) -> Subjects:
         ReftError: `make` raised on some rank.
         ConfigError: some ranks have stages and others have none, or a stage has no rank.
     """
-    made: list[Subjects] = []
-    own: dict[int, Stage] = {}
-    bindings = Bindings()
+    made: list[TrackedObjects] = []
+    own: dict[int, StageNames] = {}
+    tensor_index = TensorIndex()
 
     def introduce() -> dict[str, Any]:
-        nonlocal bindings
+        nonlocal tensor_index
         made.append(make())
         if made[0].stages():
-            bindings = made[0].bind()
-            own.update(_stages(made[0], bindings))
+            tensor_index = made[0].bind()
+            own.update(_stages(made[0], tensor_index))
         return {"stages": sorted(own)}
 
-    said = [frozenset(each["stages"]) for each in exchange.together(introduce)]
+    said = [frozenset(each["stages"]) for each in rank_group.gather_or_raise(introduce)]
     speaker: dict[int, int] = {}
     for rank, numbers in enumerate(said):
         for number in sorted(numbers):
@@ -82,13 +82,15 @@ def named(exchange: Exchange, make: Callable[[], Subjects]) -> Subjects:
     if not speaker:
         return made[0]
     _check(said, sorted(speaker))
-    mine = {number: own[number] for number, rank in speaker.items() if rank == exchange.rank}
-    told = exchange.together(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
+    mine = {number: own[number] for number, rank in speaker.items() if rank == rank_group.rank}
+    told = rank_group.gather_or_raise(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
     stages = {int(number): _from_plain(stage) for each in told for number, stage in each.items()}
     possible = candidates(stages, said)
     values: dict[int, Mapping[str, str]] = {}
     if possible:
-        digests = exchange.together(lambda: {str(number): _digests(bindings, number, possible) for number in mine})
+        digests = rank_group.gather_or_raise(
+            lambda: {str(number): _digests(tensor_index, number, possible) for number in mine}
+        )
         values = {int(number): found for each in digests for number, found in each.items() if found}
     return replace(made[0], naming=naming(stages, possible, values))
 
@@ -104,10 +106,10 @@ def _check(said: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:
         raise ConfigError(f"the ranks have stages {list(numbers)}: a stage below {max(numbers)} is on none of them.")
 
 
-def _stages(subjects: Subjects, bindings: Bindings) -> Iterator[tuple[int, Stage]]:
+def _stages(tracked: TrackedObjects, tensor_index: TensorIndex) -> Iterator[tuple[int, StageNames]]:
     """What this rank says of each of its stages. A tensor that two of them share counts for the first."""
-    leaves = bindings.leaves()
-    for number in subjects.stages():
+    leaves = tensor_index.leaves()
+    for number in tracked.stages():
         prefix = f"{stage_prefix(number)}."
         parameters, buffers = {}, set()
         for leaf in leaves:
@@ -117,21 +119,21 @@ def _stages(subjects: Subjects, bindings: Bindings) -> Iterator[tuple[int, Stage
                     buffers.add(name)
                 else:
                     parameters[name] = f"{leaf.describe()} {list(leaf.global_offset)} {list(leaf.global_shape)}"
-        yield number, Stage(parameters, frozenset(buffers))
+        yield number, StageNames(parameters, frozenset(buffers))
 
 
-def _digests(bindings: Bindings, number: int, names: frozenset[str]) -> dict[str, str]:
+def _digests(tensor_index: TensorIndex, number: int, names: frozenset[str]) -> dict[str, str]:
     prefix = f"{stage_prefix(number)}."
-    found = value_digests(bindings, {prefix + name for name in names})
+    found = value_digests(tensor_index, {prefix + name for name in names})
     return {piece.partition("\n")[0].removeprefix(prefix): digest for piece, digest in found.items()}
 
 
-def _to_plain(stage: Stage) -> dict[str, Any]:
+def _to_plain(stage: StageNames) -> dict[str, Any]:
     return {"parameters": dict(stage.parameters), "buffers": sorted(stage.buffers)}
 
 
-def _from_plain(said: Mapping[str, Any]) -> Stage:
-    return Stage(said["parameters"], frozenset(said["buffers"]))
+def _from_plain(said: Mapping[str, Any]) -> StageNames:
+    return StageNames(said["parameters"], frozenset(said["buffers"]))
 
 
 def is_stage(value: Any) -> bool:

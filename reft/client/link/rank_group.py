@@ -27,7 +27,7 @@ BROADCAST_BYTES = 1 << 20  # what could move while a broadcast makes its way thr
 FACTS_MAX = 64 << 20  # bytes from one rank: headers of a node's slots, or a manifest
 
 
-class Exchange:
+class RankGroup:
     """The ranks of one job.
 
     Args:
@@ -54,7 +54,7 @@ class Exchange:
                     f"the ranks can't meet to attach: {error}.", "do all ranks call reft.attach?"
                 ) from error
 
-    def together(
+    def gather_or_raise(
         self, act: Callable[[], dict[str, Any]], extra_s: float = 0.0, deadline_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Runs `act` on every rank and gives every rank all results, in the order of ranks.

@@ -1,6 +1,6 @@
 """Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
 
-Each report says all of what is undecided (`reft.core.commit.round.Said`), so what was lost with a daemon is repaired by the
+Each report says all of what is undecided (`reft.core.commit.round.StepReport`), so what was lost with a daemon is repaired by the
 next. At most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has
 waited long enough. A thread hears the replies. After the connection has ended, the next report makes a new one.
 """
@@ -17,9 +17,9 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from reft.core.commit.lag_backoff import Delays, spacing
-from reft.core.commit.round import Answer, Outcome, Said
-from reft.core.commit.snapshot_interval import Pace
+from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
+from reft.core.commit.round import Outcome, StepAnswer, StepReport
+from reft.core.commit.snapshot_interval import SnapshotInterval
 from reft.core.commit.version import Epoch, Version
 from reft.errors import ReftError, StaleEpoch
 from reft.failpoints import Failpoints
@@ -66,13 +66,15 @@ class Reporter:
         self._outcome = Outcome()
         self.error: ReftError | None = None  # why the last report was not heard
         self.slots_missing = False
-        self.wish = 0  # how often to snapshot, see `reft.core.commit.snapshot_interval`; travels with the answers
-        self._delays = Delays()
+        self.requested_every = (
+            0  # how often to snapshot, see `reft.core.commit.snapshot_interval`; travels with the answers
+        )
+        self._delays = OutcomeDelays()
 
     @property
-    def pace(self) -> Pace:
+    def interval(self) -> SnapshotInterval:
         """How often all ranks snapshot, as far as this one has heard."""
-        return self._outcome.pace
+        return self._outcome.interval
 
     @property
     def is_fenced(self) -> bool:
@@ -89,7 +91,7 @@ class Reporter:
         """Whether a version is known never to become whole."""
         return version.epoch == self._epoch and self._outcome.voids(version.step)
 
-    def answer(self, step: int, answer: Answer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
+    def answer(self, step: int, answer: StepAnswer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
         """Reports a step; returns at once. Steps come in their order: what is said of one that is passed changes nothing.
 
         Args:
@@ -97,7 +99,7 @@ class Reporter:
             digests: cell → digest of what this rank has in it, with a sealed step.
         """
         with self._changed:
-            if answer is Answer.SEALED and step > self._until:
+            if answer is StepAnswer.SEALED and step > self._until:
                 self._sealed[step] = digests
             self._until = max(self._until, step)
             self._trouble = trouble
@@ -115,8 +117,8 @@ class Reporter:
                 job=self._job,
                 epoch=messages.epoch_to(self._epoch),
                 rank=self._rank,
-                said=messages.said_to(Said(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
-                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, wish=self.wish,
+                steps=messages.report_to(StepReport(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
+                wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
             )  # fmt: skip
             try:
                 self._connected().send(request)
@@ -197,12 +199,12 @@ class Reporter:
             oldest, in_vain = min(self._sealed, default=None), self._delays.in_vain
             delay = self._delays.worst(step, oldest)
         passed = None if in_vain is None else (step - in_vain) // every
-        return spacing(step // every - since // every, passed, delay // every, slots)
+        return backoff_interval(step // every - since // every, passed, delay // every, slots)
 
     @property
-    def unlike(self) -> frozenset[int]:
+    def mismatched(self) -> frozenset[int]:
         """Cells whose replicas were found to differ: as long as they do, nothing becomes whole."""
-        return self._outcome.unlike
+        return self._outcome.mismatched
 
     def wait(self, step: int, deadline_s: float) -> bool:
         """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step.

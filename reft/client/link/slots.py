@@ -30,7 +30,7 @@ ALLOCATION_BYTES_PER_S = 100 << 20  # slower than any machine makes pages; stret
 
 
 @dataclass
-class Leaser:
+class SlotLeases:
     """One rank's way to its slots.
 
     Args:

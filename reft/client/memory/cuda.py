@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reft.client.memory.threads import Worker
+from reft.client.memory.threads import TaskThread
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of this process
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -24,20 +24,20 @@ def beside_captures() -> Iterator[None]:
     Waiting for an event, or pinning memory, would fail then and make the capture invalid, and with it the training step. In
     this mode a thread heeds its own captures only. By the driver and not the runtime, which would make a context on device 0.
     """
-    exchange = _exchange()
-    if exchange is None:
+    exchange_mode = _mode_exchange()
+    if exchange_mode is None:
         yield
         return
     mode = ctypes.c_int(_THREAD_LOCAL)
-    exchange(ctypes.byref(mode))
+    exchange_mode(ctypes.byref(mode))
     try:
         yield
     finally:
-        exchange(ctypes.byref(mode))
+        exchange_mode(ctypes.byref(mode))
 
 
 @functools.cache
-def _exchange() -> Any:
+def _mode_exchange() -> Any:
     """Sets the capture mode of the calling thread, and gives the one that it had in its place; None without NVIDIA's driver."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
@@ -67,7 +67,7 @@ def _apart(device: torch.device, call: Callable[[Any], Any]) -> int:
         with torch.cuda.device(device), beside_captures():
             found.append(int(call(torch.cuda.cudart())))
 
-    worker = Worker("reft-pin", None)
+    worker = TaskThread("reft-pin", None)
     try:
         worker.submit(run).result()
     finally:

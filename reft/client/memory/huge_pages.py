@@ -8,14 +8,14 @@ import mmap
 import numpy as np
 import torch
 
-from reft.client.memory.prefault import Pages
+from reft.client.memory.prefault import PageMaker
 from reft.core.layout.layout import Leaf, align
 from reft.wire.slot_format import Bytes
 
 HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
 
 
-class Room:
+class HugePageBuffer:
     """Memory for many tensors in huge pages: in small pages it costs several times the copy into it.
 
     Tensors that malloc places one by one begin and end between huge pages, and much of them misses those. Each tensor
@@ -28,7 +28,7 @@ class Room:
     def __init__(self, nbytes: int) -> None:
         self._at = 0
         self._bytes: Bytes = np.empty(0, np.uint8)
-        self._pages: Pages | None = None
+        self._pages: PageMaker | None = None
         if nbytes >= HUGE_BYTES:
             pages = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -45,7 +45,7 @@ class Room:
     def make_pages(self) -> None:
         """Begins to make its pages, beside the caller."""
         if self._pages is None and len(self._bytes):
-            self._pages = Pages(self._bytes)
+            self._pages = PageMaker(self._bytes)
 
     def wait(self) -> None:
         """Returns when all its pages are made, if they are being made."""

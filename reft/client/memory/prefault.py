@@ -24,7 +24,7 @@ BLOCK_BYTES = 16 << 20
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise's, Linux 5.14; Python has no names for them
 
 
-class Pages:
+class PageMaker:
     """Makes the pages of fresh memory, beginning at once.
 
     Args:

@@ -35,18 +35,18 @@ def copy_cpus() -> list[int]:
     return [cpus[first], cpus[(first + len(cpus) // 2) % len(cpus)]]
 
 
-class Team(NamedTuple):
+class ComputeThreads(NamedTuple):
     """The threads with which a rank computes, and the CPUs on which they may run."""
 
     threads: int
     cpus: frozenset[int]
 
     @classmethod
-    def own(cls) -> Team:
+    def own(cls) -> ComputeThreads:
         return cls(torch.get_num_threads(), frozenset(os.sched_getaffinity(0)))
 
 
-def has_idle_cores(own: Team, node: Sequence[Team]) -> bool:
+def has_idle_cores(own: ComputeThreads, node: Sequence[ComputeThreads]) -> bool:
     """Whether this rank's cores ever rest while all ranks of its node, itself among them, compute.
 
     Where these have more threads than cores, a thread that gives way to all others would stand still for long, perhaps with
@@ -55,7 +55,7 @@ def has_idle_cores(own: Team, node: Sequence[Team]) -> bool:
     return sum(each.threads * len(each.cpus & own.cpus) / len(each.cpus) for each in node) <= len(own.cpus)
 
 
-class Worker:
+class TaskThread:
     """A thread that runs tasks one after the other.
 
     Args:
@@ -98,7 +98,7 @@ class Worker:
                 done.set_exception(error)
 
 
-def together(own: Callable[[], None], others: Sequence[tuple[Worker, Callable[[], None]]]) -> None:
+def run_all(own: Callable[[], None], others: Sequence[tuple[TaskThread, Callable[[], None]]]) -> None:
     """Runs each task in its thread, and the first in the caller's; returns when all have ended, and raises what one raised."""
     running = [worker.submit(task) for worker, task in others]
     try:

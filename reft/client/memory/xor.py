@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from reft.core.coding.erasure import Program, registers
+from reft.core.coding.erasure import XorProgram, registers
 
 
 def run(
-    program: Program, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]
+    program: XorProgram,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    scratch: Sequence[torch.Tensor],
 ) -> None:
     """Runs the program on tensors: uint8 or int64, all of one shape, on one device.
 

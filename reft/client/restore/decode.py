@@ -35,9 +35,9 @@ import torch
 
 from reft.client.memory import xor
 from reft.client.memory.cuda import Device
-from reft.client.restore.load_plan import ALIGNMENT, Group
-from reft.client.restore.tensor_view import CellSpace
-from reft.core.coding.erasure import Program, decode_program, run
+from reft.client.restore.load_plan import ALIGNMENT, StripeSlice
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.core.coding.erasure import XorProgram, decode_program, run
 from reft.core.coding.placement import Lane
 from reft.core.recovery.rebuild import CACHE_BYTES, COLUMNS_MIN
 from reft.wire.slot_format import Bytes
@@ -56,19 +56,19 @@ class Decoder:
     """
 
     device: torch.device | None = None
-    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Called before anything is loaded, by the thread that made the live tensors."""
 
-    def decode(self, group: Group, lane: Lane, rows: Rows, space: CellSpace) -> None:
+    def decode(self, group: StripeSlice, lane: Lane, rows: Rows, flat_view: FlatTensorView) -> None:
         """Computes the group's lost shards.
 
         Args:
             group: with all its pieces in `space` and `rows`.
             lane: of the group.
             rows: the parity's bytes.
-            space: of the lane's cell.
+            flat_view: of the lane's cell.
         """
         program = self.program(group, lane)
         registers = len(program.inputs) + len(program.outputs) + program.scratch
@@ -77,9 +77,9 @@ class Decoder:
         room = np.empty((registers, width), np.uint8)
         for first in range(group.begin, group.end, width):
             last = min(first + width, group.end)
-            _HostColumns(group, lane, rows, space, first, last).run(program, room[:, : last - first])
+            _HostColumns(group, lane, rows, flat_view, first, last).run(program, room[:, : last - first])
 
-    def program(self, group: Group, lane: Lane) -> Program:
+    def program(self, group: StripeSlice, lane: Lane) -> XorProgram:
         """What computes the group's lost shards.
 
         Raises:
@@ -95,13 +95,13 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PacketColumns:
     """Columns first..last of every packet of a stripe; where they are computed is for those that derive from it."""
 
-    group: Group
+    group: StripeSlice
     lane: Lane
     rows: Rows
-    space: CellSpace
+    flat_view: FlatTensorView
     first: int
     last: int
 
@@ -117,26 +117,26 @@ class Columns:
         return begin, end, end - begin == self.last - self.first
 
 
-class _HostColumns(Columns):
-    def run(self, program: Program, room: Bytes) -> None:
+class _HostColumns(PacketColumns):
+    def run(self, program: XorProgram, room: Bytes) -> None:
         inputs = [self._input(shard, packet, room[i]) for i, (shard, packet) in enumerate(program.inputs)]
         at = len(inputs)
         ranges = [self.place(shard, packet) for shard, packet in program.outputs]
-        views = [self.space.view(begin, end) if full else None for begin, end, full in ranges]
+        views = [self.flat_view.view(begin, end) if full else None for begin, end, full in ranges]
         outputs = [room[at + i] if view is None else view for i, view in enumerate(views)]
         run(program, inputs, outputs, [room[at + len(outputs) + i] for i in range(program.scratch)])
         for view, output, (begin, end, _) in zip(views, outputs, ranges, strict=True):
             if view is None:
-                self.space.write(begin, output[: end - begin])
+                self.flat_view.write(begin, output[: end - begin])
 
     def _input(self, shard: int, packet: int, room: Bytes) -> Bytes:
         if shard >= self.lane.code.k:
             return self.parity(shard, packet)
         begin, end, full = self.place(shard, packet)
-        view = self.space.view(begin, end) if full else None
+        view = self.flat_view.view(begin, end) if full else None
         if view is not None:
             return view
-        self.space.read(begin, room[: end - begin])
+        self.flat_view.read(begin, room[: end - begin])
         room[end - begin :] = 0
         return room
 
@@ -160,14 +160,14 @@ class DeviceDecoder(Decoder):
         """Waits until the device has made the live tensors: helper threads, and the side stream, write them next."""
         self._streams.host_waits(self._streams.record_compute())
 
-    def decode(self, group: Group, lane: Lane, rows: Rows, space: CellSpace) -> None:
+    def decode(self, group: StripeSlice, lane: Lane, rows: Rows, flat_view: FlatTensorView) -> None:
         """As on the host.
 
         Raises:
             ValueError: the scratch has no room for the columns of one alignment.
         """
-        if not space.is_on_device:
-            super().decode(group, lane, rows, space)
+        if not flat_view.is_on_device:
+            super().decode(group, lane, rows, flat_view)
             return
         program = self.program(group, lane)
         width = self._width(program, group)
@@ -176,11 +176,11 @@ class DeviceDecoder(Decoder):
                 self._scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self.device)
             for first in range(group.begin, group.end, width):
                 last = min(first + width, group.end)
-                _DeviceColumns(group, lane, rows, space, first, last).run(program, self._scratch)
+                _DeviceColumns(group, lane, rows, flat_view, first, last).run(program, self._scratch)
             done = self._streams.record_side()
         self._streams.host_waits(done)
 
-    def _width(self, program: Program, group: Group) -> int:
+    def _width(self, program: XorProgram, group: StripeSlice) -> int:
         """Columns at a time: a row of the scratch for each register, though most need none."""
         registers = len(program.inputs) + len(program.outputs) + program.scratch
         width = self._scratch_bytes // registers // ALIGNMENT * ALIGNMENT
@@ -192,28 +192,28 @@ class DeviceDecoder(Decoder):
         return min(width, group.end - group.begin)
 
 
-class _DeviceColumns(Columns):
-    def run(self, program: Program, scratch: torch.Tensor) -> None:
+class _DeviceColumns(PacketColumns):
+    def run(self, program: XorProgram, scratch: torch.Tensor) -> None:
         n = self.last - self.first
         room: Iterator[torch.Tensor] = (scratch[at : at + n] for at in range(0, scratch.nbytes - n + 1, n))
         inputs = [self._input(shard, packet, room) for shard, packet in program.inputs]
         ranges = [self.place(shard, packet) for shard, packet in program.outputs]
-        views = [self.space.device_view(begin, end) if full else None for begin, end, full in ranges]
+        views = [self.flat_view.device_view(begin, end) if full else None for begin, end, full in ranges]
         outputs = [next(room) if view is None else view for view in views]
         xor.run(program, inputs, outputs, [next(room) for _ in range(program.scratch)])
         for view, output, (begin, end, _) in zip(views, outputs, ranges, strict=True):
             if view is None:
-                self.space.scatter(begin, output[: end - begin])
+                self.flat_view.scatter(begin, output[: end - begin])
 
     def _input(self, shard: int, packet: int, room: Iterator[torch.Tensor]) -> torch.Tensor:
         if shard >= self.lane.code.k:
             return next(room).copy_(torch.from_numpy(self.parity(shard, packet)), non_blocking=True)
         begin, end, full = self.place(shard, packet)
-        view = self.space.device_view(begin, end) if full else None
+        view = self.flat_view.device_view(begin, end) if full else None
         if view is not None:
             return view
         row = next(room)
-        self.space.gather(begin, row[: end - begin])
+        self.flat_view.gather(begin, row[: end - begin])
         row[end - begin :].zero_()
         return row
 

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from reft.client.restore.decode import Decoder
-from reft.client.restore.load_plan import Group, Piece, Sequencer
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.load_plan import LoadPlan, ShardRange, StripeSlice
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport, Work
-from reft.client.restore.verified_slot import Source
+from reft.client.restore.verified_slot import SlotSource
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes
 
 VERDICT_TAG = (1 << 31) - 1
 
 
-class Buffers:
+class BufferPool:
     """A few buffers of one size, each made when it is first needed."""
 
     def __init__(self, count: int, nbytes: int, is_pinned: bool) -> None:
@@ -52,8 +52,8 @@ class Buffers:
 class _Coded:
     """A group to decode: its parity, and when all of it is there."""
 
-    group: Group
-    space: CellSpace
+    group: StripeSlice
+    flat_view: FlatTensorView
     rows: dict[tuple[int, int], Bytes] = field(default_factory=dict)
     buffer: Bytes | None = None
 
@@ -66,14 +66,14 @@ class _UnderWay:
     nbytes: int = 0
     copying: Future[Bytes] | None = None
     staging: Bytes | None = None
-    place: tuple[CellSpace, int, int] | None = None  # where the staging's bytes go: space, offset, size
+    place: tuple[FlatTensorView, int, int] | None = None  # where the staging's bytes go: space, offset, size
     coded: _Coded | None = None
 
 
 Reading = dict[int, Future[Bytes]]  # by the piece's place in its group
 
 
-class Flow:
+class TransferExecutor:
     """See the module.
 
     Args:
@@ -81,25 +81,25 @@ class Flow:
         rank: this rank.
         sequencer: makes the list.
         read: old rank → slot, for those that this rank reads.
-        spaces: cell → its live memory, for those that this rank holds.
+        flat_views: cell → its live memory, for those that this rank holds.
         pool: helper threads.
         decoder: of lost shards.
         is_pinned: whether messages and parity for a device arrive in pinned memory.
     """
 
     def __init__(
-        self, transport: Transport | None, rank: int, sequencer: Sequencer, read: Mapping[int, Source],
-        spaces: Mapping[int, CellSpace], pool: ThreadPoolExecutor, decoder: Decoder, is_pinned: bool,
+        self, transport: Transport | None, rank: int, sequencer: LoadPlan, read: Mapping[int, SlotSource],
+        flat_views: Mapping[int, FlatTensorView], pool: ThreadPoolExecutor, decoder: Decoder, is_pinned: bool,
     ) -> None:  # fmt: skip
         self._transport, self._rank, self._sequencer, self._read = transport, rank, sequencer, read
-        self._spaces, self._pool = spaces, pool
+        self._spaces, self._pool = flat_views, pool
         self._lanes, self._sizes = sequencer.placement.lanes, sequencer.sizes
         self._decoder = decoder
         self._under_way: deque[_UnderWay] = deque()
         self._bytes = 0
         self._decodes: deque[Future[None]] = deque()
-        self._stagings = Buffers(max(self._sizes.window // self._sizes.piece, 1), self._sizes.piece, is_pinned)
-        self._parities = Buffers(self._sizes.groups, self._sizes.group, is_pinned)
+        self._stagings = BufferPool(max(self._sizes.window // self._sizes.piece, 1), self._sizes.piece, is_pinned)
+        self._parities = BufferPool(self._sizes.groups, self._sizes.group, is_pinned)
         self._senders: set[int] = set()
         self._receivers: set[int] = set()
 
@@ -152,9 +152,9 @@ class Flow:
 
     # Reading ahead
 
-    def _ahead(self, cell: int) -> Iterator[tuple[Group, Reading]]:
+    def _ahead(self, cell: int) -> Iterator[tuple[StripeSlice, Reading]]:
         """The groups, some time after reading of what they need from here began."""
-        waiting: deque[tuple[Group, Reading, int]] = deque()
+        waiting: deque[tuple[StripeSlice, Reading, int]] = deque()
         nbytes = 0
         for group in self._sequencer.groups(cell):
             mine = [(i, piece) for i, piece in enumerate(group.pieces) if self._rank in piece.stream.at_hand]
@@ -167,35 +167,35 @@ class Flow:
                 yield first[:2]
         yield from (each[:2] for each in waiting)
 
-    def _read_piece(self, piece: Piece) -> Bytes:
+    def _read_piece(self, piece: ShardRange) -> Bytes:
         """What a piece has in a slot here, checked; in live memory if it is data of a cell that this rank holds."""
         lane = self._lanes[piece.stream.lane]
         source, offset = self._at_hand(piece)
         end = offset + piece.end - piece.begin
-        space = self._spaces.get(lane.cell) if piece.stream.shard < lane.code.k else None
-        view = None if space is None else space.view(self._target(piece), self._target(piece) + end - offset)
+        flat_view = self._spaces.get(lane.cell) if piece.stream.shard < lane.code.k else None
+        view = None if flat_view is None else flat_view.view(self._target(piece), self._target(piece) + end - offset)
         if view is not None:
             source.copy(offset, view)
             return view
         for first, last in source.checked(offset, end):
-            if space is not None:
-                space.write(self._target(piece) + first - offset, source.data[first:last])
+            if flat_view is not None:
+                flat_view.write(self._target(piece) + first - offset, source.data[first:last])
         return source.data[offset:end]
 
-    def _at_hand(self, piece: Piece) -> tuple[Source, int]:
+    def _at_hand(self, piece: ShardRange) -> tuple[SlotSource, int]:
         """The slot from which this rank reads a piece, and where it begins there."""
         stream = piece.stream
         old, shard = stream.at_hand[self._rank]
         source = self._read[old]
         return source, source.offsets[stream.lane, stream.stripe, shard] + piece.begin
 
-    def _target(self, piece: Piece) -> int:
+    def _target(self, piece: ShardRange) -> int:
         """Where a piece of data begins in its cell."""
         return self._lanes[piece.stream.lane].data_range(piece.stream.stripe, piece.stream.shard)[0] + piece.begin
 
     # Sending and receiving
 
-    def _post(self, piece: Piece, tag: int, copying: Future[Bytes] | None, coded: _Coded | None) -> None:
+    def _post(self, piece: ShardRange, tag: int, copying: Future[Bytes] | None, coded: _Coded | None) -> None:
         """Begins this rank's part in a piece, if it has one."""
         stream, nbytes = piece.stream, piece.end - piece.begin
         entry = _UnderWay(copying=copying)
@@ -217,7 +217,7 @@ class Flow:
         while self._bytes > self._sizes.window and len(self._under_way) > 1:
             self._retire()
 
-    def _into(self, piece: Piece, entry: _UnderWay, coded: _Coded | None) -> Bytes:
+    def _into(self, piece: ShardRange, entry: _UnderWay, coded: _Coded | None) -> Bytes:
         """The memory in which a piece arrives."""
         stream, nbytes = piece.stream, piece.end - piece.begin
         lane = self._lanes[stream.lane]
@@ -228,21 +228,21 @@ class Flow:
             order = [shard for shard in coded.group.read.shards if shard >= lane.code.k].index(stream.shard)
             at = (order * lane.code.w + packet) * width + column - coded.group.begin
             return coded.buffer[at : at + nbytes]
-        space, begin = self._spaces[lane.cell], self._target(piece)
-        view = space.view(begin, begin + nbytes)
+        flat_view, begin = self._spaces[lane.cell], self._target(piece)
+        view = flat_view.view(begin, begin + nbytes)
         if view is not None:
             return view
         entry.staging = self._stagings.take(self._make_room)
-        entry.place = (space, begin, nbytes)
+        entry.place = (flat_view, begin, nbytes)
         return entry.staging[:nbytes]
 
-    def _coded(self, group: Group) -> _Coded | None:
+    def _coded(self, group: StripeSlice) -> _Coded | None:
         """Room for the parity of a group that this rank must decode."""
         lane = self._lanes[group.lane]
-        space = self._spaces.get(lane.cell)
-        if not group.is_coded or space is None:
+        flat_view = self._spaces.get(lane.cell)
+        if not group.is_coded or flat_view is None:
             return None
-        coded = _Coded(group, space, buffer=self._parities.take(self._make_room))
+        coded = _Coded(group, flat_view, buffer=self._parities.take(self._make_room))
         assert coded.buffer is not None
         width, at = group.end - group.begin, 0
         streams = {piece.stream.shard: piece.stream for piece in group.pieces}
@@ -253,7 +253,9 @@ class Flow:
             for packet in range(lane.code.w):
                 row = coded.buffer[at : at + width]
                 if is_here:
-                    source, offset = self._at_hand(Piece(streams[shard], packet * lane.packet_bytes + group.begin, 0))
+                    source, offset = self._at_hand(
+                        ShardRange(streams[shard], packet * lane.packet_bytes + group.begin, 0)
+                    )
                     row = source.data[offset : offset + width]
                 coded.rows[shard, packet] = row
                 at += width
@@ -277,13 +279,13 @@ class Flow:
         if entry.copying is not None:
             entry.copying.result()
         if entry.staging is not None and entry.place is not None:
-            space, begin, nbytes = entry.place
-            space.write(begin, entry.staging[:nbytes])
+            flat_view, begin, nbytes = entry.place
+            flat_view.write(begin, entry.staging[:nbytes])
             self._stagings.give(entry.staging)
         if entry.coded is not None:
             self._decodes.append(self._pool.submit(self._decode, entry.coded))
 
     def _decode(self, coded: _Coded) -> None:
-        self._decoder.decode(coded.group, self._lanes[coded.group.lane], coded.rows, coded.space)
+        self._decoder.decode(coded.group, self._lanes[coded.group.lane], coded.rows, coded.flat_view)
         if coded.buffer is not None:
             self._parities.give(coded.buffer)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.wire.slot_format import Bytes
 
 LONG_BYTES = 2048  # a copy of its own costs as much as an index of so many bytes
@@ -44,24 +44,24 @@ def gather(source: Bytes, starts: Starts, nbytes: Starts, into: Bytes) -> int:
     return at
 
 
-def scatter(data: Bytes, space: CellSpace, begin: int, starts: Starts, nbytes: Starts) -> None:
+def scatter(data: Bytes, flat_view: FlatTensorView, begin: int, starts: Starts, nbytes: Starts) -> None:
     """Unpacks runs that lie end to end in `data`.
 
     Args:
         data: uint8 [sum of nbytes].
-        space: live memory; `starts` count from its byte `begin`.
+        flat_view: live memory; `starts` count from its byte `begin`.
         starts: int64 [runs], where each goes.
         nbytes: int64 [runs].
     """
     if not len(starts):
         return
-    target = space.view(begin, begin + int((starts + nbytes).max()))
+    target = flat_view.view(begin, begin + int((starts + nbytes).max()))
     at = 0
     for first, last, run in _groups(nbytes):
         whole = data[at : at + run * (last - first)]
         if target is None or run >= LONG_BYTES or last - first == 1:
             for i in range(first, last):
-                space.write(begin + int(starts[i]), whole[(i - first) * run : (i - first + 1) * run])
+                flat_view.write(begin + int(starts[i]), whole[(i - first) * run : (i - first + 1) * run])
         else:
             units, index = _index(target, starts[first:last], run)
             units[index] = whole.copy().view(units.dtype).reshape(index.shape)

@@ -53,7 +53,7 @@ def parent(rank: int, old_world: int) -> int:
 
 
 @dataclass
-class Inheritance:
+class HostStateResharding:
     """What one new rank gets.
 
     Args:

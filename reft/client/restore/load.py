@@ -31,11 +31,11 @@ import numpy.typing as npt
 import torch
 
 from reft.client.restore.decode import Decoder
-from reft.client.restore.executor import Flow
-from reft.client.restore.load_plan import Sequencer, Sizes
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.executor import TransferExecutor
+from reft.client.restore.load_plan import LoadPlan, LoadSizes
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verified_slot import AtChunk, Checked, Source
+from reft.client.restore.verified_slot import AtChunk, SlotSource, VerifiedSlotReader
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, align
 from reft.errors import RestoreError
@@ -43,13 +43,13 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
 RUN_BYTES = 32 << 20  # of kept leaves
-DEFAULT_SIZES = Sizes()
+DEFAULT_SIZES = LoadSizes()
 
 
 def load(
     transport: Transport | None, placement: Placement, rank: int, have: frozenset[int], reader_of: Mapping[int, int],
     slots: Mapping[int, SlotMap], tensors: Mapping[str, torch.Tensor], absent: Collection[str],
-    lost_digests: Mapping[int, npt.NDArray[np.uint64]], at_chunk: AtChunk, sizes: Sizes = DEFAULT_SIZES,
+    lost_digests: Mapping[int, npt.NDArray[np.uint64]], at_chunk: AtChunk, sizes: LoadSizes = DEFAULT_SIZES,
     decoder: Decoder | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
     """Fills the live tensors of this rank's cells, and gives the other ranks what they need; all ranks call it together.
@@ -76,29 +76,29 @@ def load(
         LayoutChanged: a leaf has no tensor.
         ValueError: a stripe can't be decoded from these slots.
     """
-    sequencer, decoder = Sequencer(placement, have, reader_of, sizes), decoder or Decoder()
-    read = {old: Source(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
+    sequencer, decoder = LoadPlan(placement, have, reader_of, sizes), decoder or Decoder()
+    read = {old: SlotSource(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
     own = placement.division.cells_of[placement.division.layout_of[rank]]
     cells = [placement.division.cells[cell] for cell in own]
-    spaces = {
-        number: CellSpace(cell.leaves, cell.offsets, tensors, absent, decoder.device)
+    flat_views = {
+        number: FlatTensorView(cell.leaves, cell.offsets, tensors, absent, decoder.device)
         for number, cell in zip(own, cells, strict=True)
     }
     decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        flow = Flow(transport, rank, sequencer, read, spaces, pool, decoder, is_pinned)
+        flow = TransferExecutor(transport, rank, sequencer, read, flat_views, pool, decoder, is_pinned)
         flow.run()
         all_well = flow.verdicts()
-        for space in spaces.values():
-            space.finish()
+        for flat_view in flat_views.values():
+            flat_view.finish()
         damaged = tuple(sorted(old for old, source in read.items() if source.is_bad))
         if own and rank not in have and rank in lost_digests and all_well:
-            _verify(placement, rank, spaces, lost_digests[rank], pool)
+            _verify(placement, rank, flat_views, lost_digests[rank], pool)
     return damaged
 
 
-def load_kept(
+def load_unreplicated(
     slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: AtChunk, run_bytes: int = RUN_BYTES
 ) -> bool:
     """Copies a rank's kept leaves from its own slot; whether all their chunks were right.
@@ -112,25 +112,25 @@ def load_kept(
     """
     if not kept.leaves:
         return True
-    space = CellSpace(kept.leaves, kept.offsets, tensors)
+    flat_view = FlatTensorView(kept.leaves, kept.offsets, tensors)
     end = max(offset + leaf.nbytes for leaf, offset in zip(kept.leaves, kept.offsets, strict=True))
-    source = Checked(slot, end, at_chunk)
+    source = VerifiedSlotReader(slot, end, at_chunk)
     size = slot.header.geometry.chunk_bytes
     # Each thread takes the next run of chunks: some are slower, where pages are not made yet. Long ones: two threads that meet
     # in one fresh huge page would both clear it.
     step = align(run_bytes, size)
 
     def run(begin: int) -> None:
-        for memory, first, last, at in space.parts(begin, min(begin + step, end)):
+        for memory, first, last, at in flat_view.parts(begin, min(begin + step, end)):
             _load_run(source, begin + at, memory[first:last])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         list(pool.map(run, range(min(kept.offsets) // size * size, end, step)))
-    space.finish()
+    flat_view.finish()
     return not source.is_bad
 
 
-def _load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None:
+def _load_run(source: VerifiedSlotReader, begin: int, memory: Bytes | torch.Tensor) -> None:
     """Copies a slot's data from `begin` on into live memory, of the host or a device."""
     if not isinstance(memory, torch.Tensor):
         source.copy(begin, memory)
@@ -142,7 +142,7 @@ def _load_run(source: Checked, begin: int, memory: Bytes | torch.Tensor) -> None
 def _verify(
     placement: Placement,
     rank: int,
-    spaces: Mapping[int, CellSpace],
+    flat_views: Mapping[int, FlatTensorView],
     digests: npt.NDArray[np.uint64],
     pool: ThreadPoolExecutor,
 ) -> None:
@@ -153,7 +153,7 @@ def _verify(
     Raises:
         RestoreError: they differ.
     """
-    shards = _Shards(placement, rank, spaces)
+    shards = _Shards(placement, rank, flat_views)
     if len(digests) < shards.chunks:
         raise RestoreError(
             f"rank {rank} has {len(digests)} digests of its lost slot; its data shards take {shards.chunks}."
@@ -175,9 +175,9 @@ def _verify(
 class _Shards:
     """The data section of a rank's slot, put together again from its live tensors."""
 
-    def __init__(self, placement: Placement, rank: int, spaces: Mapping[int, CellSpace]) -> None:
+    def __init__(self, placement: Placement, rank: int, flat_views: Mapping[int, FlatTensorView]) -> None:
         part = placement.part(rank)
-        self._lanes, self._spaces = placement.lanes, spaces
+        self._lanes, self._spaces = placement.lanes, flat_views
         self._size = placement.chunk_bytes
         self._blocks = part.blocks[: part.data_blocks]
         self._begins = [block.offset for block in self._blocks]
@@ -203,10 +203,10 @@ class _Shards:
             last = min(last, lane.begin + lane.nbytes - begin)  # padding is zeros
             if first >= last:
                 continue
-            space = self._spaces[lane.cell]
-            view = space.view(begin + first, begin + last)
+            flat_view = self._spaces[lane.cell]
+            view = flat_view.view(begin + first, begin + last)
             if view is not None and view.nbytes == room.nbytes:
                 return chunk_digest(view)
             start = block.offset + first - at
-            space.read(begin + first, room[start : start + last - first])
+            flat_view.read(begin + first, room[start : start + last - first])
         return chunk_digest(room)

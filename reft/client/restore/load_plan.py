@@ -31,7 +31,7 @@ ALIGNMENT = 64  # bytes that the columns of a band are multiples of, so that XOR
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LoadSizes:
     """How much is on its way at a time, in bytes; the same on all ranks.
 
     Attributes:
@@ -55,7 +55,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ShardStream:
     """One shard on its way to the holders of its cell.
 
     Attributes:
@@ -75,20 +75,20 @@ class Stream:
     receivers: tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class ShardRange(NamedTuple):
     """Bytes begin..end of a stream's shard. Of a data shard, only what the lane has: padding does not travel."""
 
-    stream: Stream
+    stream: ShardStream
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
-class Group:
+class StripeSlice:
     """Pieces that follow one another; `read.lost` is decoded once they are there, columns begin..end of each packet."""
 
     lane: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[ShardRange]
     read: StripeRead
     begin: int
     end: int
@@ -100,7 +100,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Sequencer:
+class LoadPlan:
     """Makes the list for one placement.
 
     Args:
@@ -113,9 +113,9 @@ class Sequencer:
     placement: Placement
     have: Collection[int]
     reader_of: Mapping[int, int]
-    sizes: Sizes
+    sizes: LoadSizes
 
-    def groups(self, cell: int) -> Iterator[Group]:
+    def groups(self, cell: int) -> Iterator[StripeSlice]:
         """The groups of one cell, lanes and stripes in turn, so that all members send at the same time.
 
         Raises:
@@ -149,7 +149,7 @@ class Sequencer:
 
 @dataclass(frozen=True)
 class _Stripe:
-    whole: Sequencer
+    whole: LoadPlan
     number: int
     read: StripeRead
     borders: Sequence[int]
@@ -158,22 +158,22 @@ class _Stripe:
     def lane(self) -> Lane:
         return self.whole.placement.lanes[self.number]
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[StripeSlice]:
         lane = self.lane
         # Copies are data: with k = 1 there is nothing to decode.
         plain = StripeRead(self.number, self.read.stripe, self.read.shards, ())
         if not self.read.lost or lane.code.k == 1:
             for row in zip_longest(*(list(self._cut(stream, 0, lane.shard_bytes)) for stream in self._streams)):
-                yield Group(self.number, [piece for piece in row if piece is not None], plain, 0, 0)
+                yield StripeSlice(self.number, [piece for piece in row if piece is not None], plain, 0, 0)
             return
         rows = len(self.read.lost) * lane.code.w
         sizes = self.whole.sizes
         width = max(min(sizes.piece, sizes.group // rows) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
         for begin in range(0, lane.packet_bytes, width):
             end = min(begin + width, lane.packet_bytes)
-            yield Group(self.number, list(self._band(begin, end)), self.read, begin, end)
+            yield StripeSlice(self.number, list(self._band(begin, end)), self.read, begin, end)
 
-    def _band(self, begin: int, end: int) -> Iterator[Piece]:
+    def _band(self, begin: int, end: int) -> Iterator[ShardRange]:
         lane = self.lane
         if end - begin == lane.packet_bytes:  # packets one after the other are one run
             runs = [(0, lane.shard_bytes)]
@@ -183,7 +183,7 @@ class _Stripe:
             for row in zip_longest(*(list(self._cut(stream, first, last)) for stream in self._streams)):
                 yield from (piece for piece in row if piece is not None)
 
-    def _cut(self, stream: Stream, begin: int, end: int) -> Iterator[Piece]:
+    def _cut(self, stream: ShardStream, begin: int, end: int) -> Iterator[ShardRange]:
         """Pieces of begin..end of the shard: at most Sizes.piece each, none across the border of a large leaf."""
         lane, first = self.lane, 0
         if stream.shard < lane.code.k:
@@ -195,11 +195,11 @@ class _Stripe:
                 at = bisect_right(self.borders, first + begin)
                 if at < len(self.borders):
                     stop = min(stop, self.borders[at] - first)
-            yield Piece(stream, begin, stop)
+            yield ShardRange(stream, begin, stop)
             begin = stop
 
     @cached_property
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[ShardStream]:
         lane, stripe = self.lane, self.read.stripe
         holders = self.whole.placement.division.cells[lane.cell].holders
         found = []
@@ -210,7 +210,7 @@ class _Stripe:
                 meaning, nearest = 0, [*self._copies(), shard]
             at_hand = {reader: (old, each) for each in nearest for reader, old in [self._reader(each)]}
             receivers = tuple(rank for rank in holders if rank not in at_hand)
-            found.append(Stream(self.number, stripe, meaning, at_hand, sender, receivers))
+            found.append(ShardStream(self.number, stripe, meaning, at_hand, sender, receivers))
         return found
 
     def _copies(self) -> list[int]:

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from reft.client.memory.huge_pages import Room
-from reft.client.state.tensors import Bindings, device_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.tensors import TensorIndex, device_of
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf, align, differences
 from reft.errors import LayoutChanged
 
 
 def live_tensors(
-    leaves: Sequence[Leaf], subjects: Subjects, before: Bindings, room: Room | None = None
+    leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, room: HugePageBuffer | None = None
 ) -> Mapping[str, torch.Tensor]:
     """The live tensor of every held leaf, by name; optimizer state that does not exist yet is made.
 
@@ -31,51 +31,53 @@ def live_tensors(
         LayoutChanged: the held leaves are not those of the model and optimizer.
     """
     missing = [leaf for leaf in leaves if leaf.name not in before.tensors or _was_resized(leaf, before)]
-    bindings = _made(missing, subjects, before, room) if missing or not before.hold() else before
-    lines = differences(leaves, bindings.layout().leaves)
+    tensor_index = _made(missing, tracked, before, room) if missing or not before.is_current() else before
+    lines = differences(leaves, tensor_index.layout().leaves)
     if lines:
         raise LayoutChanged(
             "the held state is of another model or optimizer:\n  " + "\n  ".join(lines),
             "start it under another job name, or drop what is held with reft-cli purge",
         )
-    return bindings.tensors
+    return tensor_index.tensors
 
 
-def _was_resized(leaf: Leaf, before: Bindings) -> bool:
+def _was_resized(leaf: Leaf, before: TensorIndex) -> bool:
     """Whether it is a buffer of another shape: training may have grown it."""
     return leaf.staged and tuple(before.tensors[leaf.name].shape) != leaf.shape
 
 
-def _made(missing: Sequence[Leaf], subjects: Subjects, before: Bindings, room: Room | None) -> Bindings:
+def _made(
+    missing: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, room: HugePageBuffer | None
+) -> TensorIndex:
     """What there is once the missing leaves are made."""
     if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        room = room_for(missing, subjects, before)
+        room = room_for(missing, tracked, before)
     try:
-        make_missing_state(missing, subjects, room)
-        return subjects.bind()
+        make_missing_state(missing, tracked, room)
+        return tracked.bind()
     finally:
         room.settle()  # an old kernel's pages are made by writing zeros: nobody may have a tensor there meanwhile
 
 
-def room_for(leaves: Iterable[Leaf], subjects: Subjects, bindings: Bindings) -> Room:
+def room_for(leaves: Iterable[Leaf], tracked: TrackedObjects, tensor_index: TensorIndex) -> HugePageBuffer:
     """Room for those of the leaves that do not exist; where that is host memory, its pages are being made from now on."""
-    room = Room(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in bindings.tensors))
-    if subjects.makes_on_host:
+    room = HugePageBuffer(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in tensor_index.tensors))
+    if tracked.makes_on_host:
         room.make_pages()
     return room
 
 
-def make_missing_state(missing: Sequence[Leaf], subjects: Subjects, room: Room) -> None:
+def make_missing_state(missing: Sequence[Leaf], tracked: TrackedObjects, room: HugePageBuffer) -> None:
     """Makes the state tensors that are held but do not exist before a first step."""
-    subjects.make(missing, room)
+    tracked.make(missing, room)
     for leaf in missing:
         if leaf.name.startswith("state.") and leaf.name.endswith(("._scale", "._growth_tracker")):
-            _make_scale(leaf, subjects)
+            _make_scale(leaf, tracked)
 
 
-def _make_scale(leaf: Leaf, subjects: Subjects) -> None:
+def _make_scale(leaf: Leaf, tracked: TrackedObjects) -> None:
     _, name, key = leaf.name.split(".")
-    scaler = subjects.scalers.get(name)
+    scaler = tracked.scalers.get(name)
     if scaler is not None:
-        device = device_of(named.local for named in subjects.parameters())  # as the scaler does: where the loss lies
+        device = device_of(named.local for named in tracked.parameters())  # as the scaler does: where the loss lies
         setattr(scaler, key, torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device))

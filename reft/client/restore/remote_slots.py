@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 from reft.core.commit.version import Version
-from reft.core.recovery.recovery import Held, Plan
+from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
@@ -24,7 +24,7 @@ FAR_BYTES_PER_S = 10 << 20  # a tenth of what one daemon gives on a slow network
 _LOST = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND)
 
 
-def far_s(sources: Mapping[int, Held], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]) -> float:
+def far_s(sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]) -> float:
     """How many seconds all ranks may have to wait for the one that reads most from other nodes.
 
     Args:
@@ -40,7 +40,7 @@ def far_s(sources: Mapping[int, Held], reader_of: Mapping[int, int], nodes: Mapp
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteSlots:
     """What daemons of other nodes hold of one job, by way of this node's own: it has the certificates, and knows the ways.
 
     Args:
@@ -57,7 +57,7 @@ class Remote:
     nodes: Mapping[str, pb.Node]
     deadline_s: float
 
-    def slot(self, held: Held) -> SlotMap:
+    def slot(self, held: HeldSlot) -> SlotMap:
         """The bytes of a slot on another node.
 
         Raises:
@@ -85,13 +85,13 @@ class Remote:
             record: pb.CapsuleRecord = stub.FetchCapsule(request, timeout=self.deadline_s)
         return record
 
-    def earlier(self, plan: Plan, rank: int) -> Iterator[bytes]:
+    def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:
         """The capsules that are left of a rank's steps before the plan's base, but for those that nobody gives."""
         for version, node in plan.earlier.get(rank, ()):
             with contextlib.suppress(FormatError, RestoreError):
                 yield self.capsule(node, rank, version).capsule
 
-    def _read_into(self, held: Held, room: Bytes) -> None:
+    def _read_into(self, held: HeldSlot, room: Bytes) -> None:
         """Fills `room` with the slot's first bytes."""
         assert held.version is not None, "a slot without a version is no source"
         request = pb.ReadRequest(

@@ -16,28 +16,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client.link.rank_group import Exchange, bytes_of, text_of
-from reft.client.link.slots import Leaser
-from reft.client.memory.huge_pages import Room
+from reft.client.link.rank_group import RankGroup, bytes_of, text_of
+from reft.client.link.slots import SlotLeases
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore import host_state_resharding
-from reft.client.restore.host_state_resharding import Inheritance
+from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.remote_slots import Remote, far_s
-from reft.client.restore.reshard_decode import Proof
-from reft.client.restore.reshard_executor import Reflow
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.remote_slots import RemoteSlots, far_s
+from reft.client.restore.reshard_decode import ChunkVerifier
+from reft.client.restore.reshard_executor import ReshardExecutor
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport
-from reft.client.restore.verified_slot import Checked
-from reft.client.snapshot.replica_check import are_unlike, compared, compared_before
+from reft.client.restore.verified_slot import VerifiedSlotReader
+from reft.client.snapshot.replica_check import are_mismatched, compared, compared_before
 from reft.client.state import serialization
 from reft.client.state.host_state import HostState
-from reft.client.state.tensors import Bindings
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf, pack
-from reft.core.recovery.recovery import Held, Plan
-from reft.core.recovery.regather import Regather, Sizes, readers_of
-from reft.core.recovery.shard_matching import Match, Own, is_same, match, pieces_of, wanted_leaves
+from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
+from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
+from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, is_same, match, pieces_of, wanted_leaves
 from reft.core.text import counted, more
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire import capsule_format
@@ -47,11 +47,11 @@ from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 
 LINES_MAX = 8  # leaves that one error names
-DEFAULT_SIZES = Sizes()
+DEFAULT_SIZES = TransferSizes()
 
 
 @dataclass
-class Reshaping:
+class ReshardRestore:
     """See the module.
 
     Args:
@@ -59,44 +59,47 @@ class Reshaping:
         placement: under which the base was written.
         before: for each old rank the leaves that its epoch's manifest had foreseen.
         after: for each new rank the leaves that are foreseen now, in the order in which they are made.
-        unequal: names of leaves that old ranks were found to hold with unlike bytes.
+        mismatched: names of leaves that old ranks were found to hold with unlike bytes.
         rank: the new one.
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
-        bindings: what the subjects have by now.
+        tensor_index: what the subjects have by now.
         room: memory for tensors that do not exist yet; another is made if it is too small.
 
     Attributes:
         lines: what was done with state that is each rank's own, for a person; the same on all ranks.
     """
 
-    plan: Plan
+    plan: RecoveryPlan
     placement: Placement
     before: Sequence[Sequence[Leaf]]
     after: Sequence[Sequence[Leaf]]
-    unequal: Sequence[str]
+    mismatched: Sequence[str]
     rank: int
     node: str
     nodes: Mapping[str, Sequence[int]]
-    leaser: Leaser
-    remote: Remote
-    subjects: Subjects
-    bindings: Bindings
+    leases: SlotLeases
+    remote: RemoteSlots
+    tracked: TrackedObjects
+    tensor_index: TensorIndex
     host: HostState
-    room: Room
-    exchange: Exchange
+    room: HugePageBuffer
+    rank_group: RankGroup
     lines: list[str] = field(default_factory=list)
     _slots: dict[int, SlotMap] = field(default_factory=dict)
     _ends: dict[int, int] = field(default_factory=dict)  # of what is read of each slot's data
     _trees: dict[int, dict[str, Any]] = field(default_factory=dict)
     _digests: dict[int, bytes] = field(default_factory=dict)
-    _inheritance: Inheritance | None = None
+    _inheritance: HostStateResharding | None = None
     _tree: dict[str, Any] = field(default_factory=dict)
     _wanted: Sequence[Leaf] = ()
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def run(
-        self, transport: Callable[[], Transport | None], at_chunk: Callable[[int], object], sizes: Sizes = DEFAULT_SIZES
+        self,
+        transport: Callable[[], Transport | None],
+        at_chunk: Callable[[int], object],
+        sizes: TransferSizes = DEFAULT_SIZES,
     ) -> list[int]:
         """All steps; the old ranks whose slots or capsules are damaged, the same on every rank: then nothing counts.
 
@@ -104,20 +107,20 @@ class Reshaping:
             LayoutChanged: the state does not fit, by name.
             RestoreError: bytes can't be had, or what was decoded is not what was saved.
         """
-        said = self.exchange.together(self._open, extra_s=far_s(self.plan.sources, self._readers, self.nodes))
+        said = self.rank_group.gather_or_raise(self._open, extra_s=far_s(self.plan.sources, self._readers, self.nodes))
         damaged = sorted({old for each in said for old in each["damaged"]})
         if damaged:
             return damaged
         facts = {int(old): about for each in said for old, about in each["about"].items()}
-        if are_unlike(about["compared"] for about in facts.values()):
+        if are_mismatched(about["compared"] for about in facts.values()):
             return sorted(facts)
-        published = self.exchange.together(lambda: self._publish(facts))
+        published = self.rank_group.gather_or_raise(lambda: self._publish(facts))
         found = self._match(facts)
         self._inherit(facts, {digest: value for each in published for digest, value in each.items()})
         self._tell(found)
-        regather = Regather(found.needs, self.placement, self._readers, self._keepers, self._node_of, sizes)
-        self.exchange.together(self._make)
-        results = self.exchange.together(lambda: self._load(regather, transport, at_chunk))
+        reshard_plan = ReshardPlan(found.needs, self.placement, self._readers, self._keepers, self._node_of, sizes)
+        self.rank_group.gather_or_raise(self._make)
+        results = self.rank_group.gather_or_raise(lambda: self._load(reshard_plan, transport, at_chunk))
         damaged = sorted({old for each in results for old in each["damaged"]})
         if damaged:
             return damaged
@@ -196,9 +199,9 @@ class Reshaping:
             "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
         }
 
-    def _slot(self, held: Held) -> SlotMap:
+    def _slot(self, held: HeldSlot) -> SlotMap:
         if held.node == self.node:
-            return self.leaser.take([held.slot])[0].map
+            return self.leases.take([held.slot])[0].map
         return self.remote.slot(held)
 
     def _others(self, old: int, data: bytes) -> bytes:
@@ -207,12 +210,17 @@ class Reshaping:
         foreseen = {leaf.name: leaf for leaf in self.before[old]}
         part = self.placement.part(old)
         self._ends[old] = part.data_bytes
-        kept = {leaf.name: part.kept_offset + at for leaf, at in zip(part.kept.leaves, part.kept.offsets, strict=True)}
+        kept = {
+            leaf.name: part.unreplicated_offset + at
+            for leaf, at in zip(part.unreplicated.leaves, part.unreplicated.offsets, strict=True)
+        }
         found = [
             (leaf, at)
             for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
             if places[leaf.name] != pb.CELL
-            and (foreseen.get(leaf.name) != leaf or (places[leaf.name] == pb.KEPT and kept.get(leaf.name) != at))
+            and (
+                foreseen.get(leaf.name) != leaf or (places[leaf.name] == pb.UNREPLICATED and kept.get(leaf.name) != at)
+            )
         ]
         if not found:
             return b""
@@ -238,7 +246,7 @@ class Reshaping:
 
     # match
 
-    def _match(self, facts: Mapping[int, Mapping[str, Any]]) -> Match:
+    def _match(self, facts: Mapping[int, Mapping[str, Any]]) -> ShardMatch:
         """What goes where.
 
         Raises:
@@ -254,7 +262,7 @@ class Reshaping:
         pieces, problems = pieces_of(self.placement, leaves_of, owns)
         wanted = wanted_leaves(self.after, pieces)
         self._wanted = wanted[self.rank]
-        found = match(pieces, wanted, self.unequal)
+        found = match(pieces, wanted, self.mismatched)
         lines = sorted(problems + found.problems)
         if lines:
             more = [f"and {len(lines) - LINES_MAX} more"] if len(lines) > LINES_MAX else []
@@ -271,7 +279,7 @@ class Reshaping:
             parts = host_state_resharding.parts(tree)
             values |= {digest: parts[part] for part, digest in facts[old]["digests"].items()}
         objects = self.host.objects
-        found = Inheritance(
+        found = HostStateResharding(
             self.rank,
             self._world,
             [facts[old]["digests"] for old in range(len(self.before))],
@@ -283,7 +291,7 @@ class Reshaping:
         self._tree = found.tree(facts[0]["step"], facts[0]["marked"])
         self._inheritance = found
 
-    def _tell(self, found: Match) -> None:
+    def _tell(self, found: ShardMatch) -> None:
         assert self._inheritance is not None, "inherited by now"
         self.lines = list(self._inheritance.lines)
         if found.own:
@@ -295,30 +303,32 @@ class Reshaping:
     # make, load
 
     def _make(self) -> dict[str, Any]:
-        self._tensors = live_tensors(self._wanted, self.subjects, self.bindings, self.room)
+        self._tensors = live_tensors(self._wanted, self.tracked, self.tensor_index, self.room)
         return {}
 
     def _load(
-        self, regather: Regather, transport: Callable[[], Transport | None], at_chunk: Callable[[int], object]
+        self, reshard_plan: ReshardPlan, transport: Callable[[], Transport | None], at_chunk: Callable[[int], object]
     ) -> dict[str, Any]:
         layout = pack(self._wanted)
-        space = CellSpace(layout.leaves, layout.offsets, self._tensors)
+        flat_view = FlatTensorView(layout.leaves, layout.offsets, self._tensors)
         offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
-        slots = {old: Checked(slot, self._ends[old], at_chunk) for old, slot in self._slots.items()}
-        riders = {old: tree["riders"] for old, tree in self._trees.items()}
-        proofs = {old: self._proof(old) for old in self._digests if regather.is_rebuilt(old)}
+        slots = {old: VerifiedSlotReader(slot, self._ends[old], at_chunk) for old, slot in self._slots.items()}
+        inline_leaves = {old: tree["riders"] for old, tree in self._trees.items()}
+        proofs = {old: self._proof(old) for old in self._digests if reshard_plan.is_rebuilt(old)}
         is_pinned = any(tensor.device.type == "cuda" for tensor in self._tensors.values())
-        Reflow(transport(), self.rank, regather, slots, riders, proofs, space, offsets, is_pinned).run()
+        ReshardExecutor(
+            transport(), self.rank, reshard_plan, slots, inline_leaves, proofs, flat_view, offsets, is_pinned
+        ).run()
         wrong = {str(old): proof.finish() for old, proof in proofs.items()}
         return {
             "damaged": [old for old, source in slots.items() if source.is_bad],
             "wrong": {old: chunks[:1] for old, chunks in wrong.items() if chunks},
         }
 
-    def _proof(self, old: int) -> Proof:
+    def _proof(self, old: int) -> ChunkVerifier:
         part = self.placement.part(old)
         end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
-        return Proof(np.frombuffer(self._digests[old], "<u8"), self.placement.chunk_bytes, end)
+        return ChunkVerifier(np.frombuffer(self._digests[old], "<u8"), self.placement.chunk_bytes, end)
 
 
 def leaves_by_rank(manifest: pb.Manifest) -> list[tuple[Leaf, ...]]:
@@ -335,12 +345,12 @@ def is_reshaped(before: pb.Manifest, after: pb.Manifest) -> bool:
     return not is_same(leaves_by_rank(before), leaves_by_rank(after))
 
 
-def _own(about: Mapping[str, Any]) -> Own:
+def _own(about: Mapping[str, Any]) -> UnforeseenLeaves:
     """What an old rank said of its leaves."""
     others: list[tuple[Leaf, int | None]] = []
     data = bytes_of(about["others"])
     if data:
         layout, places = table_from(data), places_from(data)
         for leaf, at in zip(layout.leaves, layout.offsets, strict=True):
-            others.append((replace(leaf, staged=False), at if places[leaf.name] == pb.KEPT else None))
-    return Own(frozenset(about["absent"]), tuple(others))
+            others.append((replace(leaf, staged=False), at if places[leaf.name] == pb.UNREPLICATED else None))
+    return UnforeseenLeaves(frozenset(about["absent"]), tuple(others))

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from reft.core.coding.erasure import Program, decode_program, run
-from reft.core.recovery.regather import Band
+from reft.core.coding.erasure import XorProgram, decode_program, run
+from reft.core.recovery.regather import LostShardSlice
 from reft.wire.slot_format import Bytes
 
 
 @dataclass
-class Proof:
+class ChunkVerifier:
     """The digests of a slot's chunks, from its bytes in any order.
 
     Args:
@@ -75,12 +75,12 @@ class Proof:
 
 
 @dataclass
-class Bands:
+class StripeDecoder:
     """Decodes bands; remembers its programs."""
 
-    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
-    def decode(self, band: Band, shards: Mapping[int, Bytes]) -> Bytes:
+    def decode(self, band: LostShardSlice, shards: Mapping[int, Bytes]) -> Bytes:
         """The band of the lost shard: uint8 [packets x columns], packet after packet.
 
         Args:
@@ -97,7 +97,7 @@ class Bands:
         first = program.outputs.index((band.block.shard, 0))
         return room[first : first + code.w].reshape(-1)
 
-    def _program(self, band: Band) -> Program:
+    def _program(self, band: LostShardSlice) -> XorProgram:
         code = band.lane.code
         parities = tuple(shard - code.k for shard in band.read.shards if shard >= code.k)
         # Not the code itself: its tables are thousands of entries to hash.

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reft.client.restore.executor import Buffers
+from reft.client.restore.executor import BufferPool
 from reft.client.restore.gather_scatter import Starts, gather, scatter
-from reft.client.restore.reshard_decode import Bands, Proof
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.reshard_decode import ChunkVerifier, StripeDecoder
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.transport import Transport, Work
-from reft.client.restore.verified_slot import Checked
-from reft.core.layout.regions import Runs
-from reft.core.recovery.regather import Band, Parcel, Part, Regather
-from reft.core.recovery.shard_matching import Where
+from reft.client.restore.verified_slot import VerifiedSlotReader
+from reft.core.layout.regions import ByteRuns
+from reft.core.recovery.regather import LostShardSlice, NeededRange, ReshardPlan, TransferMessage
+from reft.core.recovery.shard_matching import PieceSource
 from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes
 
@@ -37,43 +37,43 @@ class _UnderWay:
     works: list[Work]
     nbytes: int
     staging: Bytes | None = None
-    parcel: Parcel | None = None  # to be unpacked from the staging
+    parcel: TransferMessage | None = None  # to be unpacked from the staging
 
 
 @dataclass
-class Reflow:
+class ReshardExecutor:
     """See the module.
 
     Args:
         transport: None if there is nobody to send to.
         rank: this new rank.
-        regather: makes the list.
+        reshard_plan: makes the list.
         slots: old rank → its slot, for those that this rank reads.
-        riders: old rank → name → bytes, for those whose capsules this rank has.
+        inline_leaves: old rank → name → bytes, for those whose capsules this rank has.
         proofs: old rank → what proves its lost slot, for those that this rank decodes.
-        space: the live leaves of this rank.
+        flat_view: the live leaves of this rank.
         offsets: name → where the leaf begins in the space.
         is_pinned: whether messages for a device arrive in pinned memory.
     """
 
     transport: Transport | None
     rank: int
-    regather: Regather
-    slots: Mapping[int, Checked]
-    riders: Mapping[int, Mapping[str, bytes]]
-    proofs: Mapping[int, Proof]
-    space: CellSpace
+    reshard_plan: ReshardPlan
+    slots: Mapping[int, VerifiedSlotReader]
+    inline_leaves: Mapping[int, Mapping[str, bytes]]
+    proofs: Mapping[int, ChunkVerifier]
+    flat_view: FlatTensorView
     offsets: Mapping[str, int]
     is_pinned: bool
     _under_way: deque[_UnderWay] = field(default_factory=deque)
     _bytes: int = 0
-    _bands: Bands = field(default_factory=Bands)
+    _bands: StripeDecoder = field(default_factory=StripeDecoder)
     _room: Bytes = field(default_factory=lambda: np.empty(0, np.uint8))
     _capsules: dict[int, Bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = self.regather.sizes
-        self._stagings = Buffers(max(sizes.window // sizes.piece, 1) + 1, sizes.piece, self.is_pinned)
+        sizes = self.reshard_plan.sizes
+        self._stagings = BufferPool(max(sizes.window // sizes.piece, 1) + 1, sizes.piece, self.is_pinned)
 
     def run(self) -> None:
         """All entries that this rank has a part in.
@@ -81,8 +81,8 @@ class Reflow:
         Raises:
             RestoreError: a peer is gone.
         """
-        for entry in self.regather.entries(self.rank):
-            if isinstance(entry, Band):
+        for entry in self.reshard_plan.entries(self.rank):
+            if isinstance(entry, LostShardSlice):
                 self._band(entry)
             elif self.rank == entry.sender:
                 self._give(entry, *self._source(entry))
@@ -90,7 +90,7 @@ class Reflow:
                 self._take(entry)
         while self._under_way:
             self._retire()
-        self.space.finish()
+        self.flat_view.finish()
 
     @property
     def _peers(self) -> Transport:
@@ -100,24 +100,24 @@ class Reflow:
 
     # Parcels
 
-    def _source(self, parcel: Parcel) -> tuple[Bytes, Callable[[int], int]]:
+    def _source(self, parcel: TransferMessage) -> tuple[Bytes, Callable[[int], int]]:
         """The bytes that a parcel is made of, checked, and where an offset of its source is in them."""
-        if parcel.where is Where.SLOT:
+        if parcel.where is PieceSource.SLOT:
             source = self.slots[parcel.owner]
             for part in parcel.parts:
                 self._check(source, part.at, part.at + part.end - part.begin)
             return source.data, lambda at: at
         if parcel.owner not in self._capsules:
-            names = [extent.needs[0].piece.name for extent in self.regather.riders(parcel.owner)]
-            whole = b"".join(self.riders[parcel.owner][name] for name in names)
+            names = [extent.needs[0].piece.name for extent in self.reshard_plan.inline_leaves(parcel.owner)]
+            whole = b"".join(self.inline_leaves[parcel.owner][name] for name in names)
             self._capsules[parcel.owner] = np.frombuffer(bytearray(whole), np.uint8)
         return self._capsules[parcel.owner], lambda at: at
 
-    def _check(self, source: Checked, begin: int, end: int) -> None:
+    def _check(self, source: VerifiedSlotReader, begin: int, end: int) -> None:
         for _ in source.checked(begin, end):
             pass
 
-    def _give(self, parcel: Parcel, source: Bytes, place: Callable[[int], int]) -> None:
+    def _give(self, parcel: TransferMessage, source: Bytes, place: Callable[[int], int]) -> None:
         """Sends a parcel, and copies what is for this rank."""
         parts = [(part, _runs(part, place(part.at))) for part in parcel.parts]
         others = [rank for rank in parcel.receivers if rank != self.rank]
@@ -140,14 +140,14 @@ class Reflow:
                 gather(source, runs.old, runs.nbytes, room)
                 self._unpack(part, runs, room)
 
-    def _take(self, parcel: Parcel) -> None:
+    def _take(self, parcel: TransferMessage) -> None:
         """Receives a parcel: in place if it is one run of live memory."""
         if len(parcel.parts) == 1:
             part = parcel.parts[0]
             runs = _runs(part, 0)
             if len(runs.new) == 1:
                 begin = self.offsets[part.need.leaf.name] + int(runs.new[0])
-                view = self.space.view(begin, begin + parcel.nbytes)
+                view = self.flat_view.view(begin, begin + parcel.nbytes)
                 if view is not None:
                     self._post(_UnderWay([self._peers.receive(view, parcel.sender, TAG)], parcel.nbytes))
                     return
@@ -155,13 +155,13 @@ class Reflow:
         work = self._peers.receive(staging[: parcel.nbytes], parcel.sender, TAG)
         self._post(_UnderWay([work], parcel.nbytes, staging, parcel))
 
-    def _unpack(self, part: Part, runs: Runs, data: Bytes) -> None:
-        scatter(data, self.space, self.offsets[part.need.leaf.name], runs.new, runs.nbytes)
+    def _unpack(self, part: NeededRange, runs: ByteRuns, data: Bytes) -> None:
+        scatter(data, self.flat_view, self.offsets[part.need.leaf.name], runs.new, runs.nbytes)
 
     def _post(self, entry: _UnderWay) -> None:
         self._under_way.append(entry)
         self._bytes += entry.nbytes
-        while self._bytes > self.regather.sizes.window and len(self._under_way) > 1:
+        while self._bytes > self.reshard_plan.sizes.window and len(self._under_way) > 1:
             self._retire()
 
     def _retire(self) -> None:
@@ -182,18 +182,18 @@ class Reflow:
 
     # Bands
 
-    def _band(self, band: Band) -> None:
+    def _band(self, band: LostShardSlice) -> None:
         if self.rank == band.rebuilder:
             self._rebuild(band)
             return
         for old, offset in band.inputs:
-            if self.regather.reader_of[old] == self.rank:
+            if self.reshard_plan.reader_of[old] == self.rank:
                 self._send_band(band, self.slots[old], offset)
         for parcel in band.parcels:
             if self.rank in parcel.receivers:
                 self._take(parcel)
 
-    def _send_band(self, band: Band, source: Checked, offset: int) -> None:
+    def _send_band(self, band: LostShardSlice, source: VerifiedSlotReader, offset: int) -> None:
         staging, data = None, None
         if len(band.ranges) > 1:
             staging = self._stagings.take(self._retire)
@@ -201,7 +201,7 @@ class Reflow:
         work = self._peers.send(data, band.rebuilder, TAG)
         self._post(_UnderWay([work], data.nbytes, staging))
 
-    def _columns(self, band: Band, source: Checked, offset: int, room: Bytes | None) -> Bytes:
+    def _columns(self, band: LostShardSlice, source: VerifiedSlotReader, offset: int, room: Bytes | None) -> Bytes:
         """The band of one shard at hand, checked: as it lies, or packed into `room`."""
         ranges = [(offset + begin, offset + end) for begin, end in band.ranges]
         for begin, end in ranges:
@@ -212,7 +212,7 @@ class Reflow:
         nbytes: Starts = np.array([end - begin for begin, end in ranges], np.int64)
         return room[: gather(source.data, starts, nbytes, room)]
 
-    def _rebuild(self, band: Band) -> None:
+    def _rebuild(self, band: LostShardSlice) -> None:
         """Decodes a band that this rank has the shards of, or gets them."""
         size = sum(end - begin for begin, end in band.ranges)
         if self._room.nbytes < size * len(band.inputs):
@@ -221,7 +221,7 @@ class Reflow:
         works = []
         for i, (shard, (old, offset)) in enumerate(zip(band.read.shards, band.inputs, strict=True)):
             room = self._room[i * size : (i + 1) * size]
-            reader = self.regather.reader_of[old]
+            reader = self.reshard_plan.reader_of[old]
             if reader == self.rank:
                 shards[shard] = self._columns(band, self.slots[old], offset, room if len(band.ranges) > 1 else None)
             else:
@@ -244,7 +244,7 @@ class Reflow:
             self._give(parcel, data, place)
 
 
-def _runs(part: Part, at: int) -> Runs:
+def _runs(part: NeededRange, at: int) -> ByteRuns:
     """The runs of a part: where they lie in a source in which the part begins at `at`, and in the new leaf."""
     old, new, nbytes = part.need.copy.within(part.begin, part.end)
-    return Runs(old + (at - part.begin), new, nbytes)
+    return ByteRuns(old + (at - part.begin), new, nbytes)

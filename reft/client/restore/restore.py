@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from reft.client.link.slots import Leaser, MappedSlot
-from reft.client.memory.huge_pages import Room
+from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore import load
 from reft.client.restore.decode import Decoder
 from reft.client.restore.materialize import live_tensors
-from reft.client.restore.remote_slots import Remote, far_s
+from reft.client.restore.remote_slots import RemoteSlots, far_s
 from reft.client.restore.transport import Transport
 from reft.client.snapshot import replica_check
 from reft.client.state import serialization
 from reft.client.state.host_state import HostState
-from reft.client.state.tensors import Bindings, leaf_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tensors import TensorIndex, leaf_of
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Layout, Leaf
-from reft.core.recovery.gather import readers
-from reft.core.recovery.recovery import Held, Plan
+from reft.core.recovery.gather import assign_readers
+from reft.core.recovery.recovery import HeldSlot, RecoveryPlan
 from reft.errors import FormatError
 from reft.wire.messages import places_from, table_from
 from reft.wire.slot_format import SlotMap
@@ -38,7 +38,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 @dataclass
-class Restoration:
+class Restore:
     """See the module.
 
     Args:
@@ -47,23 +47,23 @@ class Restoration:
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
         predicted: the leaves that this rank had when the base's epoch began.
-        bindings: what the subjects have by now.
+        tensor_index: what the subjects have by now.
         room: memory for tensors that do not exist yet; another is made if it is too small.
         decoder: of lost shards.
     """
 
-    plan: Plan
+    plan: RecoveryPlan
     placement: Placement
     rank: int
     node: str
     nodes: Mapping[str, list[int]]
     predicted: tuple[Leaf, ...]
-    leaser: Leaser
-    remote: Remote
-    subjects: Subjects
-    bindings: Bindings
+    leases: SlotLeases
+    remote: RemoteSlots
+    tracked: TrackedObjects
+    tensor_index: TensorIndex
     host: HostState
-    room: Room
+    room: HugePageBuffer
     decoder: Decoder
     _slots: dict[int, SlotMap] = field(default_factory=dict)
     _own: SlotMap | None = None
@@ -96,7 +96,7 @@ class Restoration:
             damaged.append(self.rank)
         if not damaged:
             self._tensors = live_tensors(
-                sorted(self._leaves, key=self._place_of), self.subjects, self.bindings, self.room
+                sorted(self._leaves, key=self._place_of), self.tracked, self.tensor_index, self.room
             )
         return {"damaged": sorted(set(damaged)), "compared": self._compared()}
 
@@ -128,7 +128,7 @@ class Restoration:
         if (
             self._own is not None
             and self._kept is not None
-            and not load.load_kept(self._own, self._kept, self._tensors, at_chunk)
+            and not load.load_unreplicated(self._own, self._kept, self._tensors, at_chunk)
         ):
             damaged.add(self.rank)
         return sorted(damaged)
@@ -163,11 +163,11 @@ class Restoration:
         return self._order.get(leaf.name, len(self._order))
 
     def _readers(self) -> dict[int, int]:
-        return readers({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes)
+        return assign_readers({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes)
 
-    def _slot(self, held: Held) -> SlotMap:
+    def _slot(self, held: HeldSlot) -> SlotMap:
         if held.node == self.node:
-            self._taken += self.leaser.take([held.slot], keeps=True)
+            self._taken += self.leases.take([held.slot], keeps=True)
             return self._taken[-1].map
         return self.remote.slot(held)
 
@@ -193,6 +193,8 @@ class Restoration:
         layout, places = table_from(table), places_from(table)
         self._leaves = layout.leaves
         kept = [
-            (leaf, at) for leaf, at in zip(layout.leaves, layout.offsets, strict=True) if places[leaf.name] == pb.KEPT
+            (leaf, at)
+            for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
+            if places[leaf.name] == pb.UNREPLICATED
         ]
         self._kept = Layout(tuple(leaf for leaf, _ in kept), tuple(at for _, at in kept), layout.data_bytes)

@@ -24,7 +24,7 @@ from reft.errors import LayoutChanged
 from reft.wire.slot_format import Bytes
 
 
-class CellSpace:
+class FlatTensorView:
     """The live memory of leaves that lie one after the other.
 
     Args:

@@ -19,7 +19,7 @@ AtChunk = Callable[[int], object]
 READ_BYTES = 1 << 20  # at a time: few calls, and still in the core's cache when it is digested
 
 
-class Checked:
+class VerifiedSlotReader:
     """The data of a slot, whose chunks are compared with their digests when they are first read."""
 
     def __init__(self, slot: SlotMap, data_bytes: int, at_chunk: AtChunk) -> None:
@@ -90,10 +90,10 @@ class Checked:
             self.is_bad = True
 
 
-class Source(Checked):
+class SlotSource(VerifiedSlotReader):
     """A slot that this rank reads: of its own old rank, or of another."""
 
     def __init__(self, slot: SlotMap, placement: Placement, old: int, at_chunk: AtChunk) -> None:
         part = placement.part(old)
-        super().__init__(slot, part.kept_offset, at_chunk)
+        super().__init__(slot, part.unreplicated_offset, at_chunk)
         self.offsets = {(block.lane, block.stripe, block.shard): block.offset for block in part.blocks}

@@ -32,7 +32,7 @@ OUT_OF_TURN = (
 )
 
 
-class Strangers:
+class ForeignOptimizerGuard:
     """Who else than the passed optimizers writes what a session holds.
 
     Args:
@@ -93,16 +93,16 @@ class Strangers:
         return UNSTEPPED if waits else ""
 
 
-def _followed(strangers: Strangers) -> Callable[[], object]:
+def _followed(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
     """Hooks every optimizer of the process, until that is called which it returns, or the session is gone."""
-    reference = weakref.ref(strangers)
+    reference = weakref.ref(foreign_optimizers)
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
         found = reference()
         if found is not None:
             found.called(optimizer)
 
-    return weakref.finalize(strangers, register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
+    return weakref.finalize(foreign_optimizers, register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
 
 
 def _nothing() -> None:

@@ -15,33 +15,33 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from reft.client.snapshot.snapshotter import Snapshots
+from reft.client.snapshot.snapshotter import Snapshotter
 from reft.console import say
-from reft.core.commit.snapshot_interval import Cadence, Controls, Frequency, Overhead
-from reft.core.pipeline.course import Course
+from reft.core.commit.snapshot_interval import DueSteps, IntervalEstimator, OverheadEstimate, OverheadMeter
+from reft.core.pipeline.course import PacingPlan
 
 log = logging.getLogger("reft")
 
 
 @dataclass
-class Metronome:
+class SnapshotCadence:
     """One rank's part in how often snapshots are taken.
 
     Args:
-        frequency: what is wished of the round; its budget counts only if the cadence adapts.
+        interval: what is wished of the round; its budget counts only if the cadence adapts.
     """
 
-    snapshots: Snapshots
-    cadence: Cadence
-    frequency: Frequency
-    _controls: Controls = field(default_factory=Controls)
+    snapshots: Snapshotter
+    due_steps: DueSteps
+    interval: IntervalEstimator
+    _controls: OverheadMeter = field(default_factory=OverheadMeter)
     _marked_s: float = 0.0
     _held_s: float = 0.0
     _has_snapshot: bool = False
     _first: int | None = None  # the first step that these snapshots were asked for
     _left_out: tuple[int, str] | None = None  # a due step that was not in turn, and why
 
-    def mark(self, snapshots: Snapshots) -> None:
+    def mark(self, snapshots: Snapshotter) -> None:
         """At each mark, after the fence and before the next snapshot.
 
         Args:
@@ -49,34 +49,34 @@ class Metronome:
         """
         if snapshots is not self.snapshots:
             self.snapshots, self._marked_s, self._first = snapshots, 0.0, None
-            self.cadence = Cadence(self.cadence.first, self.cadence.adapts)
-        if not self.cadence.adapts:
+            self.due_steps = DueSteps(self.due_steps.first, self.due_steps.adapts)
+        if not self.due_steps.adapts:
             return
         now = time.perf_counter()
-        held_s = self.snapshots.counts.mark_s + self.snapshots.copier.tally.stall_s
+        held_s = self.snapshots.counts.mark_s + self.snapshots.copy_engine.copy_stats.stall_s
         seconds, held = now - self._marked_s, held_s - self._held_s
         if self._marked_s:
-            self.frequency.observe(seconds - held, held if self._has_snapshot else None)
+            self.interval.observe(seconds - held, held if self._has_snapshot else None)
             self._controls.observe(seconds, self._has_snapshot)
         self._marked_s, self._held_s, self._has_snapshot = now, held_s, False
-        self.snapshots.reporter.wish = self.frequency.wish()
+        self.snapshots.reporter.requested_every = self.interval.requested_every()
 
     def is_due(self, step: int) -> bool:
         """Whether `step` is to be taken now."""
-        pace = self.snapshots.reporter.pace
-        before = self.cadence.every(pace.start)
-        if self.cadence.hear(pace) and pace.every != before:
+        pace = self.snapshots.reporter.interval
+        before = self.due_steps.every(pace.start)
+        if self.due_steps.hear(pace) and pace.every != before:
             log.warning(
                 "rank %d: from step %d on each %d. step is snapshotted; a snapshot holds up training for %.3f ms here, a "
                 "step takes %.1f ms, and the budget is %.2f %%.",
                 self.snapshots.rank,
                 pace.start,
                 pace.every,
-                1000 * self.frequency.stall_s,
-                1000 * self.frequency.step_s.mean,
-                100 * self.frequency.budget,
+                1000 * self.interval.stall_s,
+                1000 * self.interval.step_s.mean,
+                100 * self.interval.budget,
             )
-        if not self.cadence.due(step):
+        if not self.due_steps.due(step):
             return False
         each = self._spacing(step)
         if step // self.every(step) % each == 0:
@@ -97,15 +97,15 @@ class Metronome:
             self.snapshots.void(*self._left_out)
             self._left_out = None
 
-    def take(self, step: int, is_marked: bool, course: Course | None) -> bool:
-        """See `Snapshots.take`."""
+    def take(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None) -> bool:
+        """See `Snapshotter.take`."""
         self._left_out = None
-        self._has_snapshot = self.snapshots.take(step, is_marked, course)
+        self._has_snapshot = self.snapshots.take(step, is_marked, pacing_plan)
         return self._has_snapshot
 
     def every(self, step: int) -> int:
         """Each how many-th step is taken around `step`."""
-        return self.cadence.every(step)
+        return self.due_steps.every(step)
 
     def report(self) -> None:
         """Says at the end what snapshots cost, once for the job."""
@@ -113,6 +113,6 @@ class Metronome:
         if found is not None and self.snapshots.rank == 0:
             say(str(found))
 
-    def overhead(self) -> Overhead | None:
+    def overhead(self) -> OverheadEstimate | None:
         """What snapshots cost in all, from control steps; None until enough were taken."""
         return self._controls.overhead()

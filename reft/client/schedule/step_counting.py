@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 
-class Marks:
+class StepCounting:
     """How steps are counted: by marks, or by calls of the optimizer until the first mark."""
 
 
-class Marked(Marks):
+class CountByMarks(StepCounting):
     """The loop marks its steps."""
 
 
-class Resumed(Marked):
+class CountResumed(CountByMarks):
     """The loop that the restored step is of marked its steps; this one has not done so yet."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Resumed(Marked):
         return self._calls
 
 
-class Unmarked(Marks):
+class CountByOptimizer(StepCounting):
     """Nothing was marked yet."""
 
     def __init__(self, start: int) -> None:

@@ -21,21 +21,21 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from reft.client.memory import streaming
-from reft.client.memory.threads import Worker, together
-from reft.client.snapshot.cpu_plan import Part, Plan
+from reft.client.memory.threads import TaskThread, run_all
+from reft.client.snapshot.cpu_plan import CopyPart, CpuCopyPlan
 from reft.client.snapshot.engine import CopyJob
 from reft.client.snapshot.replica_check import digest
-from reft.client.snapshot.save_plan import Column, Cut, Run
-from reft.client.snapshot.stats import Tally
-from reft.client.snapshot.throttle import Gate
-from reft.client.snapshot.timeline import COPYING, TIERS, Event
+from reft.client.snapshot.save_plan import ParityColumn, ParityTiling, WriteItem
+from reft.client.snapshot.stats import CopyStats
+from reft.client.snapshot.throttle import CopyThrottle
+from reft.client.snapshot.timeline import COPYING, TIERS, TimelineEvent
 from reft.core.coding import erasure
-from reft.core.pipeline.course import Hands, Passage, Task
+from reft.core.pipeline.course import CopyTask, PacedCopy, Priority
 from reft.core.pipeline.pacing import Tier
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 
-class CpuCopier:
+class CpuCopyEngine:
     """Copies state that lies in host memory. At most one snapshot and a few small tasks are waiting.
 
     Args:
@@ -45,28 +45,28 @@ class CpuCopier:
     """
 
     def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:
-        self.tally = Tally()
-        self.cut = Cut()
+        self.copy_stats = CopyStats()
+        self.cut = ParityTiling()
         self.compares_all = self.keeps_host_time = True
         self._reading = threading.Event()
         self._reading.set()  # set: nothing is being read
         self._clock = clock
-        self._gate = Gate(clock)
-        self._plan: Plan | None = None
+        self._throttle = CopyThrottle(clock)
+        self._plan: CpuCopyPlan | None = None
         self._job: CopyJob | None = None
-        self._threads = [Worker(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
+        self._threads = [TaskThread(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
-        self._idle: list[Worker] = []  # there once a snapshot takes a course
+        self._idle: list[TaskThread] = []  # there once a snapshot takes a course
 
     def begin(self, job: CopyJob) -> None:
-        if self._plan is None or self._plan.share is not job.share:
-            self._plan = Plan.of(job.share, job.chunk_bytes, 2 * len(self._threads))
+        if self._plan is None or self._plan.save_plan is not job.save_plan:
+            self._plan = CpuCopyPlan.of(job.save_plan, job.chunk_bytes, 2 * len(self._threads))
         plan = self._plan
-        if job.course is not None and not self._idle:
-            self._idle = [Worker(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)]
+        if job.pacing_plan is not None and not self._idle:
+            self._idle = [TaskThread(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)]
         for copy_aside in plan.at_mark:
             copy_aside()
-        self._gate.begin()
+        self._throttle.begin()
         self._reading.clear()
         self._job = job
         self._threads[0].submit(lambda: self._take(job, plan))
@@ -76,15 +76,15 @@ class CpuCopier:
             return
         began_s = self._clock()
         self._job.give_up()
-        self._gate.lift(Tier.FENCE)
+        self._throttle.lift(Tier.FENCE)
         self._reading.wait()
-        self.tally.stalled(began_s, self._clock())
+        self.copy_stats.stalled(began_s, self._clock())
 
     def is_capturing(self) -> bool:
         return False
 
     def enter(self, index: int, tier: Tier) -> float:
-        return self._gate.enter(index, tier)
+        return self._throttle.enter(index, tier)
 
     def stamp(self) -> float:
         return self._clock()
@@ -93,7 +93,7 @@ class CpuCopier:
         return list(stamps)
 
     def hurry(self) -> None:
-        self._gate.lift()
+        self._throttle.lift()
 
     def submit(self, task: Callable[[], None]) -> None:
         self._threads[0].submit(task)
@@ -102,13 +102,13 @@ class CpuCopier:
         for thread in [*self._threads, *self._idle]:
             thread.close()
 
-    def _take(self, job: CopyJob, plan: Plan) -> None:
+    def _take(self, job: CopyJob, plan: CpuCopyPlan) -> None:
         """One snapshot, in the first thread; the others take their share of the work."""
         try:
             digests = np.zeros(plan.chunks, np.uint64)
             slot = job.open(True)
             data = slot.data
-            for offset, size in plan.share.zeros if slot.is_new_layout else ():
+            for offset, size in plan.save_plan.zeros if slot.is_new_layout else ():
                 data[offset : offset + size] = 0
             for copy_aside in plan.later:
                 copy_aside()
@@ -116,7 +116,7 @@ class CpuCopier:
             found = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
             job.intact()
             job.compared(found)
-            job.landed({plan.share.leaves[i].name: plan.sources[i].tobytes() for i in plan.share.riders})
+            job.landed({plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves})
         except Exception as error:
             job.failed(error)
             return
@@ -124,7 +124,7 @@ class CpuCopier:
             self._reading.set()
         # The optimizer may run now: only the slot is read from here on.
         try:
-            parity = plan.share.parity_chunks
+            parity = plan.save_plan.parity_chunks
             if parity:
                 self._shared_out(
                     lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
@@ -138,59 +138,70 @@ class CpuCopier:
         """Runs work(thread's index, its tasks) in all threads; returns when all have ended, and raises what one raised."""
         at = bounds(len(self._threads))
         parts = [partial(work, i, range(begin, end)) for i, (begin, end) in enumerate(pairwise(at))]
-        together(parts[0], list(zip(self._threads[1:], parts[1:], strict=True)))
+        run_all(parts[0], list(zip(self._threads[1:], parts[1:], strict=True)))
 
-    def _copy(self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray) -> None:
+    def _copy(self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray) -> None:
         """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
-        if job.course is None:
+        if job.pacing_plan is None:
             self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
             return
-        passage = Passage(job.course, plan.weights, len(plan.tasks))
-        self._gate.open(passage)
+        paced_copy = PacedCopy(job.pacing_plan, plan.weights, len(plan.tasks))
+        self._throttle.open(paced_copy)
 
-        def read(thread: int, hands: Hands) -> None:
+        def read(thread: int, hands: Priority) -> None:
             try:
-                self._read_along(job, plan, data, digests, thread, passage, hands)
+                self._read_along(job, plan, data, digests, thread, paced_copy, hands)
             except BaseException:
-                self._gate.abandon(passage)  # the others may wait for a gap
+                self._throttle.abandon(paced_copy)  # the others may wait for a gap
                 raise
 
-        hands = [Hands.BUSY if self._idle else Hands.ALL] * len(self._threads) + [Hands.IDLE] * len(self._idle)
+        hands = [Priority.BUSY if self._idle else Priority.ALL] * len(self._threads) + [Priority.IDLE] * len(self._idle)
         parts = [partial(read, i, each) for i, each in enumerate(hands)]
-        together(parts[0], list(zip([*self._threads[1:], *self._idle], parts[1:], strict=True)))
+        run_all(parts[0], list(zip([*self._threads[1:], *self._idle], parts[1:], strict=True)))
 
     def _read_along(
-        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, passage: Passage, hands: Hands
+        self,
+        job: CopyJob,
+        plan: CpuCopyPlan,
+        data: Bytes,
+        digests: np.ndarray,
+        thread: int,
+        paced_copy: PacedCopy,
+        hands: Priority,
     ) -> None:
         spent = dict.fromkeys(Tier, (0, 0.0))
 
-        def note(task: Task, begin_s: float, end_s: float, is_whole: bool) -> None:
+        def note(task: CopyTask, begin_s: float, end_s: float, is_whole: bool) -> None:
             if is_whole:  # else it also waited for what came after the gap
                 nbytes, seconds = spent[task.tier]
                 spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
             name = "chunks" if task.number < len(plan.tasks) else "parity"
-            self.tally.timeline.add(Event(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number))
+            self.copy_stats.timeline.add(
+                TimelineEvent(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number)
+            )
 
-        self._read(job, plan, data, digests, thread, self._gate.tasks(passage, hands, note))
+        self._read(job, plan, data, digests, thread, self._throttle.tasks(paced_copy, hands, note))
         for tier, (nbytes, seconds) in spent.items():
-            self.tally.moved(tier, nbytes * len(self._threads), seconds)
+            self.copy_stats.moved(tier, nbytes * len(self._threads), seconds)
 
     def _read_at_once(
-        self, job: CopyJob, plan: Plan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
+        self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
     ) -> None:
-        began_s, tier = self._clock(), self._gate.tier
+        began_s, tier = self._clock(), self._throttle.tier
         self._read(job, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
         ended_s = self._clock()
         if len(tasks):
             nbytes = int(plan.work[tasks.stop - 1]) - (int(plan.work[tasks.start - 1]) if tasks.start else 0)
-            self.tally.moved(tier, nbytes * len(self._threads), ended_s - began_s)
+            self.copy_stats.moved(tier, nbytes * len(self._threads), ended_s - began_s)
             track = f"{COPYING} {thread}"
-            self.tally.timeline.add(Event(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes))
+            self.copy_stats.timeline.add(
+                TimelineEvent(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes)
+            )
 
     def _read(
         self,
         job: CopyJob,
-        plan: Plan,
+        plan: CpuCopyPlan,
         data: Bytes,
         digests: np.ndarray,
         thread: int,
@@ -199,12 +210,12 @@ class CpuCopier:
         """Tasks of parts come first, columns after them; those without a tier count as what training does meanwhile."""
         # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
         counts = [0] * len(TIERS)
-        of_chunks, data = len(plan.tasks), data[: plan.share.data_bytes]
+        of_chunks, data = len(plan.tasks), data[: plan.save_plan.data_bytes]
         for task, tier in tasks:
             written = 0
             if task >= of_chunks:
                 job.at_parity(task - of_chunks)
-                column = plan.share.columns[task - of_chunks]
+                column = plan.save_plan.columns[task - of_chunks]
                 _compute(plan, column, data, plan.scratch[thread])
                 written = column.nbytes * len(column.outputs)
             else:
@@ -212,11 +223,11 @@ class CpuCopier:
                     for chunk in part.chunks:
                         job.at_chunk(chunk)
                     written += _copy_part(part, plan.sources, data, digests, job.chunk_bytes)
-            counts[(tier or self._gate.tier) - 1] += written
-        self.tally.wrote(counts)
+            counts[(tier or self._throttle.tier) - 1] += written
+        self.copy_stats.wrote(counts)
 
 
-def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:
+def _copy_part(part: CopyPart, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:
     """Copies one part and digests each of its chunks; how many bytes were copied."""
     target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
     if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
@@ -233,14 +244,14 @@ def _copy_part(part: Part, sources: list[Bytes], data: Bytes, digests: np.ndarra
     return copied
 
 
-def _compute(plan: Plan, column: Column, data: Bytes, scratch: Bytes) -> None:
+def _compute(plan: CpuCopyPlan, column: ParityColumn, data: Bytes, scratch: Bytes) -> None:
     """XORs one column of parity from live bytes into the slot."""
     n, program, used = column.nbytes, column.program, 0
     inputs = []
     for runs in column.inputs:
         if not runs:
             inputs.append(plan.zeros[:n])
-        elif plan.share.is_direct(runs, n):
+        elif plan.save_plan.is_direct(runs, n):
             inputs.append(plan.sources[runs[0].leaf][runs[0].begin : runs[0].begin + n])
         else:
             inputs.append(scratch[used : used + n])
@@ -250,7 +261,7 @@ def _compute(plan: Plan, column: Column, data: Bytes, scratch: Bytes) -> None:
     erasure.run(program, inputs, [data[offset : offset + n] for offset in column.outputs], rows)
 
 
-def _compose(sources: list[Bytes], runs: tuple[Run, ...], target: Bytes) -> None:
+def _compose(sources: list[Bytes], runs: tuple[WriteItem, ...], target: Bytes) -> None:
     """Puts together a register from several runs, zeros between."""
     end = 0
     for leaf, begin, size, at in runs:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from reft.client.snapshot.save_plan import Run, Share
+from reft.client.snapshot.save_plan import SavePlan, WriteItem
 from reft.client.state.tensors import flat_bytes, is_dense
 from reft.core.layout.layout import align
 from reft.errors import ReftError
@@ -28,40 +28,40 @@ from reft.wire.slot_format import Bytes
 TASK_BYTES = 1 << 20  # what is let through a gate at once: asking has its own cost, and notes an event of the timeline
 
 
-class Part(NamedTuple):
+class CopyPart(NamedTuple):
     """Chunks side by side that one leaf fills, as one run; or one chunk, and the runs in it."""
 
     chunks: range
-    runs: list[Run]
+    runs: list[WriteItem]
 
 
-def by_chunk(runs: Sequence[Run], chunk_bytes: int, chunks: int) -> list[list[Run]]:
+def by_chunk(runs: Sequence[WriteItem], chunk_bytes: int, chunks: int) -> list[list[WriteItem]]:
     """The runs cut at chunk borders."""
-    table: list[list[Run]] = [[] for _ in range(chunks)]
+    table: list[list[WriteItem]] = [[] for _ in range(chunks)]
     for leaf, begin, nbytes, at in runs:
         done = 0
         while done < nbytes:
             index = (at + done) // chunk_bytes
             stop = min(nbytes, (index + 1) * chunk_bytes - at)
-            table[index].append(Run(leaf, begin + done, stop - done, at + done))
+            table[index].append(WriteItem(leaf, begin + done, stop - done, at + done))
             done = stop
     return table
 
 
-def joined(parts: Sequence[Part], chunk_bytes: int, data_bytes: int) -> list[Part]:
+def joined(parts: Sequence[CopyPart], chunk_bytes: int, data_bytes: int) -> list[CopyPart]:
     """Parts of one chunk each, side by side, joined where a leaf that fills one goes on and fills the next."""
-    found: list[Part] = []
+    found: list[CopyPart] = []
     for part in parts:
         if found and _goes_on(found[-1], part, chunk_bytes, data_bytes):
             (before,), (run,) = found[-1].runs, part.runs
             chunks = range(found[-1].chunks.start, part.chunks.stop)
-            found[-1] = Part(chunks, [before._replace(nbytes=before.nbytes + run.nbytes)])
+            found[-1] = CopyPart(chunks, [before._replace(nbytes=before.nbytes + run.nbytes)])
         else:
             found.append(part)
     return found
 
 
-def _goes_on(before: Part, part: Part, chunk_bytes: int, data_bytes: int) -> bool:
+def _goes_on(before: CopyPart, part: CopyPart, chunk_bytes: int, data_bytes: int) -> bool:
     for each in (before, part):
         begin, end = each.chunks.start * chunk_bytes, min(each.chunks.stop * chunk_bytes, data_bytes)
         if len(each.runs) != 1 or each.runs[0].nbytes != end - begin:
@@ -72,7 +72,7 @@ def _goes_on(before: Part, part: Part, chunk_bytes: int, data_bytes: int) -> boo
 
 
 @dataclass(frozen=True)
-class Plan:
+class CpuCopyPlan:
     """What to copy, cut and in order; made again only when the share is another.
 
     Attributes:
@@ -83,7 +83,7 @@ class Plan:
         zeros: as many as the widest column has bytes.
     """
 
-    share: Share
+    save_plan: SavePlan
     at_mark: list[Callable[[], object]]
     later: list[Callable[[], object]]
     sources: list[Bytes]
@@ -91,46 +91,48 @@ class Plan:
     zeros: Bytes
 
     @classmethod
-    def of(cls, share: Share, chunk_bytes: int, threads: int) -> Plan:
+    def of(cls, save_plan: SavePlan, chunk_bytes: int, threads: int) -> CpuCopyPlan:
         """The plan of a share.
 
         Raises:
             ReftError: slots have other chunks than the share was cut for, so that its sections don't begin at chunks.
         """
-        if chunk_bytes != share.chunk_bytes:
-            raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
-        sources, at_mark, later = _sources(share)
-        room = max(((column.rows - len(column.outputs)) * column.nbytes for column in share.columns), default=0)
-        assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
+        if chunk_bytes != save_plan.chunk_bytes:
+            raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {save_plan.chunk_bytes}.")
+        sources, at_mark, later = _sources(save_plan)
+        room = max(((column.rows - len(column.outputs)) * column.nbytes for column in save_plan.columns), default=0)
+        assert room <= save_plan.tiling.scratch, (
+            f"{room} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
+        )
         scratch: list[Bytes] = [np.empty(room, np.uint8) for _ in range(threads)]
-        zeros = np.zeros(max((column.nbytes for column in share.columns), default=0), np.uint8)
-        return cls(share, at_mark, later, sources, scratch, zeros)
+        zeros = np.zeros(max((column.nbytes for column in save_plan.columns), default=0), np.uint8)
+        return cls(save_plan, at_mark, later, sources, scratch, zeros)
 
     # Made in the thread that needs them first: the mark does not wait for them.
 
     @property
     def chunks(self) -> int:
         """How many chunks the slot's data has."""
-        return -(-self.share.data_bytes // self.share.chunk_bytes)
+        return -(-self.save_plan.data_bytes // self.save_plan.chunk_bytes)
 
     @cached_property
-    def tasks(self) -> list[list[Part]]:
+    def tasks(self) -> list[list[CopyPart]]:
         """The chunks of each task, TASK_BYTES of them; those of the parity section are in none."""
-        parity, most = self.share.parity_chunks, max(1, TASK_BYTES // self.share.chunk_bytes)
-        table = by_chunk(self.share.runs, self.share.chunk_bytes, self.chunks)
-        parts = [Part(range(i, i + 1), runs) for i, runs in enumerate(table)]
+        parity, most = self.save_plan.parity_chunks, max(1, TASK_BYTES // self.save_plan.chunk_bytes)
+        table = by_chunk(self.save_plan.runs, self.save_plan.chunk_bytes, self.chunks)
+        parts = [CopyPart(range(i, i + 1), runs) for i, runs in enumerate(table)]
         cut = [
             each[i : i + most]
             for each in (parts[: parity.start], parts[parity.stop :])
             for i in range(0, len(each), most)
         ]
-        return [joined(each, self.share.chunk_bytes, self.share.data_bytes) for each in cut]
+        return [joined(each, self.save_plan.chunk_bytes, self.save_plan.data_bytes) for each in cut]
 
     @cached_property
     def weights(self) -> list[int]:
         """The bytes that each task moves: those of chunks first, then columns."""
         moved = [sum(run.nbytes for part in task for run in part.runs) for task in self.tasks]
-        return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.share.columns]
+        return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.save_plan.columns]
 
     @cached_property
     def work(self) -> np.ndarray:
@@ -145,18 +147,20 @@ class Plan:
         return [0, *ends.tolist(), len(self.work)]
 
 
-def _sources(share: Share) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
+def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
     """The bytes of each leaf: live ones, or where they are copied aside; what copies them at the mark, and what later."""
-    riders = set(share.riders)
-    tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
-    is_aside = [leaf.staged or i in riders or not is_dense(tensors[i]) for i, leaf in enumerate(share.leaves)]
-    sizes = [leaf.nbytes if aside else 0 for leaf, aside in zip(share.leaves, is_aside, strict=True)]
+    inline_leaves = set(save_plan.inline_leaves)
+    tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
+    is_aside = [
+        leaf.staged or i in inline_leaves or not is_dense(tensors[i]) for i, leaf in enumerate(save_plan.leaves)
+    ]
+    sizes = [leaf.nbytes if aside else 0 for leaf, aside in zip(save_plan.leaves, is_aside, strict=True)]
     memory = np.zeros(sum(align(size) for size in sizes), np.uint8)
     sources: list[Bytes] = []
     at_mark: list[Callable[[], object]] = []
     later: list[Callable[[], object]] = []
     end = 0
-    for leaf, tensor, aside, size in zip(share.leaves, tensors, is_aside, sizes, strict=True):
+    for leaf, tensor, aside, size in zip(save_plan.leaves, tensors, is_aside, sizes, strict=True):
         if not aside:
             sources.append(flat_bytes(tensor).numpy())
             continue

@@ -37,16 +37,16 @@ import numpy as np
 import torch
 
 from reft.client.memory.cuda import Device
-from reft.client.memory.threads import Worker
-from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, Transfers, compute, plan_transfers
+from reft.client.memory.threads import TaskThread
+from reft.client.snapshot.cuda_plan import TRANSFER_BYTES, CudaCopyPlan, compute, plan_transfers
 from reft.client.snapshot.engine import CopyJob
-from reft.client.snapshot.replica_check import Sample, digest_of
-from reft.client.snapshot.save_plan import Cut
-from reft.client.snapshot.stats import Tally
-from reft.client.snapshot.timeline import COPYING, Event
+from reft.client.snapshot.replica_check import DigestSample, digest_of
+from reft.client.snapshot.save_plan import ParityTiling
+from reft.client.snapshot.stats import CopyStats
+from reft.client.snapshot.timeline import COPYING, TimelineEvent
 from reft.client.state.tensors import flat_bytes, is_dense
 from reft.core.pipeline import pacing
-from reft.core.pipeline.course import Course
+from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ReftError
 from reft.wire.slot_format import chunk_digest
@@ -56,7 +56,7 @@ PLAN_EVERY = 16  # snapshots until a plan is made again from newer measurements;
 PENDING_MAX = 256  # measurements that the device has not made yet
 
 
-class CudaCopier:
+class CudaCopyEngine:
     """Copies state that lies on one CUDA device. At most one snapshot is under way.
 
     Args:
@@ -68,33 +68,33 @@ class CudaCopier:
     def __init__(
         self, device: Device | None = None, parity_scratch_bytes: int = 64 << 20, overrun_scratch_bytes: int = 0
     ) -> None:
-        self.tally = Tally()
+        self.copy_stats = CopyStats()
         # A launch costs more than a small column, so columns are as wide as the scratch allows.
-        self.cut = Cut(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
+        self.cut = ParityTiling(TRANSFER_BYTES, parity_scratch_bytes // 2, parity_scratch_bytes)
         self.compares_all = False  # all bytes of a cell over PCIe would undo what sharding saves
         self.keeps_host_time = False
         self._device = device or Device()
         self._overrun_bytes = overrun_scratch_bytes
         self._overrun: torch.Tensor | None = None
-        self._transfers: Transfers | None = None
+        self._transfers: CudaCopyPlan | None = None
         self._without_room = 0  # snapshots in a row for which the device had no memory
-        self._planned: tuple[Transfers, tuple[Tier, ...], pacing.Plan] | None = None
+        self._planned: tuple[CudaCopyPlan, tuple[Tier, ...], pacing.TaskPlan] | None = None
         self._plan_age = 0
-        self._worker = Worker("reft-copier", None)
+        self._worker = TaskThread("reft-copier", None)
         self._flight: _Flight | None = None
         self._tier = Tier.COMPUTE
         self._pending: deque[_Measured] = deque(maxlen=PENDING_MAX)
 
     def begin(self, job: CopyJob) -> None:
-        if self._transfers is None or self._transfers.share is not job.share:
+        if self._transfers is None or self._transfers.save_plan is not job.save_plan:
             self._transfers = self._planned_transfers(job)
         self._settle()
-        plan = self._plan(self._transfers, job.course) if job.course else None
+        plan = self._plan(self._transfers, job.pacing_plan) if job.pacing_plan else None
         flight = _Flight(job, self._transfers, plan, self._device, self._pending)
         flight.start()
         self._flight = flight
-        at_once = job.share.written_bytes - sum(self._transfers.written)  # what lies on the host
-        self.tally.wrote([at_once if tier is self._tier else 0 for tier in Tier])
+        at_once = job.save_plan.written_bytes - sum(self._transfers.written)  # what lies on the host
+        self.copy_stats.wrote([at_once if tier is self._tier else 0 for tier in Tier])
         self._launch(list(flight.todo) if plan is None else [*plan.tasks(pacing.AT_MARK), *plan.tasks(0)], self._tier)
 
     def is_capturing(self) -> bool:
@@ -123,7 +123,7 @@ class CudaCopier:
         if flight is None:
             return
         if flight.todo:
-            self.tally.wrote(flight.overrun(self._scratch()))
+            self.copy_stats.wrote(flight.overrun(self._scratch()))
             self._worker.submit(flight.finish)
         flight.decide()
         before = self._device.record_compute()
@@ -142,12 +142,12 @@ class CudaCopier:
         if flight is None or flight.read is not None:
             return
         if len(tasks):
-            self.tally.wrote(flight.launch(tasks, tier))
+            self.copy_stats.wrote(flight.launch(tasks, tier))
         if not flight.todo:
             flight.land()
             self._worker.submit(flight.finish)
 
-    def _planned_transfers(self, job: CopyJob) -> Transfers:
+    def _planned_transfers(self, job: CopyJob) -> CudaCopyPlan:
         """The transfers of another share; the device needs room for them.
 
         Where it has none, only the 1st, 2nd, 4th, 8th, … snapshot tries again: torch gives back all that it keeps before it
@@ -158,12 +158,13 @@ class CudaCopier:
         """
         if not self._without_room & (self._without_room - 1):
             with contextlib.suppress(torch.OutOfMemoryError):
-                found = plan_transfers(job.share, job.chunk_bytes)
+                found = plan_transfers(job.save_plan, job.chunk_bytes)
                 self._without_room = 0
                 return found
         self._without_room += 1
         raise ReftError(
-            f"the device has no room for small leaves and parity, at most {job.share.cut.scratch} bytes of scratch memory.",
+            f"the device has no room for small leaves and parity, "
+            f"at most {job.save_plan.tiling.scratch} bytes of scratch memory.",
             "lower REFT_PARITY_SCRATCH_BYTES",
         )
 
@@ -187,20 +188,22 @@ class CudaCopier:
                 self._overrun = torch.empty(0, dtype=torch.uint8, device=device)
         return self._overrun
 
-    def _plan(self, transfers: Transfers, course: Course) -> pacing.Plan:
+    def _plan(self, transfers: CudaCopyPlan, pacing_plan: PacingPlan) -> pacing.TaskPlan:
         """Where each part and column goes; made again now and then, and when windows or the share are others."""
-        tiers = tuple(stretch.tier for stretch in course.stretches)
+        tiers = tuple(stretch.tier for stretch in pacing_plan.phases)
         self._plan_age += 1
         known = self._planned
         if known is not None and known[0] is transfers and known[1] == tiers and self._plan_age % PLAN_EVERY:
             return known[2]
-        ends = list(accumulate((stretch.seconds for stretch in course.stretches), initial=0.0))
-        windows = [pacing.Window(tier, *span) for tier, span in zip(tiers, pairwise(ends), strict=True)]
-        beside = course.beside_bytes_per_s
-        rates = pacing.Rates(course.bytes_per_s, beside, beside, self.tally.parity_rate() or course.bytes_per_s / 2)
+        ends = list(accumulate((stretch.seconds for stretch in pacing_plan.phases), initial=0.0))
+        windows = [pacing.CopyWindow(tier, *span) for tier, span in zip(tiers, pairwise(ends), strict=True)]
+        beside = pacing_plan.beside_bytes_per_s
+        rates = pacing.CopyRates(
+            pacing_plan.bytes_per_s, beside, beside, self.copy_stats.parity_rate() or pacing_plan.bytes_per_s / 2
+        )
         sizes = [source.nbytes for source, _ in transfers.parts]
         parity = transfers.written[len(sizes) :]
-        plan = pacing.plan(sizes, parity, windows, rates, course.guard_s, course.seconds)
+        plan = pacing.plan(sizes, parity, windows, rates, pacing_plan.guard_s, pacing_plan.seconds)
         self._planned = transfers, tiers, plan
         return plan
 
@@ -210,11 +213,11 @@ class CudaCopier:
             measured = self._pending.popleft()
             begin_s, end_s = times
             if measured.tier is Tier.FENCE and not measured.nbytes:
-                self.tally.stalled(begin_s, end_s)
+                self.copy_stats.stalled(begin_s, end_s)
                 continue
-            self.tally.moved(measured.tier, measured.nbytes, end_s - begin_s, measured.is_parity)
+            self.copy_stats.moved(measured.tier, measured.nbytes, end_s - begin_s, measured.is_parity)
             name = "parity" if measured.is_parity else "chunks"
-            self.tally.timeline.add(Event(COPYING, name, begin_s, end_s, measured.tier, measured.nbytes))
+            self.copy_stats.timeline.add(TimelineEvent(COPYING, name, begin_s, end_s, measured.tier, measured.nbytes))
 
 
 class _Measured(NamedTuple):
@@ -231,7 +234,12 @@ class _Flight:
     """One snapshot under way; see the module. The trainer's thread enqueues, the worker finishes."""
 
     def __init__(
-        self, job: CopyJob, transfers: Transfers, plan: pacing.Plan | None, device: Device, pending: deque[_Measured]
+        self,
+        job: CopyJob,
+        transfers: CudaCopyPlan,
+        plan: pacing.TaskPlan | None,
+        device: Device,
+        pending: deque[_Measured],
     ) -> None:
         self._job, self._transfers, self._plan = job, transfers, plan
         self._device, self._pending = device, pending
@@ -242,10 +250,10 @@ class _Flight:
         self._data = torch.from_numpy(self._slot.data)
         self._lock = threading.Lock()
         self._verdict: Future[None] = Future()
-        self._compared: list[tuple[Sample, list[torch.Tensor]]] = []
+        self._compared: list[tuple[DigestSample, list[torch.Tensor]]] = []
         self._done: Any = None
         self.read: Any = None  # behind the last byte that is read from the live state
-        self.todo = dict.fromkeys(range(len(transfers.parts) + len(transfers.share.columns)))  # in order
+        self.todo = dict.fromkeys(range(len(transfers.parts) + len(transfers.save_plan.columns)))  # in order
 
     def side_waits(self, event: Any) -> None:
         """What is enqueued from here on is copied when the device has passed this event."""
@@ -265,9 +273,9 @@ class _Flight:
     def _start(self) -> None:
         self._gather()
         self._device.side_waits(self._device.record_compute())
-        riders = self._transfers.riders_bytes
+        inline_leaves = self._transfers.riders_bytes
         with self._device.on_side():
-            self._aside[:riders].copy_(self._transfers.gathered[:riders], non_blocking=True)
+            self._aside[:inline_leaves].copy_(self._transfers.gathered[:inline_leaves], non_blocking=True)
             self._compared = [(sample, self._sampled(sample)) for sample in self._job.samples()]
 
     def launch(self, tasks: Iterable[int], tier: Tier) -> list[int]:
@@ -351,7 +359,7 @@ class _Flight:
             self._to_slot(task, parts[task][0])
         else:
             self._job.at_parity(task - len(parts))
-            compute(self._transfers, self._transfers.share.columns[task - len(parts)], self._data)
+            compute(self._transfers, self._transfers.save_plan.columns[task - len(parts)], self._data)
 
     def _to_slot(self, task: int, source: torch.Tensor) -> None:
         offset = self._transfers.parts[task][1]
@@ -370,7 +378,7 @@ class _Flight:
         for tensor, offset in transfers.large:
             self._data[offset : offset + tensor.nbytes].copy_(tensor)
 
-    def _sampled(self, sample: Sample) -> list[torch.Tensor]:
+    def _sampled(self, sample: DigestSample) -> list[torch.Tensor]:
         """Copies of what is compared with other ranks, a small window of each cell, in host memory of their own."""
         parts = []
         for leaf, begin, nbytes, _ in sample.runs:
@@ -389,12 +397,12 @@ class _Flight:
             memory, data = self._aside.numpy(), slot.data
             for begin, size, offset in transfers.late:
                 np.copyto(data[offset : offset + size], memory[begin : begin + size])
-            for offset, size in job.share.zeros if slot.is_new_layout else ():
+            for offset, size in job.save_plan.zeros if slot.is_new_layout else ():
                 data[offset : offset + size] = 0
             job.compared(
                 {sample.cell: digest_of(sample, [part.numpy() for part in parts]) for sample, parts in self._compared}
             )
-            leaves = [(job.share.leaves[i], transfers.places[i]) for i in job.share.riders]
+            leaves = [(job.save_plan.leaves[i], transfers.places[i]) for i in job.save_plan.inline_leaves]
             job.landed({leaf.name: memory[at : at + leaf.nbytes].tobytes() for leaf, at in leaves})
             job.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
         except Exception as error:

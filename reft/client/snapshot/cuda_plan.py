@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from reft.client.memory import xor
-from reft.client.snapshot.save_plan import Column, Share
+from reft.client.snapshot.save_plan import ParityColumn, SavePlan
 from reft.client.state.tensors import device_of, flat_bytes, is_dense
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
@@ -25,7 +25,7 @@ TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full b
 
 
 @dataclass(frozen=True)
-class Transfers:
+class CudaCopyPlan:
     """How one share travels. Gathered leaves have the same place in `gathered` and in the host's memory of a snapshot.
 
     Attributes:
@@ -44,7 +44,7 @@ class Transfers:
         zeros: as many as the widest column has bytes.
     """
 
-    share: Share
+    save_plan: SavePlan
     gathered: torch.Tensor
     small: list[tuple[torch.Tensor, torch.Tensor]]
     host: list[tuple[torch.Tensor, int]]
@@ -60,7 +60,7 @@ class Transfers:
     zeros: torch.Tensor
 
 
-def compute(transfers: Transfers, column: Column, data: torch.Tensor) -> None:
+def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -> None:
     """Enqueues one column of parity: everything that it needs beside live bytes is a row of the scratch."""
     n, program = column.nbytes, column.program
     assert column.rows * n <= transfers.scratch.nbytes, f"{column.rows} rows of {n} bytes outgrow the scratch"
@@ -69,7 +69,7 @@ def compute(transfers: Transfers, column: Column, data: torch.Tensor) -> None:
     for runs in column.inputs:
         if not runs:
             inputs.append(transfers.zeros[:n])
-        elif transfers.share.is_direct(runs, n):
+        elif transfers.save_plan.is_direct(runs, n):
             inputs.append(transfers.sources[runs[0].leaf][runs[0].begin : runs[0].begin + n])
         else:
             row = next(rows)
@@ -84,21 +84,21 @@ def compute(transfers: Transfers, column: Column, data: torch.Tensor) -> None:
         data[offset : offset + n].copy_(output, non_blocking=True)
 
 
-def plan_transfers(share: Share, chunk_bytes: int) -> Transfers:
+def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
     """Sorts the leaves of a share by how they travel.
 
     Raises:
         UnsupportedState: they lie on more than one device, or a large one has gaps between its elements.
         ReftError: slots have other chunks than the share was cut for.
     """
-    if chunk_bytes != share.chunk_bytes:
-        raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {share.chunk_bytes}.")
-    tensors = [share.tensors[leaf.name].detach() for leaf in share.leaves]
+    if chunk_bytes != save_plan.chunk_bytes:
+        raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {save_plan.chunk_bytes}.")
+    tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
     device = device_of(tensors)
-    places, riders_bytes, host_offset, end = _seats(share)
+    places, riders_bytes, host_offset, end = _seats(save_plan)
     gathered = torch.zeros(end, dtype=torch.uint8, device=device)
     small, host, sources = [], [], []
-    for i, (leaf, tensor) in enumerate(zip(share.leaves, tensors, strict=True)):
+    for i, (leaf, tensor) in enumerate(zip(save_plan.leaves, tensors, strict=True)):
         if i not in places:
             if not is_dense(tensor):
                 raise UnsupportedState(f"{leaf.name} has gaps between its elements and is too large to gather.")
@@ -106,11 +106,11 @@ def plan_transfers(share: Share, chunk_bytes: int) -> Transfers:
             continue
         run = gathered[places[i] : places[i] + leaf.nbytes]
         sources.append(run)
-        if i in share.apart:
+        if i in save_plan.host_resident:
             host.append((tensor, places[i]))
         elif leaf.nbytes:
             small.append((tensor, run.view(tensor.dtype).as_strided(tensor.shape, leaf.stride)))
-    pieces, late, large = _sorted_runs(share, places, sources, gathered)
+    pieces, late, large = _sorted_runs(save_plan, places, sources, gathered)
     parts = [
         (source[at : at + TRANSFER_BYTES], offset + at)
         for source, offset, _ in pieces
@@ -121,38 +121,40 @@ def plan_transfers(share: Share, chunk_bytes: int) -> Transfers:
         for source, _, live in pieces
         for at in range(0, source.nbytes, TRANSFER_BYTES)
     ]
-    written += [column.nbytes * len(column.outputs) for column in share.columns]
-    columns = share.columns
+    written += [column.nbytes * len(column.outputs) for column in save_plan.columns]
+    columns = save_plan.columns
     room = max((column.rows * column.nbytes for column in columns), default=0)
-    assert room <= share.cut.scratch, f"{room} bytes of scratch memory, {share.cut.scratch} were allowed"
-    return Transfers(
-        share, gathered, small, host, riders_bytes, host_offset, places, sources, parts, written, late, large,
+    assert room <= save_plan.tiling.scratch, f"{room} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
+    return CudaCopyPlan(
+        save_plan, gathered, small, host, riders_bytes, host_offset, places, sources, parts, written, late, large,
         scratch=torch.empty(room, dtype=torch.uint8, device=device),
         zeros=torch.zeros(max((column.nbytes for column in columns), default=0), dtype=torch.uint8, device=device),
     )  # fmt: skip
 
 
-def _seats(share: Share) -> tuple[dict[int, int], int, int, int]:
+def _seats(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:
     """Where each gathered leaf begins; where riders end, where the host's leaves begin, and where all end."""
-    riders = set(share.riders)
-    small = [i for i, leaf in enumerate(share.leaves) if leaf.staged or leaf.nbytes < SMALL_BYTES or i in riders]
-    at = {run.leaf: run.at for run in reversed(share.runs)}
+    inline_leaves = set(save_plan.inline_leaves)
+    small = [
+        i for i, leaf in enumerate(save_plan.leaves) if leaf.staged or leaf.nbytes < SMALL_BYTES or i in inline_leaves
+    ]
+    at = {run.leaf: run.at for run in reversed(save_plan.runs)}
     # In the order of the slot, so that neighbours there are neighbours here, and travel together.
-    small.sort(key=lambda i: (i in share.apart, i not in riders, at.get(i, 0)))
+    small.sort(key=lambda i: (i in save_plan.host_resident, i not in inline_leaves, at.get(i, 0)))
     places: dict[int, int] = {}
     riders_bytes, host_offset, end = 0, -1, 0
     for i in small:
-        if i in share.apart and host_offset < 0:
+        if i in save_plan.host_resident and host_offset < 0:
             host_offset = end
         places[i] = end
-        end = align(end + share.leaves[i].nbytes)
-        if i in riders and i not in share.apart:
+        end = align(end + save_plan.leaves[i].nbytes)
+        if i in inline_leaves and i not in save_plan.host_resident:
             riders_bytes = end
     return places, riders_bytes, end if host_offset < 0 else host_offset, end
 
 
 def _sorted_runs(
-    share: Share, places: dict[int, int], sources: list[torch.Tensor], gathered: torch.Tensor
+    save_plan: SavePlan, places: dict[int, int], sources: list[torch.Tensor], gathered: torch.Tensor
 ) -> tuple[list[tuple[torch.Tensor, int, int]], list[tuple[int, int, int]], list[tuple[torch.Tensor, int]]]:
     """Runs as Transfers has them: pieces with the bytes of leaves in them, late, large.
 
@@ -162,16 +164,16 @@ def _sorted_runs(
     late: list[tuple[int, int, int]] = []
     large: list[tuple[torch.Tensor, int]] = []
     merged: list[list[int]] = []  # begin and end in `gathered`, offset in the slot, bytes of leaves
-    for leaf, begin, size, at in share.runs:
+    for leaf, begin, size, at in save_plan.runs:
         if leaf not in places:
             run = sources[leaf][begin : begin + size]
-            if leaf in share.apart:
+            if leaf in save_plan.host_resident:
                 large.append((run, at))
             else:
                 pieces.append((run, at, size))
             continue
         first = places[leaf] + begin
-        if leaf in share.apart:
+        if leaf in save_plan.host_resident:
             late.append((first, size, at))
         elif merged and at - merged[-1][2] == first - merged[-1][0] and 0 <= first - merged[-1][1] < ALIGNMENT:
             merged[-1][1] = first + size

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reft.client.snapshot.replica_check import Sample
-from reft.client.snapshot.save_plan import Cut, Share
-from reft.client.snapshot.stats import Tally
-from reft.core.pipeline.course import Course
+from reft.client.snapshot.replica_check import DigestSample
+from reft.client.snapshot.save_plan import ParityTiling, SavePlan
+from reft.client.snapshot.stats import CopyStats
+from reft.core.pipeline.course import PacingPlan
 from reft.core.pipeline.pacing import Tier
 from reft.wire.slot_format import SlotMap
 
@@ -28,7 +28,7 @@ class CopyJob:
             raises if there is none.
         give_up: makes a waiting `open` raise.
         chunk_bytes: of each slot.
-        share: what to write where.
+        save_plan: what to write where.
         at_chunk: called with each chunk's index before the part that it belongs to is copied; may raise.
         at_parity: called with each parity column's index before it is computed; may raise.
         intact: called after the last byte was read and before anything writes the state again; raises if it was written.
@@ -36,29 +36,29 @@ class CopyJob:
         sealed, failed: what to do when the digests are there, or instead of what was not done yet, if anything raises.
         samples: what of the cells to digest for comparison with other ranks.
         compared: takes the samples' digests, by cell, before `landed`.
-        course: where in the window the bytes are to go; None: at once, beside whatever training does.
+        pacing_plan: where in the window the bytes are to go; None: at once, beside whatever training does.
     """
 
     open: Callable[[bool], SlotMap]
     give_up: Callable[[], None]
     chunk_bytes: int
-    share: Share
+    save_plan: SavePlan
     at_chunk: Callable[[int], object]
     at_parity: Callable[[int], object]
     intact: Callable[[], None]
     landed: Callable[[Mapping[str, bytes]], None]
     sealed: Callable[[np.ndarray], None]
     failed: Callable[[Exception], None]
-    samples: Callable[[], Sequence[Sample]]
+    samples: Callable[[], Sequence[DigestSample]]
     compared: Callable[[Mapping[int, int]], None]
-    course: Course | None = None
+    pacing_plan: PacingPlan | None = None
 
 
-class Copier(Protocol):
+class CopyEngine(Protocol):
     """The seam between a session and what moves its bytes."""
 
-    tally: Tally  # what it copied, when and how fast
-    cut: Cut  # how it wants parity cut
+    copy_stats: CopyStats  # what it copied, when and how fast
+    cut: ParityTiling  # how it wants parity cut
     compares_all: bool  # whether it may be asked to digest all live bytes of a snapshot
     keeps_host_time: bool  # whether the host's time is the device's
 

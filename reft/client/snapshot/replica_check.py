@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from reft.client.link.rank_group import Exchange
-from reft.client.snapshot.save_plan import CellRuns, Run
-from reft.client.state.tensors import Bindings, flat_bytes, is_dense
+from reft.client.link.rank_group import RankGroup
+from reft.client.snapshot.save_plan import CellRuns, WriteItem
+from reft.client.state.tensors import TensorIndex, flat_bytes, is_dense
 from reft.core.layout.cells import Division
 from reft.core.layout.layout import Leaf
 from reft.core.layout.stage_naming import CONSTANT
@@ -44,19 +44,19 @@ from reft.wire.slot_format import Bytes
 WINDOW_BYTES = 1 << 20
 
 
-class Sample(NamedTuple):
+class DigestSample(NamedTuple):
     """Runs of one cell's bytes; their `at` counts from the beginning of the cell."""
 
     cell: int
-    runs: tuple[Run, ...]
+    runs: tuple[WriteItem, ...]
 
 
-def samples(cells: Sequence[CellRuns], step: int, in_whole: bool) -> list[Sample]:
+def samples(cells: Sequence[CellRuns], step: int, in_whole: bool) -> list[DigestSample]:
     """What to digest at a step."""
-    return [Sample(each.cell, tuple(_cut(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
+    return [DigestSample(each.cell, tuple(_cut(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
 
 
-def digest(sample: Sample, sources: Sequence[Bytes]) -> int:
+def digest(sample: DigestSample, sources: Sequence[Bytes]) -> int:
     """The digest of a sample.
 
     Args:
@@ -65,7 +65,7 @@ def digest(sample: Sample, sources: Sequence[Bytes]) -> int:
     return digest_of(sample, [sources[leaf][begin : begin + nbytes] for leaf, begin, nbytes, _ in sample.runs])
 
 
-def digest_of(sample: Sample, parts: Sequence[Bytes]) -> int:
+def digest_of(sample: DigestSample, parts: Sequence[Bytes]) -> int:
     """The digest of a sample whose runs' bytes are given one by one."""
     found = xxhash.xxh3_64()
     for run, part in zip(sample.runs, parts, strict=True):
@@ -88,7 +88,7 @@ def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
     return found
 
 
-def are_unlike(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
+def are_mismatched(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
     """Whether ranks had different bytes where they should be replicas.
 
     Args:
@@ -106,39 +106,41 @@ def _window(nbytes: int, step: int, in_whole: bool) -> tuple[int, int]:
     return begin, min(begin + WINDOW_BYTES, nbytes)
 
 
-def _cut(cell: CellRuns, begin: int, end: int) -> Iterator[Run]:
+def _cut(cell: CellRuns, begin: int, end: int) -> Iterator[WriteItem]:
     for leaf, first, nbytes, at in cell.runs:
         low, high = max(at, begin), min(at + nbytes, end)
         if low < high:
-            yield Run(leaf, first + low - at, high - low, low)
+            yield WriteItem(leaf, first + low - at, high - low, low)
 
 
-def unequal(exchange: Exchange, division: Division, names: Collection[str], bindings: Bindings) -> list[str]:
+def find_mismatched(
+    rank_group: RankGroup, division: Division, names: Collection[str], tensor_index: TensorIndex
+) -> list[str]:
     """Names of leaves that ranks hold with unlike bytes, or will; all ranks call it together.
 
     Args:
         division: as if all replicas were alike.
         names: all leaves of all layouts, also those that do not exist yet.
-        bindings: what this rank has.
+        tensor_index: what this rank has.
 
     Raises:
         AttachError: a rank could not take part.
     """
-    if exchange.world == 1:
+    if rank_group.world == 1:
         return []
     values: dict[str, str] = {}
 
     def cells() -> dict[str, Any]:
-        values.update(value_digests(bindings, {leaf.name for leaf in shared(division, exchange.rank)}))
-        return {"cells": cell_digests(division, exchange.rank, values)}
+        values.update(value_digests(tensor_index, {leaf.name for leaf in shared(division, rank_group.rank)}))
+        return {"cells": cell_digests(division, rank_group.rank, values)}
 
-    said = [each["cells"] for each in exchange.together(cells)]
-    if are_alike(division, said):
+    said = [each["cells"] for each in rank_group.gather_or_raise(cells)]
+    if all_match(division, said):
         return []
     kinds = [(division.layout_of[rank], tuple(each)) for rank, each in enumerate(said)]
-    is_first = kinds.index(kinds[exchange.rank]) == exchange.rank
-    described = exchange.together(lambda: {"values": values} if is_first else {})
-    return differing(described, names)
+    is_first = kinds.index(kinds[rank_group.rank]) == rank_group.rank
+    described = rank_group.gather_or_raise(lambda: {"values": values} if is_first else {})
+    return mismatched_names(described, names)
 
 
 def shared(division: Division, rank: int) -> list[Leaf]:
@@ -147,20 +149,20 @@ def shared(division: Division, rank: int) -> list[Leaf]:
     return [leaf for cell in cells for leaf in division.cells[cell].leaves]
 
 
-def value_digests(bindings: Bindings, names: Iterable[str]) -> dict[str, str]:
+def value_digests(tensor_index: TensorIndex, names: Iterable[str]) -> dict[str, str]:
     """A digest of the bytes of each of these leaves that exists; after CONSTANT if all elements are equal.
 
     By name; pieces of a whole by name, a line end, and their place in it: other pieces are other leaves.
     """
     wanted, found = set(names), {}
-    for name, tensor in bindings.tensors.items():
+    for name, tensor in tensor_index.tensors.items():
         if name not in wanted:
             continue
         dense = tensor if is_dense(tensor) else tensor.contiguous()
         data = flat_bytes(dense).to(torch.device("cpu")).numpy()
         size = tensor.element_size()
         is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
-        box = bindings.boxes.get(name)
+        box = tensor_index.boxes.get(name)
         where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
         found[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
     return found
@@ -176,7 +178,7 @@ def cell_digests(division: Division, rank: int, values: Mapping[str, str]) -> li
     return found
 
 
-def are_alike(division: Division, said: Sequence[Sequence[str]]) -> bool:
+def all_match(division: Division, said: Sequence[Sequence[str]]) -> bool:
     """Whether all holders of each cell say the same of it.
 
     Args:
@@ -190,7 +192,7 @@ def are_alike(division: Division, said: Sequence[Sequence[str]]) -> bool:
     )
 
 
-def differing(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+def mismatched_names(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
     """Names of leaves that ranks hold with unlike bytes, or will.
 
     The optimizer's state of such a leaf goes with it. So do leaves of one repeated value once anything differs: that zeros

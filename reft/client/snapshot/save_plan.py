@@ -13,7 +13,7 @@ Invariants
   2. Where the bytes lie depends on the placement alone. A predicted leaf that does not exist (yet) is zeros; one that exists
      and was not predicted, or is of another kind than was predicted, is extra: kept after the kept leaves.
   3. A share names leaves by number and never looks at their bytes, so it is made again only when other leaves exist.
-  4. No column needs more registers than fit into the scratch memory that was allowed; see `Cut`.
+  4. No column needs more registers than fit into the scratch memory that was allowed; see `ParityTiling`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from reft.core.coding.erasure import Program, encode_program
-from reft.core.coding.placement import Block, Lane, Part, Placement
+from reft.core.coding.erasure import XorProgram, encode_program
+from reft.core.coding.placement import Lane, Placement, RankPlacement, ShardBlock
 from reft.core.layout.cells import RIDERS_MAX
 from reft.core.layout.layout import Layout, Leaf, align, pack
 from reft.errors import ConfigError
@@ -38,7 +38,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 UNIT = 64  # bytes: a cache line; columns begin at multiples of it
 
 
-class Run(NamedTuple):
+class WriteItem(NamedTuple):
     """`nbytes` from `begin` of leaf number `leaf`; they go to `at` of the slot's data, or of a column's register."""
 
     leaf: int
@@ -52,10 +52,10 @@ class CellRuns(NamedTuple):
 
     cell: int
     nbytes: int
-    runs: tuple[Run, ...]
+    runs: tuple[WriteItem, ...]
 
 
-class Column(NamedTuple):
+class ParityColumn(NamedTuple):
     """One parity shard between two offsets of its packets: every register has `nbytes`.
 
     Attributes:
@@ -64,15 +64,15 @@ class Column(NamedTuple):
         rows: registers that an engine needs room for: outputs, the program's scratch, and inputs that are no single run.
     """
 
-    program: Program
+    program: XorProgram
     nbytes: int
-    inputs: tuple[tuple[Run, ...], ...]
+    inputs: tuple[tuple[WriteItem, ...], ...]
     outputs: tuple[int, ...]
     rows: int
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParityTiling:
     """How an engine wants parity cut; all sizes in bytes.
 
     Attributes:
@@ -86,47 +86,47 @@ class Cut:
     hot: int = 1 << 20
     scratch: int = 64 << 20
 
-    def width(self, program: Program) -> int:
+    def width(self, program: XorProgram) -> int:
         """The column width to begin with."""
         rows = len(program.outputs) + program.scratch
         return align(max(self.register // 4, min(self.register, self.hot // rows)), UNIT)
 
 
 @dataclass(frozen=True)
-class Share:
+class SavePlan:
     """See the module. Offsets count in the slot's data, sizes are in bytes.
 
     Attributes:
         tensors: the live leaves, by name.
         leaves: the leaves that exist, by name; runs name them by their number here.
-        part: what the placement gives this rank.
+        placement: what the placement gives this rank.
         layout: the leaves as the slot's table lists them; the offset of those that are not kept says nothing.
         runs: in the order of their place in the slot.
         columns: the parity, in the order of its place in the slot.
         zeros: (offset, size) of what nobody else writes.
         cells: all live bytes of the cells that this rank holds.
-        riders: numbers of the leaves that travel in the capsule.
+        inline_leaves: numbers of the leaves that travel in the capsule.
         absent: predicted leaves that do not exist.
-        extra: leaves that exist and were not predicted.
-        apart: numbers of the leaves that lie on the host while the state lies on a device.
+        unplanned: leaves that exist and were not predicted.
+        host_resident: numbers of the leaves that lie on the host while the state lies on a device.
         table: the leaf table's bytes.
         digest: 16 bytes, of the table and of all else that decides where bytes lie.
     """
 
     tensors: Mapping[str, torch.Tensor]
     leaves: tuple[Leaf, ...]
-    part: Part
+    placement: RankPlacement
     chunk_bytes: int
-    cut: Cut
+    tiling: ParityTiling
     layout: Layout
-    runs: tuple[Run, ...]
-    columns: tuple[Column, ...]
+    runs: tuple[WriteItem, ...]
+    columns: tuple[ParityColumn, ...]
     zeros: tuple[tuple[int, int], ...]
     cells: tuple[CellRuns, ...]
-    riders: tuple[int, ...]
+    inline_leaves: tuple[int, ...]
     absent: tuple[str, ...]
-    extra: tuple[str, ...]
-    apart: frozenset[int]
+    unplanned: tuple[str, ...]
+    host_resident: frozenset[int]
     table: bytes
     digest: bytes
 
@@ -145,24 +145,28 @@ class Share:
     @property
     def parity_chunks(self) -> range:
         """The chunks of the parity section: sections begin at chunks."""
-        first = self.part.parity_offset // self.chunk_bytes
-        return range(first, self.part.kept_offset // self.chunk_bytes) if self.columns else range(first, first)
+        first = self.placement.parity_offset // self.chunk_bytes
+        return (
+            range(first, self.placement.unreplicated_offset // self.chunk_bytes)
+            if self.columns
+            else range(first, first)
+        )
 
-    def is_direct(self, runs: Sequence[Run], nbytes: int) -> bool:
+    def is_direct(self, runs: Sequence[WriteItem], nbytes: int) -> bool:
         """Whether a register is one run where its leaf lies, so that nothing needs to be put together."""
-        return len(runs) == 1 and runs[0].nbytes == nbytes and runs[0].leaf not in self.apart
+        return len(runs) == 1 and runs[0].nbytes == nbytes and runs[0].leaf not in self.host_resident
 
-    def with_tensors(self, leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor]) -> Share | None:
+    def with_tensors(self, leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor]) -> SavePlan | None:
         """The same share of the same leaves in other memory; None if other leaves exist now, or lie elsewhere."""
         ordered = tuple(sorted(leaves, key=lambda leaf: leaf.name))
-        if ordered != self.leaves or _apart(ordered, tensors) != self.apart:
+        if ordered != self.leaves or _apart(ordered, tensors) != self.host_resident:
             return None
         return replace(self, tensors=tensors)
 
 
-def share_of(
-    placement: Placement, rank: int, leaves: Sequence[Leaf], tensors: Mapping[str, torch.Tensor], cut: Cut
-) -> Share:
+def plan_save(
+    placement: Placement, rank: int, leaves: Sequence[Leaf], tensors: Mapping[str, torch.Tensor], cut: ParityTiling
+) -> SavePlan:
     """What a rank writes, given the leaves that it has now.
 
     Args:
@@ -188,7 +192,12 @@ class _Builder:
     """Puts one share together."""
 
     def __init__(
-        self, placement: Placement, rank: int, leaves: Iterable[Leaf], tensors: Mapping[str, torch.Tensor], cut: Cut
+        self,
+        placement: Placement,
+        rank: int,
+        leaves: Iterable[Leaf],
+        tensors: Mapping[str, torch.Tensor],
+        cut: ParityTiling,
     ) -> None:
         self.lanes = placement.lanes
         self.placement = placement
@@ -202,44 +211,47 @@ class _Builder:
         # Leaf numbers of each cell, -1 for zeros.
         self.members = {c: [self._find(leaf) for leaf in placement.division.cells[c].leaves] for c in self.cells}
         self.apart = _apart(leaves, tensors)
-        self.programs: dict[tuple[int, int], Program] = {}
+        self.programs: dict[tuple[int, int], XorProgram] = {}
 
     def _find(self, leaf: Leaf) -> int:
         """The number of a predicted leaf; -1 if it does not exist, or not as predicted."""
         number = self.number.get(leaf.name, -1)
         return number if number >= 0 and self.leaves[number] == leaf else -1
 
-    def build(self) -> Share:
+    def build(self) -> SavePlan:
         in_cells = {number for members in self.members.values() for number in members if number >= 0}
-        riders = self._riders()
+        inline_leaves = self._inline_leaves()
         kept = [
             (self._find(leaf), offset)
-            for leaf, offset in zip(self.part.kept.leaves, self.part.kept.offsets, strict=True)
+            for leaf, offset in zip(self.part.unreplicated.leaves, self.part.unreplicated.offsets, strict=True)
         ]
-        placed = in_cells | set(riders) | {number for number, _ in kept}
+        placed = in_cells | set(inline_leaves) | {number for number, _ in kept}
         extra = pack(leaf for i, leaf in enumerate(self.leaves) if i not in placed)
         begin = align(self.part.data_bytes)
-        kept = [(number, self.part.kept_offset + offset) for number, offset in kept if number >= 0]
+        kept = [(number, self.part.unreplicated_offset + offset) for number, offset in kept if number >= 0]
         kept += [(self.number[leaf.name], begin + at) for leaf, at in zip(extra.leaves, extra.offsets, strict=True)]
         data_bytes = begin + extra.data_bytes if extra.leaves else self.part.data_bytes
 
         runs = [run for block in self.part.blocks[: self.part.data_blocks] for run in self._block_runs(block)]
-        runs += [Run(number, 0, self.leaves[number].nbytes, at) for number, at in kept if self.leaves[number].nbytes]
+        runs += [
+            WriteItem(number, 0, self.leaves[number].nbytes, at) for number, at in kept if self.leaves[number].nbytes
+        ]
         parity = self.part.blocks[self.part.data_blocks :]
-        layout, table = self._table(kept, in_cells, riders, data_bytes)
-        return Share(
-            tensors=self.tensors, leaves=self.leaves, part=self.part, chunk_bytes=self.placement.chunk_bytes, cut=self.cut,
-            layout=layout, runs=tuple(runs), columns=tuple(c for block in parity for c in self._columns(block)),
+        layout, table = self._table(kept, in_cells, inline_leaves, data_bytes)
+        return SavePlan(
+            tensors=self.tensors, leaves=self.leaves, placement=self.part, chunk_bytes=self.placement.chunk_bytes,
+            tiling=self.cut, layout=layout, runs=tuple(runs), columns=tuple(c for block in parity for c in self._columns(block)),
             zeros=tuple(_gaps(runs, parity, data_bytes)), cells=tuple(self._live_cells()),
-            riders=tuple(riders), absent=self._absent(),
-            extra=tuple(leaf.name for leaf in extra.leaves), apart=self.apart, table=table, digest=self._digest(table),
+            inline_leaves=tuple(inline_leaves), absent=self._absent(),
+            unplanned=tuple(leaf.name for leaf in extra.leaves), host_resident=self.apart,
+            table=table, digest=self._digest(table),
         )  # fmt: skip
 
-    def _riders(self) -> list[int]:
+    def _inline_leaves(self) -> list[int]:
         """Riders that exist, while they fit: a leaf that turned out larger than predicted must not burst the capsule."""
         found = []
         room = RIDERS_MAX
-        for name in self.placement.division.riders[self.layout_digest]:
+        for name in self.placement.division.inline_leaves[self.layout_digest]:
             number = self.number.get(name, -1)
             if number >= 0 and self.leaves[number].nbytes <= room:
                 found.append(number)
@@ -249,15 +261,19 @@ class _Builder:
     def _absent(self) -> tuple[str, ...]:
         division = self.placement.division
         predicted = {leaf.name for c in self.cells for leaf in division.cells[c].leaves}
-        predicted |= set(division.riders[self.layout_digest]) | {leaf.name for leaf in self.part.kept.leaves}
+        predicted |= set(division.inline_leaves[self.layout_digest]) | {
+            leaf.name for leaf in self.part.unreplicated.leaves
+        }
         return tuple(sorted(predicted - set(self.number)))
 
     def _table(
-        self, kept: Iterable[tuple[int, int]], in_cells: set[int], riders: Sequence[int], data_bytes: int
+        self, kept: Iterable[tuple[int, int]], in_cells: set[int], inline_leaves: Sequence[int], data_bytes: int
     ) -> tuple[Layout, bytes]:
         offsets = dict(kept)
         order = sorted(range(len(self.leaves)), key=lambda i: (offsets.get(i, -1), self.leaves[i].name))
-        places = {self.leaves[i].name: pb.CELL for i in in_cells} | {self.leaves[i].name: pb.RIDER for i in riders}
+        places = {self.leaves[i].name: pb.CELL for i in in_cells} | {
+            self.leaves[i].name: pb.INLINE for i in inline_leaves
+        }
         layout = Layout(tuple(self.leaves[i] for i in order), tuple(offsets.get(i, 0) for i in order), data_bytes)
         return layout, table_to(layout, places)
 
@@ -275,7 +291,7 @@ class _Builder:
 
     # Bytes of cells
 
-    def _cell_runs(self, lane: Lane, begin: int, end: int, at: int) -> Iterator[Run]:
+    def _cell_runs(self, lane: Lane, begin: int, end: int, at: int) -> Iterator[WriteItem]:
         """The runs of live bytes between two offsets of a lane's cell; byte `begin` goes to `at`."""
         cell, members = self.placement.division.cells[lane.cell], self.members[lane.cell]
         end = min(end, lane.begin + lane.nbytes)
@@ -284,22 +300,22 @@ class _Builder:
             offset, number = cell.offsets[index], members[index]
             first, last = max(begin, offset), min(end, offset + cell.leaves[index].nbytes)
             if number >= 0 and first < last:
-                yield Run(number, first - offset, last - first, at + first - begin)
+                yield WriteItem(number, first - offset, last - first, at + first - begin)
             index += 1
 
     def _live_cells(self) -> Iterator[CellRuns]:
         for c in self.cells:
             cell = self.placement.division.cells[c]
             found = zip(self.members[c], cell.leaves, cell.offsets, strict=True)
-            yield CellRuns(c, cell.nbytes, tuple(Run(n, 0, leaf.nbytes, at) for n, leaf, at in found if n >= 0))
+            yield CellRuns(c, cell.nbytes, tuple(WriteItem(n, 0, leaf.nbytes, at) for n, leaf, at in found if n >= 0))
 
-    def _block_runs(self, block: Block) -> Iterator[Run]:
+    def _block_runs(self, block: ShardBlock) -> Iterator[WriteItem]:
         lane = self.lanes[block.lane]
         yield from self._cell_runs(lane, *lane.data_range(block.stripe, block.shard), block.offset)
 
     # Parity
 
-    def _columns(self, block: Block) -> Iterator[Column]:
+    def _columns(self, block: ShardBlock) -> Iterator[ParityColumn]:
         lane = self.lanes[block.lane]
         program = self._program(lane, block.shard - lane.code.k)
         width = self.cut.width(program)
@@ -320,7 +336,7 @@ class _Builder:
             yield column
             at += column.nbytes
 
-    def _column(self, block: Block, program: Program, at: int, nbytes: int) -> Column:
+    def _column(self, block: ShardBlock, program: XorProgram, at: int, nbytes: int) -> ParityColumn:
         lane = self.lanes[block.lane]
         inputs = []
         for shard, packet in program.inputs:
@@ -331,16 +347,16 @@ class _Builder:
         )
         rows = len(program.outputs) + program.scratch + composed
         outputs = tuple(block.offset + packet * lane.packet_bytes + at for _, packet in program.outputs)
-        return Column(program, nbytes, tuple(inputs), outputs, rows)
+        return ParityColumn(program, nbytes, tuple(inputs), outputs, rows)
 
-    def _program(self, lane: Lane, parity: int) -> Program:
+    def _program(self, lane: Lane, parity: int) -> XorProgram:
         key = (id(lane.code), parity)
         if key not in self.programs:
             self.programs[key] = encode_program(lane.code, parity)
         return self.programs[key]
 
 
-def _gaps(runs: Iterable[Run], parity: Iterable[Block], data_bytes: int) -> Iterator[tuple[int, int]]:
+def _gaps(runs: Iterable[WriteItem], parity: Iterable[ShardBlock], data_bytes: int) -> Iterator[tuple[int, int]]:
     """(offset, size) of what lies between runs and parity blocks."""
     taken = sorted([(run.at, run.nbytes) for run in runs] + [(block.offset, block.nbytes) for block in parity])
     end = 0

@@ -21,21 +21,21 @@ from typing import Any
 import numpy as np
 
 from reft.client.link.reports import Reporter
-from reft.client.link.slots import Leaser, MappedSlot
-from reft.client.snapshot.engine import Copier, CopyJob
+from reft.client.link.slots import MappedSlot, SlotLeases
+from reft.client.snapshot.engine import CopyEngine, CopyJob
 from reft.client.snapshot.replica_check import samples
-from reft.client.snapshot.save_plan import Cut, Share, share_of
+from reft.client.snapshot.save_plan import ParityTiling, SavePlan, plan_save
 from reft.client.state import serialization
 from reft.client.state.host_state import HostState
-from reft.client.state.tensors import Bindings
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import Placement, exposed
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import choose
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.layout import Leaf
-from reft.core.membership.log_debounce import Complaints
-from reft.core.pipeline.course import Course
+from reft.core.membership.log_debounce import TroubleLog
+from reft.core.pipeline.course import PacingPlan
 from reft.core.text import counted
 from reft.errors import ReftError
 from reft.failpoints import Failpoints
@@ -45,7 +45,7 @@ log = logging.getLogger("reft")
 
 
 @dataclass
-class Counts:
+class SnapshotCounts:
     """What `session.stats()` adds up."""
 
     snapshots: int = 0
@@ -55,69 +55,72 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Held:
+class CurrentPlan:
     """The leaves that exist and where their bytes go, as every snapshot needs it."""
 
-    bindings: Bindings
-    share: Share
+    tensor_index: TensorIndex
+    save_plan: SavePlan
 
     @classmethod
-    def of(cls, bindings: Bindings, placement: Placement, rank: int, cut: Cut, before: Share | None) -> Held:
-        leaves = bindings.leaves()
-        same = before.with_tensors(leaves, bindings.tensors) if before else None
-        return cls(bindings, same or share_of(placement, rank, leaves, bindings.tensors, cut))
+    def of(
+        cls, tensor_index: TensorIndex, placement: Placement, rank: int, cut: ParityTiling, before: SavePlan | None
+    ) -> CurrentPlan:
+        leaves = tensor_index.leaves()
+        same = before.with_tensors(leaves, tensor_index.tensors) if before else None
+        return cls(tensor_index, same or plan_save(placement, rank, leaves, tensor_index.tensors, cut))
 
     def fits(self, slots: Sequence[MappedSlot]) -> bool:
         """Whether every slot has room for the data and the table."""
         geometries = [slot.map.header.geometry for slot in slots]
         return bool(geometries) and all(
-            g.data_capacity >= self.share.data_bytes and g.table_capacity >= len(self.share.table) for g in geometries
+            g.data_capacity >= self.save_plan.data_bytes and g.table_capacity >= len(self.save_plan.table)
+            for g in geometries
         )
 
 
 @dataclass
-class Snapshots:
+class Snapshotter:
     """See the module.
 
     Args:
-        leaser: gets slots with room for a share; blocks, so it is called in a thread of its own.
+        leases: gets slots with room for a share; blocks, so it is called in a thread of its own.
         base: the version that this attach started from: known to be whole.
         placement: where the bytes of this epoch lie; it stays when leaves come and go.
         compares_all_until: up to this step ranks compare all of their cells, then a window of them.
     """
 
-    subjects: Subjects
+    tracked: TrackedObjects
     host: HostState
-    copier: Copier
+    copy_engine: CopyEngine
     reporter: Reporter
     failpoints: Failpoints
     rank: int
     epoch: Epoch
     base: Version | None
     slots: list[MappedSlot]
-    leaser: Leaser
+    leases: SlotLeases
     placement: Placement
     compares_all_until: int
-    counts: Counts = field(default_factory=Counts)
-    _held: Held | None = None
-    _expected: Share | None = None
-    _complaints: Complaints = field(default_factory=Complaints)
+    counts: SnapshotCounts = field(default_factory=SnapshotCounts)
+    _held: CurrentPlan | None = None
+    _expected: SavePlan | None = None
+    _trouble_log: TroubleLog = field(default_factory=TroubleLog)
     _floor: int = -1
     _leasing: threading.Thread | None = None
     _leased: list[MappedSlot] | None = None
     _outgrown: list[MappedSlot] = field(default_factory=list)
     _under_way: set[int] = field(default_factory=set)  # indexes of slots that the engine has not finished with
 
-    def take(self, step: int, is_marked: bool, course: Course | None = None) -> bool:
+    def take(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None) -> bool:
         """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
 
         Args:
             is_marked: whether the step was counted by a mark; else by a call of the optimizer.
-            course: where in the window its bytes go; None: at once.
+            pacing_plan: where in the window its bytes go; None: at once.
         """
         began = time.perf_counter()
         try:
-            reason = self._begin(step, is_marked, course)
+            reason = self._begin(step, is_marked, pacing_plan)
         except Exception as error:
             # A protector must not be the killer: whatever went wrong, training goes on.
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
@@ -128,11 +131,11 @@ class Snapshots:
 
     def expect(self, leaves: Sequence[Leaf]) -> None:
         """Cuts the work for the leaves that attach foresees, so that the first mark finds it done."""
-        self._expected = share_of(self.placement, self.rank, leaves, {}, self.copier.cut)
+        self._expected = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.cut)
 
     def fence(self) -> None:
         """Makes sure that nothing reads the state any more."""
-        self.copier.fence()
+        self.copy_engine.fence()
 
     def discard(self, until: int) -> None:
         """Drops what was counted wrongly in this epoch, and takes nothing up to step `until`.
@@ -152,21 +155,21 @@ class Snapshots:
             if version is not None and version.epoch == self.epoch and version.step > start:
                 slot.map.empty()
 
-    def _begin(self, step: int, is_marked: bool, course: Course | None) -> str:
+    def _begin(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None) -> str:
         """Starts the copy; why not, if it can't."""
         if self.reporter.is_fenced:
             return str(self.reporter.error)
-        if trouble := self._unlike():
+        if trouble := self._mismatched():
             return trouble  # until a review moves them out: a restore would find it sealed, and its windows may agree
         if self.reporter.slots_missing:
-            self._give_back(self.copier.submit)
+            self._give_back(self.copy_engine.submit)
         if step <= self._floor:
             return f"steps up to {self._floor} were counted by calls of the optimizer."
         held = self._current()
         if not self._room_for(held):
             return "slots of the new size are being made."
-        self.copier.begin(
-            self._job(step, held, {**self.host.take(step, held.bindings.names), "marked": is_marked}, course)
+        self.copy_engine.begin(
+            self._job(step, held, {**self.host.take(step, held.tensor_index.names), "marked": is_marked}, pacing_plan)
         )
         return ""
 
@@ -189,14 +192,14 @@ class Snapshots:
 
         def give_back() -> None:
             try:
-                self.leaser.give_back(kept)
+                self.leases.give_back(kept)
             except Exception as error:
                 self._settle(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
 
         if kept:
             run(give_back)
 
-    def _open(self, step: int, held: Held, given_up: threading.Event) -> MappedSlot:
+    def _open(self, step: int, held: CurrentPlan, given_up: threading.Event) -> MappedSlot:
         """The slot for `step`, WRITING; waits for the round's news until it is given up.
 
         Raises:
@@ -206,8 +209,8 @@ class Snapshots:
         slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
         if isinstance(slot, bool):
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
-        share = held.share
-        slot.map.begin(Version(self.epoch, step), share.digest, share.table, share.data_bytes)
+        save_plan = held.save_plan
+        slot.map.begin(Version(self.epoch, step), save_plan.digest, save_plan.table, save_plan.data_bytes)
         self._under_way.add(slot.index)
         return slot
 
@@ -217,9 +220,9 @@ class Snapshots:
         chosen = choose(views, self.whole, voids)
         return None if chosen is None else self.slots[chosen.index]
 
-    def _job(self, step: int, held: Held, tree: Mapping[str, Any], course: Course | None) -> CopyJob:
+    def _job(self, step: int, held: CurrentPlan, tree: Mapping[str, Any], pacing_plan: PacingPlan | None) -> CopyJob:
         facts = self._facts(step)
-        versions = held.bindings.versions()
+        versions = held.tensor_index.versions()
         given_up = threading.Event()
         opened: list[MappedSlot] = []
         cells: dict[int, int] = {}
@@ -236,17 +239,17 @@ class Snapshots:
 
         def intact() -> None:
             self.failpoints.hit("snapshot.landing", **facts)
-            now = held.bindings.versions()
+            now = held.tensor_index.versions()
             if now == versions:
                 return
-            for name, before, after in zip(held.bindings.tensors, versions, now, strict=True):
-                if before != after and name not in held.bindings.staged:
+            for name, before, after in zip(held.tensor_index.tensors, versions, now, strict=True):
+                if before != after and name not in held.tensor_index.staged:
                     raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
 
-        def landed(riders: Mapping[str, bytes]) -> None:
+        def landed(inline_leaves: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
             whole = self.host.complete(tree)
-            whole |= {"riders": dict(riders), "absent": list(held.share.absent), "compared": dict(cells)}
+            whole |= {"riders": dict(inline_leaves), "absent": list(held.save_plan.absent), "compared": dict(cells)}
             opened[0].map.put_capsule(serialization.encode(whole))
             opened[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
@@ -260,25 +263,27 @@ class Snapshots:
             self.failpoints.hit("snapshot.sealed", **facts)
             self.counts.snapshots += 1
             self.counts.sealed_step = step
-            trouble = self._unlike()
+            trouble = self._mismatched()
             self._settle(trouble)
-            self.reporter.answer(step, Answer.SEALED, trouble, cells)
+            self.reporter.answer(step, StepAnswer.SEALED, trouble, cells)
 
         def failed(error: Exception) -> None:
             self._under_way.difference_update(slot.index for slot in opened)
             self.void(step, str(error))
 
         return CopyJob(
-            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.share,
+            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.save_plan,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
             at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
-            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared, course=course,
-            samples=lambda: samples(held.share.cells, step, self.copier.compares_all and step <= self.compares_all_until),
+            intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared, pacing_plan=pacing_plan,
+            samples=lambda: samples(
+                held.save_plan.cells, step, self.copy_engine.compares_all and step <= self.compares_all_until
+            ),
         )  # fmt: skip
 
-    def _unlike(self) -> str:
+    def _mismatched(self) -> str:
         """Why nothing becomes whole although every rank seals; empty if replicas are alike."""
-        cells = sorted(self.reporter.unlike)
+        cells = sorted(self.reporter.mismatched)
         if not cells:
             return ""
         leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
@@ -295,22 +300,22 @@ class Snapshots:
         """Says that this rank has no snapshot of `step`, and why."""
         self.counts.skipped += 1
         self._settle(reason)
-        self.copier.submit(lambda: self.reporter.answer(step, Answer.VOID, reason))
+        self.copy_engine.submit(lambda: self.reporter.answer(step, StepAnswer.VOID, reason))
 
     def _settle(self, reason: str) -> None:
         """Logs when snapshots begin to fail, fail for another reason, or work again."""
-        if self._complaints.heard(reason, time.monotonic()):
+        if self._trouble_log.heard(reason, time.monotonic()):
             what = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
             log.warning("rank %d %s", self.rank, what)
 
     # Layout
 
-    def _current(self) -> Held:
-        if self._held is None or not self._held.bindings.hold():
-            before = self._held.share if self._held else self._expected
-            self._held = Held.of(self.subjects.bind(), self.placement, self.rank, self.copier.cut, before)
-            extra = self._held.share.extra
-            if self.placement.lanes and extra != (before.extra if before else ()):
+    def _current(self) -> CurrentPlan:
+        if self._held is None or not self._held.tensor_index.is_current():
+            before = self._held.save_plan if self._held else self._expected
+            self._held = CurrentPlan.of(self.tracked.bind(), self.placement, self.rank, self.copy_engine.cut, before)
+            extra = self._held.save_plan.unplanned
+            if self.placement.lanes and extra != (before.unplanned if before else ()):
                 log.warning(
                     "rank %d: %d leaves were not foreseen by attach and are lost with their node, e.g. %s.",
                     self.rank,
@@ -319,7 +324,7 @@ class Snapshots:
                 )
         return self._held
 
-    def _room_for(self, held: Held) -> bool:
+    def _room_for(self, held: CurrentPlan) -> bool:
         """Whether the slots are large enough; if not, larger ones are leased beside training."""
         if self._leasing is not None and not self._leasing.is_alive():
             self._leasing = None
@@ -335,9 +340,9 @@ class Snapshots:
         self._leasing.start()
         return False
 
-    def _lease(self, held: Held) -> None:
+    def _lease(self, held: CurrentPlan) -> None:
         try:
-            self._leased = self.leaser.lease(held.share.data_bytes, len(held.share.table))
+            self._leased = self.leases.lease(held.save_plan.data_bytes, len(held.save_plan.table))
         except Exception as error:
             if self._leasing is threading.current_thread():  # else the session was closed meanwhile
                 log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
@@ -346,8 +351,8 @@ class Snapshots:
         """Bytes that one snapshot writes into its slot: live ones, parity, and the capsule's riders."""
         if self._held is None:
             return 0
-        share = self._held.share
-        return share.written_bytes + sum(share.leaves[i].nbytes for i in share.riders)
+        save_plan = self._held.save_plan
+        return save_plan.written_bytes + sum(save_plan.leaves[i].nbytes for i in save_plan.inline_leaves)
 
     @property
     def whole(self) -> Version | None:
@@ -371,12 +376,12 @@ class Snapshots:
     @property
     def unforeseen(self) -> tuple[str, ...]:
         """Leaves of the last snapshot that the placement does not know: this rank keeps them, and nobody else."""
-        return self._held.share.extra if self._held and self.placement.lanes else ()
+        return self._held.save_plan.unplanned if self._held and self.placement.lanes else ()
 
     def retire(self, deadline_s: float) -> bool:
         """Ends these snapshots for others that go on with the engine; False if it does not end its work in time."""
         ended = threading.Event()
-        self.copier.submit(ended.set)
+        self.copy_engine.submit(ended.set)
         if not ended.wait(deadline_s):
             return False
         self.release()
@@ -391,7 +396,7 @@ class Snapshots:
 
     def close(self) -> None:
         """Ends the engine's thread and the connection to the daemon; the slots stay with the daemon."""
-        self.copier.close()
+        self.copy_engine.close()
         self.reporter.close()
         self._unmap()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from reft.client.snapshot.timeline import TRAINING, Event, Timeline
+from reft.client.snapshot.timeline import TRAINING, Timeline, TimelineEvent
 from reft.core.pipeline.pacing import Tier
 from reft.core.pipeline.profile import Estimate
 
 LEAST_S = 1e-4  # shorter than this says nothing about a rate
 
 
-class Tally:
+class CopyStats:
     """See the module. Any thread may count."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Tally:
     def stalled(self, begin_s: float, end_s: float) -> None:
         """Counts a time in which training waited at the fence."""
         self.stall_s += end_s - begin_s
-        self.timeline.add(Event(TRAINING, "fence", begin_s, end_s, Tier.FENCE))
+        self.timeline.add(TimelineEvent(TRAINING, "fence", begin_s, end_s, Tier.FENCE))
 
     def moved(self, tier: Tier, nbytes: float, seconds: float, is_parity: bool = False) -> None:
         """Takes a measurement of the engine's speed, of all its threads together, into account."""

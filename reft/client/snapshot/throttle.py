@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from reft.core.pipeline.course import Hands, Passage, Task
+from reft.core.pipeline.course import CopyTask, PacedCopy, Priority
 from reft.core.pipeline.pacing import Tier
 
-Note = Callable[[Task, float, float, bool], None]
+Note = Callable[[CopyTask, float, float, bool], None]
 SHORTEST_WAIT_S = 100e-6  # what a thread needs to wake up anyway
 
 
-class Gate:
+class CopyThrottle:
     """See the module. One snapshot at a time; the trainer's thread never waits here for longer than a few instructions.
 
     Args:
@@ -31,8 +31,8 @@ class Gate:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._changed = {hands: threading.Condition(self._lock) for hands in Hands}
-        self._passage: Passage | None = None
+        self._changed = {hands: threading.Condition(self._lock) for hands in Priority}
+        self._paced_copy: PacedCopy | None = None
         self._began_s = self._since_s = clock()
         self._index = 0
         self._lifted: Tier | None = None  # lifted since the mark, and for what
@@ -41,7 +41,7 @@ class Gate:
     def begin(self) -> None:
         """A snapshot begins; the one before has passed its fence."""
         with self._lock:
-            self._passage, self._lifted = None, None
+            self._paced_copy, self._lifted = None, None
 
     def enter(self, index: int, tier: Tier) -> float:
         """Training enters a stretch; number 0 begins at the mark. The time of it."""
@@ -49,9 +49,9 @@ class Gate:
             self._index, self.tier, self._since_s = index, tier, self._clock()
             if index == 0:
                 self._began_s = self._since_s
-            elif self._passage is not None:
-                self._passage.enter(self._since_s, index, tier)
-                self._wake(self._passage.wanted)
+            elif self._paced_copy is not None:
+                self._paced_copy.enter(self._since_s, index, tier)
+                self._wake(self._paced_copy.wanted)
             return self._since_s
 
     def lift(self, tier: Tier | None = None) -> None:
@@ -62,21 +62,21 @@ class Gate:
         """
         with self._lock:
             self._lifted = tier or self.tier
-            if self._passage is not None:
-                self._passage.lift(tier)
-                self._wake(self._passage.wanted)
+            if self._paced_copy is not None:
+                self._paced_copy.lift(tier)
+                self._wake(self._paced_copy.wanted)
 
-    def open(self, passage: Passage) -> None:
+    def open(self, paced_copy: PacedCopy) -> None:
         """A snapshot begins to be copied; training may be well beyond the mark already."""
         with self._lock:
-            passage.begin(self._began_s)
+            paced_copy.begin(self._began_s)
             if self._index:
-                passage.enter(self._since_s, self._index, self.tier)
+                paced_copy.enter(self._since_s, self._index, self.tier)
             if self._lifted:
-                passage.lift(self._lifted)
-            self._passage = passage
+                paced_copy.lift(self._lifted)
+            self._paced_copy = paced_copy
 
-    def tasks(self, passage: Passage, hands: Hands, note: Note) -> Iterator[Task]:
+    def tasks(self, paced_copy: PacedCopy, hands: Priority, note: Note) -> Iterator[CopyTask]:
         """What the calling thread is to do, one after the other, each when it is due; several threads may ask.
 
         Args:
@@ -85,24 +85,26 @@ class Gate:
         """
         while True:
             with self._lock:
-                while (task := passage.take(self._clock(), hands)) is None:
-                    if passage.is_done:
-                        self._wake(Hands)
+                while (task := paced_copy.take(self._clock(), hands)) is None:
+                    if paced_copy.is_done:
+                        self._wake(Priority)
                         return
                     # Time alone brings nothing for idle hands.
-                    is_idle = hands is Hands.IDLE
-                    self._changed[hands].wait(None if is_idle else max(passage.due_s(self._clock()), SHORTEST_WAIT_S))
+                    is_idle = hands is Priority.IDLE
+                    self._changed[hands].wait(
+                        None if is_idle else max(paced_copy.due_s(self._clock()), SHORTEST_WAIT_S)
+                    )
             began_s = self._clock()
             yield task
             note(task, began_s, self._clock(), self._since_s <= began_s)
 
-    def abandon(self, passage: Passage) -> None:
+    def abandon(self, paced_copy: PacedCopy) -> None:
         """Nothing more of this snapshot is to be copied."""
         with self._lock:
-            passage.abandon()
-            self._wake(Hands)
+            paced_copy.abandon()
+            self._wake(Priority)
 
-    def _wake(self, wanted: Iterable[Hands]) -> None:
+    def _wake(self, wanted: Iterable[Priority]) -> None:
         """Not those who have nothing to do now: who wakes up for nothing delays training."""
         for hands in wanted:
             self._changed[hands].notify_all()

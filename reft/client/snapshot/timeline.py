@@ -25,7 +25,7 @@ TIERS = {
 STEPS, TRAINING, COPYING = "steps", "training", "copying"
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """Something that took from one time to another, in seconds of `time.perf_counter`.
 
     Attributes:
@@ -51,14 +51,14 @@ class Timeline:
     """
 
     def __init__(self, most: int = EVENTS_MAX) -> None:
-        self._events: deque[Event] = deque(maxlen=most)
+        self._events: deque[TimelineEvent] = deque(maxlen=most)
         self._epoch_s = time.time() - time.perf_counter()  # so that the traces of several ranks lie side by side
 
-    def add(self, event: Event) -> None:
+    def add(self, event: TimelineEvent) -> None:
         """Keeps an event; the oldest makes room."""
         self._events.append(event)
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[TimelineEvent]:
         """Those that are kept, as they were added."""
         return list(self._events)
 
@@ -75,7 +75,7 @@ class Timeline:
         found += [self._drawn(event, rank, numbers[event.track]) for event in events]
         return {"traceEvents": found, "displayTimeUnit": "ms"}
 
-    def _drawn(self, event: Event, rank: int, number: int) -> dict[str, Any]:
+    def _drawn(self, event: TimelineEvent, rank: int, number: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {
             "name": event.name,
             "cat": event.track if event.tier is None else TIERS[event.tier],

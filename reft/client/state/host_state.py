@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from reft.client.state import serialization
-from reft.client.state.parameters import Names
+from reft.client.state.parameters import ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import ConfigError, LayoutChanged, RestoreError, UnsupportedState
 from reft.wire.capsule_format import TensorBytes
 from reft.wire.slot_format import CAPSULE_MAX
@@ -27,17 +27,17 @@ class HostState:
     """What is small and lies on the host.
 
     Args:
-        subjects: whose parameter groups are kept.
+        tracked: whose parameter groups are kept.
         objects: name → object with state_dict and load_state_dict, or a torch.Generator.
 
     Raises:
         ConfigError: an object can't give its state.
     """
 
-    def __init__(self, subjects: Subjects, objects: Mapping[str, Any]) -> None:
-        self._subjects = subjects
+    def __init__(self, tracked: TrackedObjects, objects: Mapping[str, Any]) -> None:
+        self._tracked = tracked
         self._objects = objects
-        self._names = subjects.names()
+        self._names = tracked.names()
         for name, value in objects.items():
             if not isinstance(value, torch.Generator) and not (
                 hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
@@ -48,9 +48,9 @@ class HostState:
 
     def capture(self, step: int) -> dict[str, Any]:
         """The tree as it is now; it holds copies, no live values."""
-        return self.complete(self.take(step, self._subjects.names()))
+        return self.complete(self.take(step, self._tracked.names()))
 
-    def take(self, step: int, names: Names) -> dict[str, Any]:
+    def take(self, step: int, names: ParameterNames) -> dict[str, Any]:
         """What the mark does of it: all that must not be older or newer.
 
         Args:
@@ -59,8 +59,8 @@ class HostState:
         self._names = names
         return {
             "step": step,
-            "subjects": self._subjects.capture(names),
-            "scalers": {name: _capture_scaler(scaler) for name, scaler in self._subjects.scalers.items()},
+            "subjects": self._tracked.capture(names),
+            "scalers": {name: _capture_scaler(scaler) for name, scaler in self._tracked.scalers.items()},
             "state": {name: to_plain(_state_of(value)) for name, value in self._objects.items()},
             "random": _take_random(),
         }
@@ -102,11 +102,11 @@ class HostState:
         Raises:
             LayoutChanged: other optimizers, groups or objects than were held.
         """
-        held, live = set(tree["subjects"]), {prefix for prefix, _, _ in self._subjects.items()}
+        held, live = set(tree["subjects"]), {prefix for prefix, _, _ in self._tracked.items()}
         if held != live:
             raise LayoutChanged(f"{sorted(held)} are held, {sorted(live)} were passed.")
-        self._subjects.restore(tree["subjects"], self._names)
-        for name, scaler in self._subjects.scalers.items():
+        self._tracked.restore(tree["subjects"], self._names)
+        for name, scaler in self._tracked.scalers.items():
             _restore_scaler(scaler, tree["scalers"].get(name))
         missing = set(self._objects) ^ set(tree["state"])
         if missing:

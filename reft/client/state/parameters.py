@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     import torch
 
-    from reft.client.state.extract.dtensor import Box
+    from reft.client.state.extract.dtensor import Region
 
 T = TypeVar("T")
 
 
-class Run(NamedTuple):
+class FlatSlice(NamedTuple):
     """A run of elements of a flat parameter, which lays those of several tensors end to end.
 
     Attributes:
@@ -23,12 +23,12 @@ class Run(NamedTuple):
     """
 
     name: str
-    box: Box
+    box: Region
     at: int
     size: int
 
 
-class Named(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter.
 
     Attributes:
@@ -42,11 +42,11 @@ class Named(NamedTuple):
     name: str
     tensor: torch.Tensor
     local: torch.Tensor
-    box: Box | None
-    runs: tuple[Run, ...] = ()
+    box: Region | None
+    runs: tuple[FlatSlice, ...] = ()
 
 
-class Names(dict[int, Named]):
+class ParameterNames(dict[int, NamedParameter]):
     """Id of the parameter object → what it is. Good for as long as the bindings hold that were found with it."""
 
     def __init__(self) -> None:

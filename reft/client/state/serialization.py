@@ -100,10 +100,10 @@ def _short(held: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind == "{}" or 2 * count < len(own):
         return held
     alike = next(scalars[name] for name in own if _kind(scalars.get(name, {})) == kind)
-    unlike = {name: scalars.get(name, {}) for name in own if _kind(scalars.get(name, {})) != kind}
-    unlike |= {name: scalars[name] for name in scalars.keys() - set(own)}
+    mismatched = {name: scalars.get(name, {}) for name in own if _kind(scalars.get(name, {})) != kind}
+    mismatched |= {name: scalars[name] for name in scalars.keys() - set(own)}
     rest = {key: value for key, value in held.items() if key != "scalars"}
-    return {**rest, "alike": alike, "unlike": unlike}
+    return {**rest, "alike": alike, "unlike": mismatched}
 
 
 def _long(held: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 A leaf's name says what it is in any process that builds the same model: "model.0.layers.1.weight",
 "optimizer.0.exp_avg.model.0.layers.1.weight". Wrappers are cut from names; tied tensors are one leaf, under their first
 name. What a rank holds of a tensor that is sharded is a leaf of that name with its place in the whole
-(`reft.client.state.extract`). `Bindings` remembers where each tensor was found, so that the next step sees at a glance whether
+(`reft.client.state.extract`). `TensorIndex` remembers where each tensor was found, so that the next step sees at a glance whether
 all is as it was.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client.state.extract.dtensor import Box, local_piece
-from reft.client.state.parameters import Names
+from reft.client.state.extract.dtensor import Region, local_piece
+from reft.client.state.parameters import ParameterNames
 from reft.core.layout.layout import Layout, Leaf, pack, plain_strides, strides_of
 from reft.errors import UnsupportedState
 
@@ -97,7 +97,7 @@ END = object()  # is no entry of anything
 
 
 @dataclass
-class Bindings:
+class TensorIndex:
     """Where the leaves were found.
 
     Attributes:
@@ -110,9 +110,9 @@ class Bindings:
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     staged: set[str] = field(default_factory=set)
-    boxes: dict[str, Box] = field(default_factory=dict)
+    boxes: dict[str, Region] = field(default_factory=dict)
     rename: Callable[[str], str] = str
-    names: Names = field(default_factory=Names)
+    names: ParameterNames = field(default_factory=ParameterNames)
     _noted: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
         default_factory=list
@@ -141,7 +141,7 @@ class Bindings:
         key: object,
         tensor: torch.Tensor,
         staged: bool = False,
-        box: Box | None = None,
+        box: Region | None = None,
     ) -> None:
         """Notes a tensor, unless the same memory is known under an earlier name.
 
@@ -163,8 +163,8 @@ class Bindings:
             self._wrappers.append(tensor)
             self._locals.append(local)
         check(name, local)
-        self.expect(place, key, tensor)
-        self.stays(local)
+        self.track_entry(place, key, tensor)
+        self.track_address(local)
         if staged:  # buffers are resized in place; numel takes a third of the time
             self._resizable.append(local)
             self._shapes.append(local.shape)
@@ -192,22 +192,22 @@ class Bindings:
         if staged:
             self.staged.add(name)
 
-    def expect(self, place: Mapping[Any, Any], key: object, value: object) -> None:
+    def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
         """Notes that `place[key]` is `value` itself."""
         self._noted.append((place, key, value))
         if id(place) not in self._whole:
             self._places.append((place, key, value))
 
-    def stays(self, tensor: torch.Tensor) -> None:
+    def track_address(self, tensor: torch.Tensor) -> None:
         """Notes where the memory of a plain tensor lies."""
         self._located.append(tensor)
         self._addresses.append(tensor.data_ptr())
 
-    def count(self, container: Any) -> None:
+    def track_size(self, container: Any) -> None:
         """Notes how many entries a container has."""
         self._sizes.append((container, len(container)))
 
-    def entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
+    def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
         """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
         view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
         self._whole.add(id(container))
@@ -219,7 +219,7 @@ class Bindings:
         self._views.append(view)
         self._entries.extend(view)
 
-    def undo(self, before: Bindings) -> None:
+    def rollback_to(self, before: TensorIndex) -> None:
         """Takes out every tensor that was made since `before` was found, and puts back what was in its place."""
         known = {(id(place), key): value for place, key, value in before._noted}
         emptied = set()
@@ -235,7 +235,7 @@ class Bindings:
             for key in [key for key, value in container.items() if id(value) in emptied and not value]:
                 del container[key]
 
-    def hold(self) -> bool:
+    def is_current(self) -> bool:
         """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
         return (
             not any(self._empty)
@@ -265,7 +265,7 @@ class Bindings:
         return pack(self.leaves())
 
 
-def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Box | None = None) -> Leaf:
+def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None) -> Leaf:
     """The leaf that describes a plain tensor.
 
     Args:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.state.extract.registry import Extractor, extractor_of
-from reft.client.state.parameters import Named, Names
-from reft.client.state.tensors import Bindings, clean, device_of
+from reft.client.state.parameters import NamedParameter, ParameterNames
+from reft.client.state.tensors import TensorIndex, clean, device_of
 from reft.core.layout.layout import Leaf
-from reft.core.layout.stage_naming import Naming
+from reft.core.layout.stage_naming import StageNaming
 
 STAGE = re.compile(r"model\.stage(\d+)\.(.*)", re.DOTALL)
 
@@ -47,13 +47,13 @@ class ExtraState:
 
 
 @dataclass(frozen=True)
-class Subjects:
+class TrackedObjects:
     """What the user passed to attach: models, optimizers, and modules among `state`, by prefix."""
 
     modules: Mapping[str, Any]
     optimizers: Sequence[Any]
     scalers: Mapping[str, torch.amp.GradScaler]
-    naming: Naming | None = None  # of pipeline stages, once all ranks have agreed on it
+    naming: StageNaming | None = None  # of pipeline stages, once all ranks have agreed on it
 
     def stages(self) -> list[int]:
         """The pipeline stages among the modules."""
@@ -75,15 +75,15 @@ class Subjects:
         models = [(prefix, module, extractor(module)) for prefix, module in self.modules.items()]
         return [*models, *((f"optimizer.{i}", each, extractor(each)) for i, each in enumerate(self.optimizers))]
 
-    def names(self) -> Names:
+    def names(self) -> ParameterNames:
         """What each parameter is, by its id: as the first that has it says."""
-        found = Names()
+        found = ParameterNames()
         for prefix, value, its in self.items():
             for named in its.parameters(prefix, value, found):
                 found.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
         return found
 
-    def parameters(self) -> Iterator[Named]:
+    def parameters(self) -> Iterator[NamedParameter]:
         """All parameters, each once."""
         yield from self.names().values()
 
@@ -101,21 +101,21 @@ class Subjects:
             if _keeps_extra_state(type(part))
         }
 
-    def bind(self) -> Bindings:
+    def bind(self) -> TensorIndex:
         """Finds all leaves as they are now.
 
         Raises:
             UnsupportedState: one can't be held; its name is in the message. Or they lie on several devices.
         """
         names = self.names()
-        found = Bindings(rename=self.identity, names=names)
+        found = TensorIndex(rename=self.identity, names=names)
         for prefix, value, its in self.items():
             its.bind(found, prefix, value, names)
         for name, scaler in self.scalers.items():
             for key in ("_scale", "_growth_tracker"):
                 value = vars(scaler).get(key)
                 if value is None:
-                    found.expect(vars(scaler), key, value)
+                    found.track_entry(vars(scaler), key, value)
                 else:
                     found.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
         device_of(found.tensors.values())
@@ -126,7 +126,7 @@ class Subjects:
         names = self.names()
         return [leaf for prefix, value, its in self.items() for leaf in its.predict(prefix, value, names)]
 
-    def make(self, leaves: Sequence[Leaf], room: Room) -> None:
+    def make(self, leaves: Sequence[Leaf], room: HugePageBuffer) -> None:
         """Makes held leaves that do not exist yet, where that can be done.
 
         Args:
@@ -139,7 +139,7 @@ class Subjects:
             if own:
                 its.make(prefix, value, own, names, room)
 
-    def capture(self, names: Names) -> dict[str, dict[str, Any]]:
+    def capture(self, names: ParameterNames) -> dict[str, dict[str, Any]]:
         """Small state that is no leaf, by prefix.
 
         Args:
@@ -147,7 +147,7 @@ class Subjects:
         """
         return {prefix: its.capture(prefix, value, names) for prefix, value, its in self.items()}
 
-    def restore(self, saved: Mapping[str, Mapping[str, Any]], names: Names) -> None:
+    def restore(self, saved: Mapping[str, Mapping[str, Any]], names: ParameterNames) -> None:
         """The reverse of `capture`.
 
         Raises:

@@ -39,7 +39,7 @@ Terms = frozenset[Packet]
 
 
 @dataclass(frozen=True)
-class Code:
+class ErasureCode:
     """One code.
 
     Attributes:
@@ -59,7 +59,7 @@ class Code:
     common: tuple[Terms, ...]
 
 
-class Op(NamedTuple):
+class XorOp(NamedTuple):
     """Register `target` becomes a copy of `source`, or is XORed with it in place."""
 
     target: int
@@ -67,7 +67,7 @@ class Op(NamedTuple):
     is_copy: bool
 
 
-class Step(NamedTuple):
+class XorStep(NamedTuple):
     """`target = left ^ right`, or `target = left` where right is None. The target may be left too."""
 
     target: int
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class XorProgram:
     """Operations on registers, which are numbered through: inputs, then outputs, then scratch.
 
     Attributes:
@@ -89,23 +89,23 @@ class Program:
     inputs: tuple[Packet, ...]
     outputs: tuple[Packet, ...]
     scratch: int
-    ops: tuple[Op, ...]
+    ops: tuple[XorOp, ...]
 
     @functools.cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[XorStep, ...]:
         """The operations as an executor runs them: a copy and the first XOR onto it become one pass over memory."""
-        made: list[Step] = []
+        made: list[XorStep] = []
         waiting: dict[int, int] = {}  # target -> the input that it will be a copy of
         for target, source, is_copy in self.ops:
             if source in waiting:
-                made.append(Step(source, waiting.pop(source), None))
+                made.append(XorStep(source, waiting.pop(source), None))
             if is_copy and source < len(self.inputs):  # an input stays as it is, so that the copy can wait
                 waiting[target] = source
             elif is_copy:
-                made.append(Step(target, source, None))
+                made.append(XorStep(target, source, None))
             else:
-                made.append(Step(target, waiting.pop(target, target), source))
-        made += [Step(target, source, None) for target, source in waiting.items()]
+                made.append(XorStep(target, waiting.pop(target, target), source))
+        made += [XorStep(target, source, None) for target, source in waiting.items()]
         return tuple(made)
 
 
@@ -113,7 +113,7 @@ class Program:
 
 
 @functools.lru_cache(maxsize=256)
-def code_for(k: int, f: int) -> Code:
+def code_for(k: int, f: int) -> ErasureCode:
     """The code for k data shards and f parity shards.
 
     Raises:
@@ -126,9 +126,9 @@ def code_for(k: int, f: int) -> Code:
     if k + f > SHARDS_MAX:
         raise ValueError(f"{k} data and {f} parity shards are {k + f}; the limit is {SHARDS_MAX}")
     if k == 1 or f == 0:
-        return Code("copy", k, f, 1, ((frozenset({(0, 0)}),),) * f, (frozenset(),) * f)
+        return ErasureCode("copy", k, f, 1, ((frozenset({(0, 0)}),),) * f, (frozenset(),) * f)
     if f == 1:
-        return Code("xor", k, f, 1, (_rows(k, 1),), (frozenset(),))
+        return ErasureCode("xor", k, f, 1, (_rows(k, 1),), (frozenset(),))
     return _diagonal(k, f) if f <= PARITIES_XOR else _cauchy(k, f)
 
 
@@ -136,7 +136,7 @@ def _rows(k: int, w: int) -> tuple[Terms, ...]:
     return tuple(frozenset((shard, packet) for shard in range(k)) for packet in range(w))
 
 
-def _diagonal(k: int, f: int) -> Code:
+def _diagonal(k: int, f: int) -> ErasureCode:
     """EVENODD (f = 2) and STAR (f = 3).
 
     The w = p - 1 packets of the data shards are rows 0..p-2 of p columns; row p-1 and the columns from k on are zeros.
@@ -154,10 +154,10 @@ def _diagonal(k: int, f: int) -> Code:
         adjuster = diagonals.pop()
         parity.append(tuple(diagonal ^ adjuster for diagonal in diagonals))
         common.append(adjuster)
-    return Code("evenodd" if f == 2 else "star", k, f, w, tuple(parity), tuple(common))
+    return ErasureCode("evenodd" if f == 2 else "star", k, f, w, tuple(parity), tuple(common))
 
 
-def _cauchy(k: int, f: int) -> Code:
+def _cauchy(k: int, f: int) -> ErasureCode:
     """Parity j is the sum of e(j, i) * data i over GF(2^w), where every square submatrix of e has an inverse.
 
     e(j, i) = 1 / (x_j + y_i) for distinct x and y. Multiplying a row or a column by an element keeps the property:
@@ -185,7 +185,7 @@ def _cauchy(k: int, f: int) -> Code:
         parity.append(
             tuple(frozenset((i, s) for i in range(k) for s in range(w) if bits[i][s] >> r & 1) for r in range(w))
         )
-    return Code("cauchy", k, f, w, tuple(parity), (frozenset(),) * f)
+    return ErasureCode("cauchy", k, f, w, tuple(parity), (frozenset(),) * f)
 
 
 # Programs
@@ -195,12 +195,12 @@ class _Recorder:
     """Collects operations. A register that holds nothing yet is zero: adding to it copies, adding it does nothing."""
 
     def __init__(self, inputs: int) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[XorOp] = []
         self._filled = set(range(inputs))
 
     def add(self, target: int, source: int) -> None:
         if source in self._filled:
-            self.ops.append(Op(target, source, target not in self._filled))
+            self.ops.append(XorOp(target, source, target not in self._filled))
             self._filled.add(target)
 
     def sums(self, inputs: Sequence[Packet], sums: Iterable[tuple[int, Collection[Packet]]]) -> None:
@@ -218,7 +218,7 @@ class _Recorder:
                 self.add(target, source)
 
 
-def _terms(code: Code, parity: int) -> tuple[tuple[Terms, ...], Terms]:
+def _terms(code: ErasureCode, parity: int) -> tuple[tuple[Terms, ...], Terms]:
     """What each packet of the parity has beside the adjuster, and the adjuster: none where it would save nothing."""
     packets, adjuster = code.parity[parity], code.common[parity]
     if len(adjuster) < 2:
@@ -226,7 +226,7 @@ def _terms(code: Code, parity: int) -> tuple[tuple[Terms, ...], Terms]:
     return tuple(packet ^ adjuster for packet in packets), adjuster
 
 
-def encode_program(code: Code, parity: int) -> Program:
+def encode_program(code: ErasureCode, parity: int) -> XorProgram:
     """Computes parity shard `parity` from all data shards; outputs are its packets, in order.
 
     Raises:
@@ -242,10 +242,10 @@ def encode_program(code: Code, parity: int) -> Program:
     recorder.sums(inputs, [*zip(registers, packets, strict=True), (registers.stop, adjuster)])
     for register in registers:
         recorder.add(register, registers.stop)
-    return Program(inputs, outputs, 1 if adjuster else 0, tuple(recorder.ops))
+    return XorProgram(inputs, outputs, 1 if adjuster else 0, tuple(recorder.ops))
 
 
-def decode_program(code: Code, lost: Collection[int], have: Collection[int]) -> Program:
+def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[int]) -> XorProgram:
     """Computes the packets of lost data shards from the other data shards and as many parities, lowest first.
 
     Args:
@@ -270,7 +270,7 @@ def decode_program(code: Code, lost: Collection[int], have: Collection[int]) -> 
 
 
 @functools.lru_cache(maxsize=64)  # the stripes of a lane ask for the same few patterns
-def _decode(code: Code, lost: tuple[int, ...], parities: tuple[int, ...]) -> Program:
+def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
     """Each parity packet is an equation: its lost terms, the unknowns, have the sum of its other terms.
 
     An adjuster is an unknown too, with an equation of its own. So the equations stay as sparse as the code, and what
@@ -298,7 +298,7 @@ def _decode(code: Code, lost: tuple[int, ...], parities: tuple[int, ...]) -> Pro
     recorder.sums(inputs, zip(home, equations, strict=True))
     for target, source in additions:
         recorder.add(home[target], home[source])
-    return Program(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops))
+    return XorProgram(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops))
 
 
 def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, int]]]:
@@ -360,7 +360,7 @@ class Array(Protocol):
 A = TypeVar("A", bound=Array)
 
 
-def registers(program: Program, inputs: Sequence[A], outputs: Sequence[A], scratch: Sequence[A]) -> list[A]:
+def registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], scratch: Sequence[A]) -> list[A]:
     """The program's registers in order.
 
     Raises:
@@ -381,7 +381,7 @@ def registers(program: Program, inputs: Sequence[A], outputs: Sequence[A], scrat
 
 
 def run(
-    program: Program,
+    program: XorProgram,
     inputs: Sequence[npt.NDArray[Any]],
     outputs: Sequence[npt.NDArray[Any]],
     scratch: Sequence[npt.NDArray[Any]],

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from reft.core.budget import size
-from reft.core.coding.erasure import Code, code_for
+from reft.core.coding.erasure import ErasureCode, code_for
 from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
 from reft.core.text import counted
@@ -42,7 +42,7 @@ Scheme = Literal["auto", "aec", "arc", "none"]
 Reason = Literal["settings", "one domain", "few domains", "kept"]
 
 
-class Span(NamedTuple):
+class PaddedRange(NamedTuple):
     """Bytes begin..end of a cell, followed by `zeros` zero bytes of padding."""
 
     begin: int
@@ -67,7 +67,7 @@ class Lane:
     begin: int
     nbytes: int
     members: tuple[int, ...]
-    code: Code
+    code: ErasureCode
     packet_bytes: int
 
     @property
@@ -98,7 +98,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """One shard in a rank's slot: `nbytes` at `offset` of the slot's data. `lane` is an index in the placement."""
 
     lane: int
@@ -109,23 +109,23 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPlacement:
     """One rank's share: what its slot's data holds. All offsets and sizes in bytes.
 
     Attributes:
         blocks: without gaps, data shards in the order of the cells' bytes, then parity shards from `parity_offset` on.
         data_blocks: how many of the blocks are data shards.
         parity_offset: where the parity section begins, a multiple of chunk_bytes.
-        kept: the kept leaves; their offsets count from `kept_offset`.
-        kept_offset: where the kept section begins, a multiple of chunk_bytes.
+        unreplicated: the kept leaves; their offsets count from `kept_offset`.
+        unreplicated_offset: where the kept section begins, a multiple of chunk_bytes.
         data_bytes: size of the slot's data: the end of the kept section.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ShardBlock, ...]
     data_blocks: int
     parity_offset: int
-    kept: Layout
-    kept_offset: int
+    unreplicated: Layout
+    unreplicated_offset: int
     data_bytes: int
 
 
@@ -154,7 +154,7 @@ class Placement:
         begin = bisect_left(self.lanes, cell, key=lambda lane: lane.cell)
         return range(begin, bisect_right(self.lanes, cell, lo=begin, key=lambda lane: lane.cell))
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankPlacement:
         """The share of one rank, made on demand: planning for thousands of ranks must not build them all."""
         digest = self.division.layout_of[rank]
         lanes = [lane for cell in self.division.cells_of[digest] for lane in self.lanes_of(cell)]
@@ -168,15 +168,17 @@ class Placement:
         data_blocks, end = self._laid(data, 0)
         parity_offset = align(end, self.chunk_bytes)
         parity_blocks, end = self._laid(parity, parity_offset)
-        kept, kept_offset = self.division.kept[digest], align(end, self.chunk_bytes)
+        kept, unreplicated_offset = self.division.unreplicated[digest], align(end, self.chunk_bytes)
         blocks = (*data_blocks, *parity_blocks)
-        return Part(blocks, len(data), parity_offset, kept, kept_offset, kept_offset + kept.data_bytes)
+        return RankPlacement(
+            blocks, len(data), parity_offset, kept, unreplicated_offset, unreplicated_offset + kept.data_bytes
+        )
 
-    def _laid(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[Block], int]:
+    def _laid(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[ShardBlock], int]:
         """Blocks of (lane, stripe, shard) one after the other, and where they end."""
         blocks = []
         for number, stripe, shard in shards:
-            blocks.append(Block(number, stripe, shard, offset, self.lanes[number].shard_bytes))
+            blocks.append(ShardBlock(number, stripe, shard, offset, self.lanes[number].shard_bytes))
             offset += self.lanes[number].shard_bytes
         return blocks, offset
 
@@ -247,7 +249,7 @@ def _cut(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[i
             yield begin, end - begin, tuple(ranks[lane % len(ranks)] for ranks in ranks_of.values())
 
 
-def _choose(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[Code, int]:
+def _choose(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[ErasureCode, int]:
     """The code of a lane of `nbytes` among D members, and the size of its packets."""
     width = min(D, WIDTH_MAX)
     f = 0 if scheme == "none" else min(_asked(D, tolerate), width - 1)
@@ -268,15 +270,15 @@ def _asked(D: int, tolerate: int | None) -> int:
     return 0 if D == 1 else 1 if D < 6 else 2
 
 
-def _packet_bytes(D: int, code: Code, nbytes: int) -> int:
+def _packet_bytes(D: int, code: ErasureCode, nbytes: int) -> int:
     return align(-(-nbytes // (D * code.k * code.w)), PACKET_ALIGNMENT)
 
 
-def ranges(lane: Lane, stripe: int, shard: int) -> Span:
+def ranges(lane: Lane, stripe: int, shard: int) -> PaddedRange:
     """The bytes of the cell in a data shard, and the zeros after them."""
     begin, end = lane.data_range(stripe, shard)
     last = lane.begin + lane.nbytes
-    return Span(min(begin, last), min(end, last), end - begin - (min(end, last) - min(begin, last)))
+    return PaddedRange(min(begin, last), min(end, last), end - begin - (min(end, last) - min(begin, last)))
 
 
 def capsule_holders(node: int, domains_of_nodes: Sequence[int], f: int) -> tuple[int, ...]:
@@ -358,7 +360,7 @@ def exposed(placement: Placement) -> tuple[Exposure, ...]:
     found = [
         Exposure(_sentence(*key, nbytes[key]), tuple(sorted(ranks[key])), nbytes[key], key[0]) for key in sorted(ranks)
     ]
-    kept = {digest: nbytes for digest, nbytes in placement.division.kept_bytes.items() if nbytes}
+    kept = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
     owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in kept)
     if owners:
         total = sum(kept[placement.division.layout_of[rank]] for rank in owners)

@@ -20,7 +20,7 @@ acknowledged and not stored. A Keep brings the outcome that its sender knows: so
 knows what is whole, and never has more undecided steps of a rank than the rank has slots. A daemon that was restarted has
 forgotten who acknowledged what: it owes again all that its slots hold sealed. The oldest step goes first, so that a slow
 holder gets to each of them in the end.
-One `Deposits` belongs to one epoch of one node, as the `Round` beside it does.
+One `CapsuleAcks` belongs to one epoch of one node, as the `Round` beside it does.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from reft.core.commit.decision import Decision, counts
-from reft.core.commit.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, Said
+from reft.core.commit.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.version import Version
 
 DIGESTS_MAX = 8 << 20  # bytes that travel with one capsule: digests of a million chunks
 
 
 @dataclass
-class Deposits:
+class CapsuleAcks:
     """Which capsules one node owes to whom.
 
     Args:
@@ -45,12 +45,12 @@ class Deposits:
 
     holders: tuple[int, ...]
     _outcome: Outcome = field(default_factory=Outcome)
-    _said: dict[int, Said] = field(default_factory=dict)
+    _said: dict[int, StepReport] = field(default_factory=dict)
     # rank → sealed step → holders that have not acknowledged it; none missing: the answer counts
     _missing: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     _digests: dict[int, dict[int, Mapping[int, int]]] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, said: Said, digests: Digests = NO_DIGESTS) -> Said:
+    def hear_rank(self, rank: int, said: StepReport, digests: Digests = NO_DIGESTS) -> StepReport:
         """Takes what a local rank says; returns what of it counts already: the rest is pending.
 
         Args:
@@ -75,7 +75,7 @@ class Deposits:
         owed = [(rank, step) for rank, step in pairs if holder in self._missing[rank][step]]
         return sorted(owed, key=lambda pair: (pair[1], pair[0]))
 
-    def acknowledge(self, holder: int, kept: Iterable[tuple[int, int]]) -> dict[int, Said]:
+    def acknowledge(self, holder: int, kept: Iterable[tuple[int, int]]) -> dict[int, StepReport]:
         """Takes what `holder` keeps now, as (rank, step); returns what counts from now on, by rank."""
         due = {}
         for rank, step in kept:
@@ -98,7 +98,7 @@ class Deposits:
             self._said[rank] = said.without(outcome)
             self._let_go(rank)
 
-    def _due(self, rank: int) -> Said:
+    def _due(self, rank: int) -> StepReport:
         said, missing = self._said[rank], self._missing[rank]
         counting = frozenset(step for step in said.sealed if missing.get(step) == set())
         return replace(said, sealed=counting, pending=said.pending | said.sealed - counting)

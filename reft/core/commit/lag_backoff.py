@@ -30,7 +30,7 @@ MEMORY = 4  # outcomes: where they come late by chance, one that comes at once s
 
 
 @dataclass
-class Delays:
+class OutcomeDelays:
     """What one rank has seen of how long outcomes take, in steps."""
 
     in_vain: int | None = None  # the newest step when it last heard that one that it had sealed never becomes whole
@@ -52,7 +52,7 @@ class Delays:
         return max((0 if oldest is None else step - oldest, *self._recent))
 
 
-def spacing(lag: int, in_vain: int | None, delay: int, slots: int) -> int:
+def backoff_interval(lag: int, in_vain: int | None, delay: int, slots: int) -> int:
     """Each how many-th due step is to be taken: a power of two.
 
     Args:

@@ -14,7 +14,7 @@ Invariants
   5. Ranks that hold replicas say with "sealed" what the bytes of each cell look like: a digest of all of it, or of a
      window that wanders with the step. Two that differ make s void, and all that comes later in this epoch, whose windows
      may lie elsewhere: shards of unlike replicas are no state.
-  6. What ranks say carries each one's wish how often to snapshot, outcomes the agreed pace
+  6. Reports carry the interval that each rank requests, outcomes the agreed interval
      (core/commit/snapshot_interval.py). A step that only some of them take, because not all have heard of a pace, is void by
      what the others say of a later one.
 
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 
-from reft.core.commit.snapshot_interval import Pace, next_pace
+from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
 FAN_OUT = 16
 UNDECIDED_MAX = (
@@ -43,13 +43,13 @@ Digests = Mapping[int, Mapping[int, int]]  # step → cell → digest
 NO_DIGESTS: Digests = MappingProxyType({})
 
 
-class Answer(IntEnum):
+class StepAnswer(IntEnum):
     SEALED = 1
     VOID = 2
 
 
 @dataclass(frozen=True)
-class Said:
+class StepReport:
     """What a rank, or all ranks below a node together, say of an epoch's steps; every other one up to `until` is void.
 
     Attributes:
@@ -64,23 +64,23 @@ class Said:
     sealed: frozenset[int] = frozenset()
     pending: frozenset[int] = frozenset()
 
-    def answer(self, step: int) -> Answer | None:
+    def answer(self, step: int) -> StepAnswer | None:
         """What is said of the step; None: nothing."""
         if step in self.sealed:
-            return Answer.SEALED
+            return StepAnswer.SEALED
         if step <= self.since or step > self.until or step in self.pending:
             return None
-        return Answer.VOID
+        return StepAnswer.VOID
 
-    def then(self, said: Said) -> Said:
+    def then(self, said: StepReport) -> StepReport:
         """With what was heard later, which may be older: the first answer to a step counts."""
         sealed = self.sealed | {step for step in said.sealed if self.answer(step) is None}
         either = (self.pending | said.pending) - sealed
         pending = {step for step in either if self.answer(step) is None and said.answer(step) is None}
         since, until = max(self.since, said.since), max(self.until, said.until)
-        return Said(since, until, _newest(sealed), _newest(pending))
+        return StepReport(since, until, _newest(sealed), _newest(pending))
 
-    def without(self, outcome: Outcome) -> Said:
+    def without(self, outcome: Outcome) -> StepReport:
         """Without the steps that are decided."""
         sealed, pending = (
             frozenset(step for step in each if not outcome.decides(step)) for each in (self.sealed, self.pending)
@@ -88,7 +88,7 @@ class Said:
         return replace(self, since=max(self.since, outcome.whole), sealed=sealed, pending=pending)
 
 
-NOTHING = Said()
+NOTHING = StepReport()
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ class Outcome:
         whole: the newest whole step; -1: none yet. Newer ones up to `until` are void, but for those that are open.
         until: the newest step that a rank has answered.
         open: newer than the whole one, not decided: sealed by some rank, said void by none.
-        unlike: the cells whose replicas were once found to differ.
-        pace: the newest.
+        mismatched: the cells whose replicas were once found to differ.
+        interval: the newest.
     """
 
     whole: int = -1
     until: int = -1
     open: frozenset[int] = frozenset()
-    unlike: frozenset[int] = frozenset()
-    pace: Pace = Pace()  # noqa: RUF009 - a named tuple never changes
+    mismatched: frozenset[int] = frozenset()
+    interval: SnapshotInterval = SnapshotInterval()  # noqa: RUF009 - a named tuple never changes
 
     def decides(self, step: int) -> bool:
         """Whether it is known what became of the step."""
@@ -124,8 +124,8 @@ class Outcome:
             max(self.whole, outcome.whole),
             max(self.until, outcome.until),
             frozenset(still),
-            self.unlike | outcome.unlike,
-            max(self.pace, outcome.pace),
+            self.mismatched | outcome.mismatched,
+            max(self.interval, outcome.interval),
         )
 
 
@@ -159,12 +159,12 @@ class Round:
     nodes: int
     ranks: frozenset[int]
     outcome: Outcome = field(default_factory=Outcome)
-    _said: dict[tuple[str, int], Said] = field(default_factory=dict)
+    _said: dict[tuple[str, int], StepReport] = field(default_factory=dict)
     _digests: dict[int, dict[int, int]] = field(default_factory=dict)
-    _unlike: set[int] = field(default_factory=set)  # undecided steps whose replicas differ
-    _wishes: dict[tuple[str, int], int] = field(default_factory=dict)
+    _mismatched: set[int] = field(default_factory=set)  # undecided steps whose replicas differ
+    _requests: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, said: Said, digests: Digests = NO_DIGESTS) -> bool:
+    def hear_rank(self, rank: int, said: StepReport, digests: Digests = NO_DIGESTS) -> bool:
         """Takes what a local rank says; True if something changed and must be passed on.
 
         Args:
@@ -178,32 +178,37 @@ class Round:
         return self._hear(("rank", rank), said, digests)
 
     def hear_node(
-        self, child: int, said: Said, digests: Digests = NO_DIGESTS, unlike: Iterable[int] = (), wish: int = 0
+        self,
+        child: int,
+        said: StepReport,
+        digests: Digests = NO_DIGESTS,
+        mismatched: Iterable[int] = (),
+        requested_every: int = 0,
     ) -> bool:
         """Takes what the subtree below `child` says; True if something changed.
 
         Args:
-            unlike: cells that were found to differ below it.
-            wish: see `wish`, of the subtree.
+            mismatched: cells that were found to differ below it.
+            requested_every: see `requested_every`, of the subtree.
 
         Raises:
             ValueError: the node does not report to this one.
         """
         if child not in children_of(self.index, self.nodes):
             raise ValueError(f"node {child} does not report to node {self.index}")
-        self._wishes["node", child] = wish
-        is_news = self._note_unlike(unlike)
+        self._requests["node", child] = requested_every
+        is_news = self._note_mismatched(mismatched)
         return self._hear(("node", child), said, digests) or is_news
 
-    def hear_wish(self, rank: int, wish: int) -> None:
-        """Takes how often a local rank wants to snapshot: each how many-th step; 0: it has no wish yet."""
-        self._wishes["rank", rank] = wish
+    def hear_request(self, rank: int, every: int) -> None:
+        """Takes a local rank's request: a snapshot each `every`-th step; 0 means no request yet."""
+        self._requests["rank", rank] = every
 
     @property
-    def wish(self) -> int:
-        """The greatest wish of the subtree; 0 as long as one has none."""
-        wishes = self._wishes.values()
-        return max(wishes) if wishes and len(wishes) == self._sources and all(wishes) else 0
+    def requested_every(self) -> int:
+        """The greatest interval that a rank of the subtree requests; 0 until all have requested one."""
+        requests = self._requests.values()
+        return max(requests) if requests and len(requests) == self._sources and all(requests) else 0
 
     def hear_outcome(self, outcome: Outcome) -> bool:
         """Takes what the coordinator decided; True if it was news."""
@@ -213,7 +218,7 @@ class Round:
         self.outcome = merged
         for source, said in self._said.items():
             self._said[source] = said.without(merged)
-        self._unlike = {step for step in self._unlike if not merged.decides(step)}
+        self._mismatched = {step for step in self._mismatched if not merged.decides(step)}
         self._digests = {step: cells for step, cells in self._digests.items() if not merged.decides(step)}
         return True
 
@@ -225,36 +230,36 @@ class Round:
     @property
     def has_news(self) -> bool:
         """Whether `said` says more than what the coordinator has decided: of newer steps, or of one that is open."""
-        said = self.said()
+        said = self.report()
         is_answered = any(said.answer(step) is not None for step in self.outcome.open)
         return bool(said.sealed or said.pending) or said.until > self.outcome.until or is_answered
 
-    def said(self) -> Said:
+    def report(self) -> StepReport:
         """What the parent must know: what the subtree says, whole, every time."""
         heard = self._said.values()
         until = max((said.until for said in heard), default=-1)
         sealed, pending = set(), set()
-        for step in frozenset().union(*(said.sealed | said.pending for said in heard)) - self._unlike:
+        for step in frozenset().union(*(said.sealed | said.pending for said in heard)) - self._mismatched:
             answers = [said.answer(step) for said in heard]
-            if Answer.VOID in answers:
+            if StepAnswer.VOID in answers:
                 continue
             if None not in answers and len(answers) == self._sources:
                 sealed.add(step)
             elif step <= until:
                 pending.add(step)
         whole = self.outcome.whole  # every rank has sealed it, so every rank has answered it
-        return Said(whole, max(until, whole), frozenset(sealed), frozenset(pending))
+        return StepReport(whole, max(until, whole), frozenset(sealed), frozenset(pending))
 
     def digests(self) -> dict[int, dict[int, int]]:
         """The digests that go with `said`, of its sealed steps."""
-        return {step: dict(self._digests[step]) for step in self.said().sealed if step in self._digests}
+        return {step: dict(self._digests[step]) for step in self.report().sealed if step in self._digests}
 
     @property
     def _sources(self) -> int:
         """How many ranks and nodes report to this one."""
         return len(self.ranks) + len(children_of(self.index, self.nodes))
 
-    def _hear(self, source: tuple[str, int], said: Said, digests: Digests) -> bool:
+    def _hear(self, source: tuple[str, int], said: StepReport, digests: Digests) -> bool:
         is_news = self.hear_outcome(Outcome(said.since, said.since))
         before = self._said.get(source, NOTHING)
         after = before.then(said).without(self.outcome)
@@ -269,18 +274,22 @@ class Round:
     def _compare(self, step: int, digests: Mapping[int, int]) -> None:
         """Holds a source's digests against those of the others; the source itself is not to blame, so the step is void."""
         known = self._digests.setdefault(step, {})
-        unlike = {cell for cell, digest in digests.items() if known.setdefault(cell, digest) != digest}
-        if unlike:
-            self._unlike.add(step)
-            self._note_unlike(unlike)
+        mismatched = {cell for cell, digest in digests.items() if known.setdefault(cell, digest) != digest}
+        if mismatched:
+            self._mismatched.add(step)
+            self._note_mismatched(mismatched)
 
-    def _note_unlike(self, cells: Iterable[int]) -> bool:
+    def _note_mismatched(self, cells: Iterable[int]) -> bool:
         before = self.outcome
-        self.outcome = replace(before, unlike=before.unlike | frozenset(cells))
+        self.outcome = replace(before, mismatched=before.mismatched | frozenset(cells))
         return self.outcome != before
 
     def _decide(self) -> None:
-        said = self.said()
-        whole = -1 if self.outcome.unlike else max(said.sealed, default=-1)
-        pace = next_pace(self.outcome.pace, self.wish, whole) if whole > self.outcome.whole else self.outcome.pace
-        self.hear_outcome(Outcome(whole, said.until, said.pending, pace=pace))
+        said = self.report()
+        whole = -1 if self.outcome.mismatched else max(said.sealed, default=-1)
+        pace = (
+            next_interval(self.outcome.interval, self.requested_every, whole)
+            if whole > self.outcome.whole
+            else self.outcome.interval
+        )
+        self.hear_outcome(Outcome(whole, said.until, said.pending, interval=pace))

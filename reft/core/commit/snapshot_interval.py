@@ -32,7 +32,7 @@ SAMPLES_MIN = 8  # differences before a bound is given
 Z = 1.96  # 95 %
 
 
-class Pace(NamedTuple):
+class SnapshotInterval(NamedTuple):
     """From step `start` on, each step that is a multiple of `every` is taken; `every` 0 says nothing."""
 
     start: int = 0
@@ -51,20 +51,20 @@ def is_control(step: int) -> bool:
     return step >= CONTROL and (mixed * 0xBF58476D1CE4E5B9 >> 32) % CONTROL == 0
 
 
-def next_pace(pace: Pace, wish: int, whole: int) -> Pace:
+def next_interval(pace: SnapshotInterval, requested_every: int, whole: int) -> SnapshotInterval:
     """What the coordinator says when step `whole` has become whole.
 
     Args:
-        wish: the greatest of all ranks; 0 if one has none yet.
+        requested_every: the greatest of all ranks; 0 if one has none yet.
     """
-    every = min(wish, EVERY_MAX)
+    every = min(requested_every, EVERY_MAX)
     if every == 0 or every == pace.every or whole < pace.start:
         return pace
-    return Pace(whole + LEAD, every)
+    return SnapshotInterval(whole + LEAD, every)
 
 
 @dataclass
-class Cadence:
+class DueSteps:
     """Which steps one rank takes.
 
     Args:
@@ -74,11 +74,11 @@ class Cadence:
 
     first: int
     adapts: bool
-    _paces: list[Pace] = field(default_factory=list)
+    _paces: list[SnapshotInterval] = field(default_factory=list)
 
-    def hear(self, pace: Pace) -> bool:
+    def hear(self, pace: SnapshotInterval) -> bool:
         """Takes the round's pace; True if it is news."""
-        known = self._paces[-1] if self._paces else Pace()
+        known = self._paces[-1] if self._paces else SnapshotInterval()
         if not self.adapts or pace.every == 0 or pace <= known:
             return False
         self._paces = [*self._paces[-3:], pace]
@@ -94,12 +94,12 @@ class Cadence:
 
 
 @dataclass
-class Frequency:
+class IntervalEstimator:
     """One rank's measurements, and what it wishes.
 
     Args:
         budget: the share of training time that snapshots may hold up.
-        mtbf_s: mean time between failures of the job, in seconds, given or measured (`History`); 0 if it is not known.
+        mtbf_s: mean time between failures of the job, in seconds, given or measured (`FailureHistory`); 0 if it is not known.
     """
 
     budget: float
@@ -133,7 +133,7 @@ class Frequency:
             every = max(every, round(daly(self.stall_s, self.mtbf_s) / step_s))
         return min(max(every, 1), EVERY_MAX)
 
-    def wish(self) -> int:
+    def requested_every(self) -> int:
         """What this rank asks of the round; 0 until enough was measured. It rises at once, and falls when half would do."""
         if self.snapshots < MEASURED:
             return 0
@@ -157,7 +157,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
-class History(NamedTuple):
+class FailureHistory(NamedTuple):
     """What a job has lived through, over all of its attaches.
 
     Attributes:
@@ -168,9 +168,9 @@ class History(NamedTuple):
     trained_s: float = 0.0
     failures: int = 0
 
-    def after(self, trained_s: float, has_failed: bool) -> History:
+    def after(self, trained_s: float, has_failed: bool) -> FailureHistory:
         """With one more attach that is over."""
-        return History(self.trained_s + trained_s, self.failures + has_failed)
+        return FailureHistory(self.trained_s + trained_s, self.failures + has_failed)
 
     @property
     def mtbf_s(self) -> float:
@@ -182,7 +182,7 @@ class History(NamedTuple):
         return (self.trained_s + PRIOR_S) / (self.failures + 1) if self.failures else 0.0
 
 
-class Overhead(NamedTuple):
+class OverheadEstimate(NamedTuple):
     """The whole cost of snapshots as a share of training time, with a 95 % interval, and what it rests on."""
 
     mean: float
@@ -198,7 +198,7 @@ class Overhead(NamedTuple):
 
 
 @dataclass
-class Controls:
+class OverheadMeter:
     """Compares each iteration with those right before and after it, where they differ in having a snapshot: what drifts
     slowly has no part in the difference."""
 
@@ -227,7 +227,7 @@ class Controls:
             self._mean += error / self._count
             self._squares += error * (difference - self._mean)
 
-    def overhead(self) -> Overhead | None:
+    def overhead(self) -> OverheadEstimate | None:
         """What snapshots cost; None until there is enough to say."""
         if self._count < SAMPLES_MIN or self._plain.mean <= 0:
             return None
@@ -235,4 +235,6 @@ class Controls:
         t = Z + (Z**3 + Z) / (4 * freedom)  # Student's, near enough
         margin = t * math.sqrt(self._squares / freedom / self._count)
         scale = self._taken / self._all / self._plain.mean
-        return Overhead(self._mean * scale, (self._mean - margin) * scale, (self._mean + margin) * scale, self._count)
+        return OverheadEstimate(
+            self._mean * scale, (self._mean - margin) * scale, (self._mean + margin) * scale, self._count
+        )

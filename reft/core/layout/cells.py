@@ -22,8 +22,8 @@ from itertools import chain
 from typing import TypeVar
 
 from reft.core.layout.layout import SMALL_BYTES, Layout, Leaf, pack
-from reft.core.layout.sharing import Own, sharing
-from reft.core.layout.symbolic import Symbolic, of
+from reft.core.layout.sharing import OwnLeaves, sharing
+from reft.core.layout.symbolic import SymbolicLayout, of
 
 T = TypeVar("T")
 SEATS_MAX = 16  # layouts whose own leaves are remembered: those of the ranks of one node
@@ -55,24 +55,24 @@ class Division:
         cells: in the order of their holders.
         layout_of: digest of each rank's layout.
         cells_of: digest → the indices of the cells that its ranks hold, ascending.
-        riders: digest → names of the leaves that travel in the capsule, sorted.
-        kept: digest → leaves that only the rank's own slot holds, at their offsets in its kept section.
-        kept_bytes: digest → bytes of these leaves without padding, without writing them down.
+        inline_leaves: digest → names of the leaves that travel in the capsule, sorted.
+        unreplicated: digest → leaves that only the rank's own slot holds, at their offsets in its kept section.
+        unreplicated_bytes: digest → bytes of these leaves without padding, without writing them down.
     """
 
     cells: tuple[Cell, ...]
     layout_of: tuple[bytes, ...]
     cells_of: Mapping[bytes, tuple[int, ...]]
-    riders: Mapping[bytes, tuple[str, ...]]
-    kept: Mapping[bytes, Layout]
-    kept_bytes: Mapping[bytes, int]
+    inline_leaves: Mapping[bytes, tuple[str, ...]]
+    unreplicated: Mapping[bytes, Layout]
+    unreplicated_bytes: Mapping[bytes, int]
 
 
 def divide(
-    layouts: Mapping[bytes, Layout | Symbolic],
+    layouts: Mapping[bytes, Layout | SymbolicLayout],
     layout_of: Sequence[bytes],
-    unequal: Collection[str] = (),
-    riders_max: int = RIDERS_MAX,
+    mismatched: Collection[str] = (),
+    inline_bytes_max: int = RIDERS_MAX,
 ) -> Division:
     """Divides the state of a job into cells, riders and kept leaves.
 
@@ -81,8 +81,8 @@ def divide(
     Args:
         layouts: digest → layout, once per distinct layout, written down or symbolic.
         layout_of: rank → digest.
-        unequal: names of leaves whose bytes may differ between their holders.
-        riders_max: the most bytes of riders that a rank may have; 0 where capsules stay on their node.
+        mismatched: names of leaves whose bytes may differ between their holders.
+        inline_bytes_max: the most bytes of riders that a rank may have; 0 where capsules stay on their node.
 
     Raises:
         ValueError: a rank names a layout that is not given.
@@ -95,8 +95,8 @@ def divide(
         raise ValueError(f"rank {missing[0]} names a layout that is not among the {len(layouts)} given")
 
     digests = list(ranks_of)
-    forms = [form if isinstance(form := layouts[digest], Symbolic) else of(form.leaves) for digest in digests]
-    shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], unequal)
+    forms = [form if isinstance(form := layouts[digest], SymbolicLayout) else of(form.leaves) for digest in digests]
+    shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], mismatched)
     found: list[tuple[Cell, tuple[int, ...]]] = []
     for indices, leaves in shared.groups.items():
         holders = tuple(sorted(chain.from_iterable(ranks_of[digests[index]] for index in indices)))
@@ -109,14 +109,14 @@ def divide(
         for index in indices:
             cells_of[digests[index]].append(number)
     own = dict(zip(digests, shared.own, strict=True))
-    seat = lru_cache(maxsize=SEATS_MAX)(lambda digest: _seat(own[digest], riders_max))
+    seat = lru_cache(maxsize=SEATS_MAX)(lambda digest: _seat(own[digest], inline_bytes_max))
     return Division(
         cells=tuple(cell for cell, _ in found),
         layout_of=tuple(layout_of),
         cells_of={digest: tuple(numbers) for digest, numbers in cells_of.items()},
-        riders=_OnDemand(own, lambda digest: seat(digest)[0]),
-        kept=_OnDemand(own, lambda digest: seat(digest)[1]),
-        kept_bytes=_OnDemand(own, lambda digest: own[digest].kept_bytes(riders_max)),
+        inline_leaves=_OnDemand(own, lambda digest: seat(digest)[0]),
+        unreplicated=_OnDemand(own, lambda digest: seat(digest)[1]),
+        unreplicated_bytes=_OnDemand(own, lambda digest: own[digest].unreplicated_bytes(inline_bytes_max)),
     )
 
 
@@ -137,17 +137,17 @@ class _OnDemand(Mapping[bytes, T]):
         return len(self.keys_of)
 
 
-def _seat(own: Own, room: int) -> tuple[tuple[str, ...], Layout]:
+def _seat(own: OwnLeaves, room: int) -> tuple[tuple[str, ...], Layout]:
     """Which of a rank's own leaves ride in the capsule, smallest first while there is room, and the layout of the rest."""
-    riders: list[str] = []
+    inline_leaves: list[str] = []
     kept: list[Leaf] = []
     for leaf in sorted(own.leaves(), key=lambda leaf: (leaf.nbytes, leaf.name)):
         if (leaf.staged or leaf.nbytes < SMALL_BYTES) and leaf.nbytes <= room:
-            riders.append(leaf.name)
+            inline_leaves.append(leaf.name)
             room -= leaf.nbytes
         else:
             kept.append(leaf)
-    return tuple(sorted(riders)), pack(_by_name(kept))
+    return tuple(sorted(inline_leaves)), pack(_by_name(kept))
 
 
 def _by_name(leaves: Iterable[Leaf]) -> list[Leaf]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class FlatRange(NamedTuple):
     """Where a run of elements lies.
 
     Attributes:
@@ -32,7 +32,7 @@ class Run(NamedTuple):
     first: int
 
 
-def run_of(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int], first: int) -> Run:
+def flat_range(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int], first: int) -> FlatRange:
     """The identity of the elements of a piece from `first` on.
 
     Args:
@@ -43,8 +43,8 @@ def run_of(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int], fi
     """
     begin = beginning(piece, whole, offset)
     if begin is None:
-        return Run(cut(piece, offset), math.prod(piece), first)
-    return Run("", math.prod(whole), begin + first)
+        return FlatRange(cut(piece, offset), math.prod(piece), first)
+    return FlatRange("", math.prod(whole), begin + first)
 
 
 def beginning(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int]) -> int | None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from reft.core.layout.layout import Leaf
 
 
-class Runs(NamedTuple):
+class ByteRuns(NamedTuple):
     """Runs of bytes: int64 [n] each. Run i is `nbytes[i]` bytes from `old[i]` of the one piece, at `new[i]` of the other."""
 
     old: NDArray[np.int64]
@@ -35,7 +35,7 @@ class Runs(NamedTuple):
     nbytes: NDArray[np.int64]
 
 
-class Copy(NamedTuple):
+class RegionCopy(NamedTuple):
     """What an old piece has of a new one; all numbers in bytes but the counts.
 
     Attributes:
@@ -63,7 +63,7 @@ class Copy(NamedTuple):
         """How many of the bytes begin..end of the old piece are copied."""
         return self._before(end) - self._before(begin)
 
-    def within(self, begin: int, end: int) -> Runs:
+    def within(self, begin: int, end: int) -> ByteRuns:
         """The runs, cut, that lie in bytes begin..end of the old piece."""
         first = self._below(begin - self.run + 1)
         last = max(first, self._below(end)) if begin < end else first
@@ -75,7 +75,7 @@ class Copy(NamedTuple):
             new += index * new_step
         front = np.maximum(begin - old, 0)
         nbytes = np.minimum(old + self.run, end) - old - front
-        return Runs(old + front, new + front, nbytes)
+        return ByteRuns(old + front, new + front, nbytes)
 
     def _below(self, limit: int) -> int:
         """How many runs begin before `limit` of the old piece."""
@@ -105,7 +105,7 @@ class Copy(NamedTuple):
         return (begun - 1) * self.run + min(self.run, limit - last)
 
 
-class Shelf:
+class RegionIndex:
     """Pieces of one tensor, to be searched by place: along one dimension after the other, by their distinct runs of it.
 
     A mesh cuts a dimension into runs that are equal or disjoint, so a search looks at nothing in vain. Runs that overlap
@@ -132,7 +132,7 @@ class Shelf:
         self._begins = [begin for begin, _ in runs]
         self._ends = [end for _, end in runs]
         self._latest = list(accumulate(self._ends, max))  # ascending, which the ends themselves need not be
-        self._below = [Shelf(below[run], dim + 1) for run in runs]
+        self._below = [RegionIndex(below[run], dim + 1) for run in runs]
 
     def touching(self, leaf: Leaf) -> list[int]:
         """The numbers of the pieces that have elements in common with a leaf, ascending."""
@@ -156,7 +156,7 @@ def itemsize(leaf: Leaf) -> int:
     return leaf.nbytes // count if count else 0
 
 
-def overlap(old: Leaf, new: Leaf) -> Copy | None:
+def overlap(old: Leaf, new: Leaf) -> RegionCopy | None:
     """What an old piece has of a new piece of the same tensor; None if nothing.
 
     Args:
@@ -184,7 +184,7 @@ def overlap(old: Leaf, new: Leaf) -> Copy | None:
         if nest and nest[-1][0] == old_step * count and nest[-1][1] == new_step * count:
             count *= nest.pop()[2]
         nest.append((old_step, new_step, count))
-    return Copy(
+    return RegionCopy(
         _at(begins, old) * item,
         _at(begins, new) * item,
         run,

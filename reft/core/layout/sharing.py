@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.layout.layout import SMALL_BYTES, Leaf
-from reft.core.layout.symbolic import WHOLE, Pattern, Symbolic, Table, leaves_of
+from reft.core.layout.symbolic import WHOLE, LeafPattern, PatternTable, SymbolicLayout, leaves_of
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class PatternFamily:
     """Patterns of one table that lie alike; every layout that has them names this one object, and compares it by identity.
 
     Attributes:
@@ -40,35 +40,35 @@ class Sharing:
     """
 
     groups: dict[tuple[int, ...], list[Leaf]]
-    own: tuple[Own, ...]
+    own: tuple[OwnLeaves, ...]
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnLeaves:
     """Leaves of one layout, made on demand.
 
     Attributes:
         families: of the layout's table.
     """
 
-    layout: Symbolic
-    sizes: Sizes
-    families: tuple[Family, ...]
+    layout: SymbolicLayout
+    sizes: LeafSizes
+    families: tuple[PatternFamily, ...]
 
     def leaves(self) -> list[Leaf]:
         """The leaves."""
         patterns = self.layout.table.patterns
         return leaves_of([patterns[i] for family in self.families for i in family.indices], self.layout.cuts)
 
-    def kept_bytes(self, room: int) -> int:
+    def unreplicated_bytes(self, room: int) -> int:
         """Bytes of what is left when the small and the staged leaves ride, smallest first, while there is room for them."""
-        return self.sizes.kept_bytes(tuple(cut.size for cut in self.layout.cuts), self.families, room)
+        return self.sizes.unreplicated_bytes(tuple(cut.size for cut in self.layout.cuts), self.families, room)
 
 
-class Sizes:
+class LeafSizes:
     """Sizes of a table's leaves under any cuts, all at once."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: PatternTable) -> None:
         dims = max((len(pattern.axes) for pattern in table.patterns), default=0)
         count = len(table.patterns)
         self._whole = np.array([_whole_bytes(pattern) for pattern in table.patterns], np.int64)
@@ -85,8 +85,8 @@ class Sizes:
         found: NDArray[np.int64] = self._whole * np.array([*sizes, 1], np.int64)[self._axes].prod(1)
         return found
 
-    def kept_bytes(self, sizes: tuple[int, ...], families: tuple[Family, ...], room: int) -> int:
-        """See `Own.kept_bytes`. Ranks whose shards are equally large have one answer."""
+    def unreplicated_bytes(self, sizes: tuple[int, ...], families: tuple[PatternFamily, ...], room: int) -> int:
+        """See `OwnLeaves.kept_bytes`. Ranks whose shards are equally large have one answer."""
         key = (sizes, families, room)
         if key not in self._known:
             chosen = np.array([i for family in families for i in family.indices], np.int64)
@@ -96,7 +96,7 @@ class Sizes:
         return self._known[key]
 
 
-def sharing(layouts: Sequence[Symbolic], ranks: Sequence[int], unequal: Collection[str]) -> Sharing:
+def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched: Collection[str]) -> Sharing:
     """Finds which layouts have which leaves.
 
     A leaf that is staged in one layout is shared by none: where one rank's forward writes it, others' copies prove nothing.
@@ -104,9 +104,9 @@ def sharing(layouts: Sequence[Symbolic], ranks: Sequence[int], unequal: Collecti
     Args:
         layouts: no two alike.
         ranks: how many ranks have each layout; a leaf is shared if two ranks or more have it.
-        unequal: names of leaves that are shared by none.
+        mismatched: names of leaves that are shared by none.
     """
-    numbers: dict[Table, int] = {}
+    numbers: dict[PatternTable, int] = {}
     number_of: dict[int, int] = {}  # by identity: tables are large, and layouts share them
     users: list[list[int]] = []
     for index, layout in enumerate(layouts):
@@ -116,15 +116,15 @@ def sharing(layouts: Sequence[Symbolic], ranks: Sequence[int], unequal: Collecti
             users.append([])
         users[number_of[id(layout.table)]].append(index)
     groups: dict[tuple[int, ...], list[Leaf]] = {}
-    own: list[list[Family]] = [[] for _ in layouts]
-    for members in _families(list(numbers), frozenset(unequal)):
+    own: list[list[PatternFamily]] = [[] for _ in layouts]
+    for members in _families(list(numbers), frozenset(mismatched)):
         for index, family in _divide(members, layouts, ranks, users, groups):
             own[index].append(family)
-    sizes = [Sizes(table) for table in numbers]
+    sizes = [LeafSizes(table) for table in numbers]
     return Sharing(
         groups,
         tuple(
-            Own(layout, sizes[number_of[id(layout.table)]], tuple(families))
+            OwnLeaves(layout, sizes[number_of[id(layout.table)]], tuple(families))
             for layout, families in zip(layouts, own, strict=True)
         ),
     )
@@ -145,17 +145,17 @@ class _Member:
     axes: tuple[int, ...]
     kind: int
     never_shared: bool
-    patterns: tuple[Pattern, ...]
-    family: Family
+    patterns: tuple[LeafPattern, ...]
+    family: PatternFamily
 
 
-def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Member]]:
+def _families(tables: Sequence[PatternTable], mismatched: frozenset[str]) -> list[list[_Member]]:
     """The names of all tables, together where they lie alike: in the same tables, along the same axes."""
-    places: dict[str, list[tuple[int, int, Pattern]]] = {}
+    places: dict[str, list[tuple[int, int, LeafPattern]]] = {}
     for number, table in enumerate(tables):
         for index, pattern in enumerate(table.patterns):
             places.setdefault(pattern.name, []).append((number, index, pattern))
-    alike: dict[tuple[tuple[int, tuple[int, ...], int, bool], ...], list[list[tuple[int, int, Pattern]]]] = {}
+    alike: dict[tuple[tuple[int, tuple[int, ...], int, bool], ...], list[list[tuple[int, int, LeafPattern]]]] = {}
     for name, found in places.items():
         kinds: dict[object, int] = {}
         key = tuple(
@@ -163,14 +163,14 @@ def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Me
                 number,
                 pattern.axes,
                 kinds.setdefault(_kind(pattern), len(kinds)),
-                pattern.staged or name in unequal or not _whole_bytes(pattern),
+                pattern.staged or name in mismatched or not _whole_bytes(pattern),
             )
             for number, _, pattern in found
         )
         alike.setdefault(key, []).append(found)
     return [
         [
-            _Member(*place, tuple(found[i][2] for found in names), Family(tuple(found[i][1] for found in names)))
+            _Member(*place, tuple(found[i][2] for found in names), PatternFamily(tuple(found[i][1] for found in names)))
             for i, place in enumerate(key)
         ]
         for key, names in alike.items()
@@ -179,11 +179,11 @@ def _families(tables: Sequence[Table], unequal: frozenset[str]) -> list[list[_Me
 
 def _divide(
     members: Sequence[_Member],
-    layouts: Sequence[Symbolic],
+    layouts: Sequence[SymbolicLayout],
     ranks: Sequence[int],
     users: Sequence[Sequence[int]],
     groups: dict[tuple[int, ...], list[Leaf]],
-) -> Iterator[tuple[int, Family]]:
+) -> Iterator[tuple[int, PatternFamily]]:
     """One family: adds its leaves to the groups that share them; yields the layouts that have them alone."""
     holders: dict[object, list[tuple[int, _Member]]] = {}
     unshared: set[object] = set()
@@ -206,7 +206,7 @@ def _divide(
             group += leaves_of(member.patterns, layouts[index].cuts)
 
 
-def _kind(pattern: Pattern) -> object:
+def _kind(pattern: LeafPattern) -> object:
     """What must be equal for two leaves to be the same, beside names and cuts."""
     if pattern.literal is not None:
         leaf = pattern.literal
@@ -214,7 +214,7 @@ def _kind(pattern: Pattern) -> object:
     return pattern.dtype, pattern.item_bytes, pattern.global_shape, pattern.order
 
 
-def _whole_bytes(pattern: Pattern) -> int:
+def _whole_bytes(pattern: LeafPattern) -> int:
     """Bytes of the dimensions that are not cut; of a literal leaf, all."""
     if pattern.literal is not None:
         return pattern.literal.nbytes

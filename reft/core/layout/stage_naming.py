@@ -29,7 +29,7 @@ CONSTANT = "constant "  # before a digest of bytes that repeat one value
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageNames:
     """The names of one stage, as its module has them.
 
     Attributes:
@@ -42,7 +42,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Naming:
+class StageNaming:
     """How the stages' leaves are named.
 
     Attributes:
@@ -60,7 +60,7 @@ class Naming:
         return name in self.repeated or not (self.is_global or name in self.ties)
 
 
-def candidates(stages: Mapping[int, Stage], together: Collection[frozenset[int]] = ()) -> frozenset[str]:
+def candidates(stages: Mapping[int, StageNames], together: Collection[frozenset[int]] = ()) -> frozenset[str]:
     """Names that may be ties, if their bytes are equal.
 
     Args:
@@ -81,7 +81,9 @@ def candidates(stages: Mapping[int, Stage], together: Collection[frozenset[int]]
     )
 
 
-def naming(stages: Mapping[int, Stage], possible: Collection[str], values: Mapping[int, Mapping[str, str]]) -> Naming:
+def naming(
+    stages: Mapping[int, StageNames], possible: Collection[str], values: Mapping[int, Mapping[str, str]]
+) -> StageNaming:
     """How to name the leaves of these stages.
 
     Args:
@@ -101,10 +103,10 @@ def naming(stages: Mapping[int, Stage], possible: Collection[str], values: Mappi
         for name in stage.buffers:
             count[name] = count.get(name, 0) + 1
     repeated = frozenset(name for name, number in count.items() if number > 1)
-    return Naming(_shared(stages).keys() <= ties, ties, repeated)
+    return StageNaming(_shared(stages).keys() <= ties, ties, repeated)
 
 
-def _shared(stages: Mapping[int, Stage]) -> dict[str, set[int]]:
+def _shared(stages: Mapping[int, StageNames]) -> dict[str, set[int]]:
     """Names that several stages have and that are a parameter in one of them → these stages."""
     holders: dict[str, set[int]] = {}
     for index, stage in stages.items():

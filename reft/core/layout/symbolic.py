@@ -29,7 +29,7 @@ from reft.core.layout.layout import Layout, Leaf, pack, strides_of
 WHOLE = -1  # instead of an axis: the dimension is not cut
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """A rank's run of an axis, in elements."""
 
     begin: int
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LeafPattern:
     """A leaf without what differs by rank.
 
     Attributes:
@@ -60,7 +60,7 @@ class Pattern:
     order: tuple[int, ...] = ()
     literal: Leaf | None = None
 
-    def placed(self, place: Place) -> Leaf:
+    def placed(self, place: LocalPiece) -> Leaf:
         """The leaf at a place of its kind."""
         nbytes = place.elements * self.item_bytes
         return Leaf(
@@ -68,7 +68,7 @@ class Pattern:
         )
 
 
-class Place(NamedTuple):
+class LocalPiece(NamedTuple):
     """Shape, offset, strides and number of elements of a rank's piece: the same for all leaves that are cut alike."""
 
     shape: tuple[int, ...]
@@ -77,17 +77,17 @@ class Place(NamedTuple):
     elements: int
 
 
-def _place(pattern: Pattern, cuts: Sequence[Cut]) -> Place:
+def _place(pattern: LeafPattern, cuts: Sequence[AxisCut]) -> LocalPiece:
     shape, offset = pattern.global_shape, (0,) * len(pattern.global_shape)
     if any(axis != WHOLE for axis in pattern.axes):
         pairs = list(zip(pattern.axes, pattern.global_shape, strict=True))
         shape = tuple(size if axis == WHOLE else cuts[axis].size for axis, size in pairs)
         offset = tuple(0 if axis == WHOLE else cuts[axis].begin for axis, _ in pairs)
-    return Place(shape, offset, strides_of(shape, pattern.order), math.prod(shape))
+    return LocalPiece(shape, offset, strides_of(shape, pattern.order), math.prod(shape))
 
 
 @dataclass(frozen=True)
-class Table:
+class PatternTable:
     """What ranks share.
 
     Attributes:
@@ -95,25 +95,25 @@ class Table:
         axes: length of each axis, in elements.
     """
 
-    patterns: tuple[Pattern, ...]
+    patterns: tuple[LeafPattern, ...]
     axes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Symbolic:
+class SymbolicLayout:
     """One layout: a table, and a cut for each of its axes."""
 
-    table: Table
-    cuts: tuple[Cut, ...]
+    table: PatternTable
+    cuts: tuple[AxisCut, ...]
 
     def leaves(self) -> list[Leaf]:
         """All leaves, in the order in which they were found."""
         return leaves_of(self.table.patterns, self.cuts)
 
 
-def leaves_of(patterns: Iterable[Pattern], cuts: Sequence[Cut]) -> list[Leaf]:
+def leaves_of(patterns: Iterable[LeafPattern], cuts: Sequence[AxisCut]) -> list[Leaf]:
     """The leaves of a rank that has these cuts, in the order of their patterns."""
-    places: dict[object, Place] = {}  # a model has thousands of leaves, and few ways in which they are cut
+    places: dict[object, LocalPiece] = {}  # a model has thousands of leaves, and few ways in which they are cut
     found = []
     for pattern in patterns:
         key = pattern.global_shape, pattern.axes, pattern.order
@@ -123,14 +123,16 @@ def leaves_of(patterns: Iterable[Pattern], cuts: Sequence[Cut]) -> list[Leaf]:
     return found
 
 
-def of(leaves: Iterable[Leaf]) -> Symbolic:
+def of(leaves: Iterable[Leaf]) -> SymbolicLayout:
     """The symbolic form of a rank's leaves."""
-    axes: dict[tuple[int, Cut], int] = {}
+    axes: dict[tuple[int, AxisCut], int] = {}
     patterns = [_pattern(leaf, axes) for leaf in leaves]
-    return Symbolic(Table(tuple(patterns), tuple(length for length, _ in axes)), tuple(cut for _, cut in axes))
+    return SymbolicLayout(
+        PatternTable(tuple(patterns), tuple(length for length, _ in axes)), tuple(cut for _, cut in axes)
+    )
 
 
-def expand(symbolic: Symbolic) -> Layout:
+def expand(symbolic: SymbolicLayout) -> Layout:
     """The layout itself.
 
     Raises:
@@ -139,21 +141,21 @@ def expand(symbolic: Symbolic) -> Layout:
     return pack(symbolic.leaves())
 
 
-def _pattern(leaf: Leaf, axes: dict[tuple[int, Cut], int]) -> Pattern:
+def _pattern(leaf: Leaf, axes: dict[tuple[int, AxisCut], int]) -> LeafPattern:
     """The leaf's pattern; axes that are new are added."""
     dims = len(leaf.global_shape)
-    literal = Pattern(leaf.name, leaf.dtype, leaf.staged, 0, leaf.global_shape, (), (), leaf)
+    literal = LeafPattern(leaf.name, leaf.dtype, leaf.staged, 0, leaf.global_shape, (), (), leaf)
     if not dims == len(leaf.shape) == len(leaf.stride) == len(leaf.global_offset):
         return literal
     cuts = [
-        None if (begin, size) == (0, length) else (length, Cut(begin, size))
+        None if (begin, size) == (0, length) else (length, AxisCut(begin, size))
         for length, begin, size in zip(leaf.global_shape, leaf.global_offset, leaf.shape, strict=True)
     ]
     new = {cut: len(axes) + i for i, cut in enumerate(dict.fromkeys(cut for cut in cuts if cut and cut not in axes))}
     number = tuple(WHOLE if cut is None else new[cut] if cut in new else axes[cut] for cut in cuts)
     count = math.prod(leaf.shape)
     item_bytes = leaf.nbytes // count if count else _item_bytes(leaf.dtype)
-    found = Pattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, number, _order(leaf))
+    found = LeafPattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, number, _order(leaf))
     if found.placed(_place(found, [cut for _, cut in (*axes, *new)])) != leaf:
         return literal
     axes.update(new)

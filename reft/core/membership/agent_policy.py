@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reft.core.membership.failure_detector import Sign, Signal
+from reft.core.membership.failure_detector import NodeReport, Signal
 
 
 @dataclass(frozen=True)
-class Reaction:
+class AgentReaction:
     """What follows.
 
     Attributes:
@@ -31,9 +31,9 @@ class Reaction:
     reason: str = ""
 
 
-def react(own: str, signs: Iterable[Sign]) -> Reaction:
+def react(own: str, signs: Iterable[NodeReport]) -> AgentReaction:
     """What the signals of one round mean for the agent of the node `own`."""
     bad = [sign for sign in signs if sign.node != own and sign.signal in (Signal.UNHEALTHY, Signal.OFFLINE)]
     lost = frozenset(sign.node for sign in bad if sign.signal is Signal.OFFLINE)
     worst = max(bad, key=lambda sign: sign.signal, default=None)
-    return Reaction(lost, f"{worst.signal.name}: {worst.reason}" if worst else "")
+    return AgentReaction(lost, f"{worst.signal.name}: {worst.reason}" if worst else "")

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
 
-from reft.core.membership.gossip_targets import neighbours, passers, ring_of
+from reft.core.membership.gossip_targets import gossip_targets, neighbours, ring_of
 from reft.core.membership.progress import Stall
 
 BEAT_S = 0.3
@@ -75,7 +75,7 @@ AFTER: Mapping[Signal, tuple[Signal, ...]] = {
 
 
 @dataclass(frozen=True)
-class Sign:
+class NodeReport:
     """What is said of a node: by itself, or passed on.
 
     Attributes:
@@ -95,7 +95,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """What a daemon knows of its own node.
 
     Attributes:
@@ -111,7 +111,7 @@ class Facts:
     """
 
     died: tuple[tuple[int, int], ...] = ()
-    agent: Agent | None = None
+    agent: AgentPhase | None = None
     agent_pid: int = 0
     closed: bool = False
     snaps: bool = False
@@ -121,7 +121,7 @@ class Facts:
     left_behind: str = ""
 
 
-class Agent(IntEnum):
+class AgentPhase(IntEnum):
     """What an agent says, and what the kernel says of it."""
 
     TRAINING = 0
@@ -131,24 +131,24 @@ class Agent(IntEnum):
     DEAD = 4  # its process ended, and it had not said that its work was done
 
 
-def word_of(node: str, facts: Facts) -> Sign:
+def self_report(node: str, facts: NodeFacts) -> NodeReport:
     """What a node says of itself: the first of these that is true."""
-    if facts.agent is Agent.FINISHED or facts.closed:
-        return Sign(node, Signal.COMPLETED, "its training has ended.")
+    if facts.agent is AgentPhase.FINISHED or facts.closed:
+        return NodeReport(node, Signal.COMPLETED, "its training has ended.")
     if facts.left_behind:
-        return Sign(node, Signal.OFFLINE, facts.left_behind)
-    if facts.agent is Agent.DEAD:
-        return Sign(node, Signal.UNHEALTHY, f"its agent, process {facts.agent_pid}, has ended.")
-    if facts.agent is Agent.FAILED:
-        return Sign(node, Signal.UNHEALTHY, "its agent says that a worker failed.")
-    if facts.died and facts.agent is not Agent.STOPPING:
+        return NodeReport(node, Signal.OFFLINE, facts.left_behind)
+    if facts.agent is AgentPhase.DEAD:
+        return NodeReport(node, Signal.UNHEALTHY, f"its agent, process {facts.agent_pid}, has ended.")
+    if facts.agent is AgentPhase.FAILED:
+        return NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed.")
+    if facts.died and facts.agent is not AgentPhase.STOPPING:
         rank, pid = facts.died[0]
-        return Sign(node, Signal.UNHEALTHY, f"the trainer of rank {rank}, process {pid}, died.")
+        return NodeReport(node, Signal.UNHEALTHY, f"the trainer of rank {rank}, process {pid}, died.")
     if facts.stall:
-        return Sign(node, Signal.SUSPECT, hung(facts.stall, facts.laggard), facts.stall)
+        return NodeReport(node, Signal.SUSPECT, hung(facts.stall, facts.laggard), facts.stall)
     if facts.late_s:
-        return Sign(node, Signal.SUSPECT, f"it is overloaded: its daemon was {facts.late_s:.1f} s late.")
-    return Sign(node, Signal.SNAP if facts.snaps else Signal.HEALTHY)
+        return NodeReport(node, Signal.SUSPECT, f"it is overloaded: its daemon was {facts.late_s:.1f} s late.")
+    return NodeReport(node, Signal.SNAP if facts.snaps else Signal.HEALTHY)
 
 
 def hung(stall: Stall, laggard: int | None) -> str:
@@ -163,7 +163,7 @@ def hung(stall: Stall, laggard: int | None) -> str:
 
 
 @dataclass
-class Line:
+class HeartbeatChannel:
     """One way of hearing from a node: its daemon's calls, its daemon's answers, or its agent's calls."""
 
     last_s: float | None = None
@@ -188,17 +188,17 @@ class Line:
 
 
 @dataclass
-class Member:
+class WatchedNode:
     """One node in one term. `kind` names the reason, so that a sentence with numbers is not made anew at each look."""
 
     name: str
-    calls: Line = field(default_factory=Line)
-    answers: Line = field(default_factory=Line)
-    agent: Line = field(default_factory=Line)
+    calls: HeartbeatChannel = field(default_factory=HeartbeatChannel)
+    answers: HeartbeatChannel = field(default_factory=HeartbeatChannel)
+    agent: HeartbeatChannel = field(default_factory=HeartbeatChannel)
     others_s: float | None = None  # when another node heard its daemon, the newest
     other: str = ""  # that node's name
     gone: bool = False  # its daemon's address refuses connections: the process has ended
-    word: Sign | None = None
+    word: NodeReport | None = None
     signal: Signal = Signal.JOINING
     kind: str = ""
     reason: str = ""
@@ -220,12 +220,12 @@ class Member:
         return max(self.daemon_s, _moment(self.agent))
 
 
-def _moment(line: Line) -> float:
+def _moment(line: HeartbeatChannel) -> float:
     return -inf if line.last_s is None else line.last_s
 
 
 @dataclass(frozen=True)
-class Change:
+class SignalChange:
     """A node is something else now, or for another reason."""
 
     node: str
@@ -238,7 +238,7 @@ class Change:
         return {self.before, self.after} != {Signal.HEALTHY, Signal.SNAP}
 
 
-class Lookout:
+class FailureDetector:
     """One daemon's view of all nodes of a job, for one term.
 
     Args:
@@ -249,7 +249,7 @@ class Lookout:
 
     def __init__(self, own: str, names: Mapping[str, str], now_s: float) -> None:
         self.own = own
-        self.members = {node: Member(name, since_s=now_s) for node, name in names.items()}
+        self.members = {node: WatchedNode(name, since_s=now_s) for node, name in names.items()}
         self._since_s = now_s  # from when silence counts
         self._began_s = now_s
         self._ring = ring_of(self.members)
@@ -263,7 +263,7 @@ class Lookout:
 
     def passers(self) -> list[str]:
         """Whom this node tells news at once."""
-        return passers(self.own, self._ring)
+        return gossip_targets(self.own, self._ring)
 
     def lost(self) -> dict[str, float]:
         """Whom the term has lost → when that was known, so far as nothing was heard of them since."""
@@ -275,7 +275,9 @@ class Lookout:
 
     # What was heard
 
-    def spoke(self, node: str, signs: Iterable[Sign], heard_s: Mapping[str, float], now_s: float) -> list[Change]:
+    def spoke(
+        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+    ) -> list[SignalChange]:
         """A beat came from a node's daemon.
 
         Args:
@@ -284,7 +286,9 @@ class Lookout:
         """
         return self._heard(node, self.members[node].calls, signs, heard_s, now_s)
 
-    def answered(self, node: str, signs: Iterable[Sign], heard_s: Mapping[str, float], now_s: float) -> list[Change]:
+    def answered(
+        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+    ) -> list[SignalChange]:
         """A node's daemon answered a beat of ours; see `spoke`."""
         self.members[node].gone = False
         return self._heard(node, self.members[node].answers, signs, heard_s, now_s)
@@ -293,24 +297,24 @@ class Lookout:
         """A node's host answered that no daemon listens there."""
         self.members[node].gone = True
 
-    def agent_spoke(self, node: str, agent: Agent, now_s: float) -> list[Change]:
+    def agent_spoke(self, node: str, agent: AgentPhase, now_s: float) -> list[SignalChange]:
         """A beat came from a node's agent."""
         self.members[node].agent.heard(now_s)
-        if agent is Agent.FAILED:
-            return self.told(Sign(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
-        if agent is Agent.FINISHED:
-            return self.told(Sign(node, Signal.COMPLETED, "its training has ended."), now_s)
+        if agent is AgentPhase.FAILED:
+            return self.told(NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
+        if agent is AgentPhase.FINISHED:
+            return self.told(NodeReport(node, Signal.COMPLETED, "its training has ended."), now_s)
         return []
 
-    def told(self, sign: Sign, now_s: float) -> list[Change]:
+    def told(self, sign: NodeReport, now_s: float) -> list[SignalChange]:
         """What is final of a node, whoever says so."""
         if sign.node not in self.members or not sign.signal.is_final:
             return []
         return self._become(sign.node, sign.signal, "told", sign.reason, now_s)
 
     def _heard(
-        self, node: str, line: Line, signs: Iterable[Sign], heard_s: Mapping[str, float], now_s: float
-    ) -> list[Change]:
+        self, node: str, line: HeartbeatChannel, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+    ) -> list[SignalChange]:
         self._listen_anew(node, now_s)
         line.heard(now_s)
         changes = []
@@ -335,7 +339,7 @@ class Lookout:
 
     # What follows
 
-    def look(self, now_s: float, late_s: float, word: Sign, is_still: bool) -> list[Change]:
+    def look(self, now_s: float, late_s: float, word: NodeReport, is_still: bool) -> list[SignalChange]:
         """Judges every node; the changes.
 
         Args:
@@ -408,7 +412,7 @@ class Lookout:
             return word.signal, word.kind, word.reason
         return Signal.SUSPECT, "agent", "its agent is silent, its daemon is not."
 
-    def _half_open(self, each: Member, now_s: float) -> str:
+    def _half_open(self, each: WatchedNode, now_s: float) -> str:
         """What is wrong with a link that works in one direction."""
         calls, answers = each.calls, each.answers
         if calls.last_s is None or answers.last_s is None:
@@ -419,13 +423,13 @@ class Lookout:
             return "the link is half open: its daemon calls, but does not answer."
         return ""
 
-    def _become(self, node: str, said: Signal, kind: str, reason: str, now_s: float) -> list[Change]:
+    def _become(self, node: str, said: Signal, kind: str, reason: str, now_s: float) -> list[SignalChange]:
         """The only place where a node's signal changes."""
         each = self.members[node]
         after = AFTER[each.signal][said]
         if after is not said or (after is each.signal and (after.is_final or kind == each.kind)):
             return []
-        change = Change(node, each.signal, after)
+        change = SignalChange(node, each.signal, after)
         if after is not each.signal:
             each.since_s = now_s
             self._note_final(node, each.signal, after)
@@ -440,12 +444,12 @@ class Lookout:
 
     # What is said
 
-    def signs(self, word: Sign) -> list[Sign]:
+    def reports(self, word: NodeReport) -> list[NodeReport]:
         """This node's word first, or what is final of it; then what is final of others."""
         here = self.members[self.own]
-        own = Sign(self.own, here.signal, here.reason) if here.signal.is_final else word
+        own = NodeReport(self.own, here.signal, here.reason) if here.signal.is_final else word
         others = [(node, self.members[node]) for node in self._final if node != self.own]
-        return [own, *(Sign(node, each.signal, each.reason) for node, each in others)]
+        return [own, *(NodeReport(node, each.signal, each.reason) for node, each in others)]
 
     def heard_s(self, now_s: float) -> dict[str, float]:
         """Seconds since this daemon heard those of its neighbours that it did hear."""

@@ -26,7 +26,7 @@ def neighbours(own: str, ring: Sequence[str]) -> list[str]:
     return _at(own, ring, range(1, REACH + 1))
 
 
-def passers(own: str, ring: Sequence[str]) -> list[str]:
+def gossip_targets(own: str, ring: Sequence[str]) -> list[str]:
     """Whom `own` tells news at once: its neighbours, and nodes at distances that double."""
     distances = list(range(1, REACH + 1))
     while distances[-1] * 2 <= len(ring) // 2:

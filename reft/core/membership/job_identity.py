@@ -18,7 +18,7 @@ NO_RUN_ID = ("", "none")  # torchrun's own default for --rdzv-id is the word non
 
 
 @dataclass(frozen=True)
-class Job:
+class JobIdentity:
     """A job's id, which is also the name of its folder in the arena, and whether somebody chose it."""
 
     id: str
@@ -41,7 +41,7 @@ def check_name(name: str) -> str:
 
 def identify(
     *, chosen: str, run_id: str, slurm_job: str, script: str, user: int, launch: str, unnamed: str = ""
-) -> Job:
+) -> JobIdentity:
     """The job that a process belongs to.
 
     Args:
@@ -57,16 +57,16 @@ def identify(
         ConfigError: the chosen name is not allowed.
     """
     if chosen:
-        return Job(check_name(chosen), True)
+        return JobIdentity(check_name(chosen), True)
     if run_id not in NO_RUN_ID:
-        return Job(_as_name(run_id), True)
+        return JobIdentity(_as_name(run_id), True)
     if slurm_job:
-        return Job(_as_name(f"slurm-{slurm_job}"), True)
+        return JobIdentity(_as_name(f"slurm-{slurm_job}"), True)
     if unnamed:
-        return Job(check_name(unnamed), False)
+        return JobIdentity(check_name(unnamed), False)
     stem = re.sub(r"[^A-Za-z0-9]+", "-", script.rpartition("/")[2].removesuffix(".py")).strip("-") or "script"
     mark = hashlib.blake2b(f"{user}\0{script}\0{launch}".encode(), digest_size=4).hexdigest()
-    return Job(f"{stem[:40]}-{mark}", False)
+    return JobIdentity(f"{stem[:40]}-{mark}", False)
 
 
 def _as_name(text: str) -> str:

@@ -17,32 +17,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from reft.core.membership.failure_detector import Change, Lookout, Signal
+from reft.core.membership.failure_detector import FailureDetector, Signal, SignalChange
 
 LASTED_S = 1.0
 
 
 @dataclass(frozen=True)
-class Matter:
+class LogSubject:
     """What could be said of a node; snapshots that come and go are none. `kind` names the reason, as in Member."""
 
     signal: Signal
     kind: str
 
 
-class Teller:
+class SignalLog:
     """Of one term.
 
     Args:
-        lookout: whose changes it is told of.
+        detector: whose changes it is told of.
     """
 
-    def __init__(self, lookout: Lookout) -> None:
-        self._lookout = lookout
-        self._said: dict[str, Matter] = {}
-        self._due_s: dict[str, tuple[Matter, float]] = {}  # node → what it is now, and when that is said
+    def __init__(self, detector: FailureDetector) -> None:
+        self._detector = detector
+        self._said: dict[str, LogSubject] = {}
+        self._due_s: dict[str, tuple[LogSubject, float]] = {}  # node → what it is now, and when that is said
 
-    def heard(self, changes: Iterable[Change], now_s: float) -> None:
+    def heard(self, changes: Iterable[SignalChange], now_s: float) -> None:
         """Some nodes are something else now."""
         for node in {change.node for change in changes}:
             matter = self._matter(node)
@@ -53,21 +53,21 @@ class Teller:
                 due_s = now_s if matter.signal.is_final else now_s + LASTED_S
             self._due_s[node] = (matter, due_s)
 
-    def due(self, now_s: float) -> list[Change]:
+    def due(self, now_s: float) -> list[SignalChange]:
         """What is to be said now, each once."""
         found = []
         for node, (matter, due_s) in list(self._due_s.items()):
             if now_s >= due_s:
-                before = self._said.get(node, Matter(Signal.JOINING, ""))
+                before = self._said.get(node, LogSubject(Signal.JOINING, ""))
                 self._said[node] = matter
                 del self._due_s[node]
-                found.append(Change(node, before.signal, matter.signal))
+                found.append(SignalChange(node, before.signal, matter.signal))
         return found
 
-    def _matter(self, node: str) -> Matter:
-        member = self._lookout.members[node]
+    def _matter(self, node: str) -> LogSubject:
+        member = self._detector.members[node]
         signal = Signal.HEALTHY if member.signal is Signal.SNAP else member.signal
-        return Matter(signal, member.kind)
+        return LogSubject(signal, member.kind)
 
 
 AGAIN_S = 600.0
@@ -75,7 +75,7 @@ REMEMBERED_MAX = 64
 
 
 @dataclass
-class Complaints:
+class TroubleLog:
     """Of one source of trouble."""
 
     _now: str = ""

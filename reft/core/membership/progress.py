@@ -36,7 +36,7 @@ class Stall:
 
 
 @dataclass
-class Pace:
+class StepProgress:
     """The steps of one rank."""
 
     step: int = -1

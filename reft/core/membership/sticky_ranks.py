@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Member:
+class Participant:
     """Who takes part in a round.
 
     Attributes:
@@ -30,21 +30,21 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
+class PreviousRank:
     """Who had a rank in a round that was completed."""
 
     rank: int
-    member: Member
+    member: Participant
 
 
-def assign(members: Sequence[Member], before: Sequence[Place]) -> dict[Member, int]:
+def assign(members: Sequence[Participant], before: Sequence[PreviousRank]) -> dict[Participant, int]:
     """A rank for each member: 0 to their number less one.
 
     Args:
         members: distinct; newcomers take the holes in this order.
         before: the places of the last completed round.
     """
-    ranks: dict[Member, int] = {}
+    ranks: dict[Participant, int] = {}
     agents = {member.agent: member for member in members}
     fitting = [place for place in sorted(before, key=lambda each: each.rank) if place.rank < len(members)]
     for place in fitting:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from reft.errors import ConfigError
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """The kinds of work of one microbatch; zero-bubble schedules cut the backward pass in two."""
 
     FORWARD = "F"
@@ -36,12 +36,12 @@ class Action(NamedTuple):
         part: which of the stage's parts of the model (virtual stages, model chunks), from 0 in the order of the forward.
     """
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     part: int = 0
 
 
-class Times(NamedTuple):
+class ActionTimes(NamedTuple):
     """How long one action takes, in any one unit, the same for all stages.
 
     Attributes:
@@ -59,16 +59,16 @@ class Times(NamedTuple):
         """What of `backward` makes the input's gradient."""
         return self.backward - self.weight
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """How long an action of this kind takes."""
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             return self.forward
-        if kind is Kind.BACKWARD:
+        if kind is ActionKind.BACKWARD:
             return self.backward
-        return self.weight if kind is Kind.WEIGHT else self.input
+        return self.weight if kind is ActionKind.WEIGHT else self.input
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """An action and when it runs, from the step's start, in the unit of the times."""
 
     action: Action
@@ -78,15 +78,15 @@ class Span(NamedTuple):
 
 def gpipe(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     """All forwards, then all backwards, both from microbatch 0 on."""
-    forwards = [Action(Kind.FORWARD, m) for m in range(microbatches)]
-    return (*forwards, *(Action(Kind.BACKWARD, m) for m in range(microbatches)))
+    forwards = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
+    return (*forwards, *(Action(ActionKind.BACKWARD, m) for m in range(microbatches)))
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     """As many forwards as there are stages behind, then one backward for each forward."""
     ahead = min(stages - 1 - stage, microbatches)
-    forwards = [Action(Kind.FORWARD, m) for m in range(microbatches)]
-    backwards = [Action(Kind.BACKWARD, m) for m in range(microbatches)]
+    forwards = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
+    backwards = [Action(ActionKind.BACKWARD, m) for m in range(microbatches)]
     return _alternating(forwards, backwards, ahead)
 
 
@@ -110,8 +110,8 @@ def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> tuple
         )
     size = microbatches // rounds
     starts = range(0, microbatches, size)
-    forwards = [Action(Kind.FORWARD, i + m, part) for i in starts for part in range(parts) for m in range(size)]
-    backwards = [Action(Kind.BACKWARD, a.microbatch, parts - 1 - a.part) for a in forwards]
+    forwards = [Action(ActionKind.FORWARD, i + m, part) for i in starts for part in range(parts) for m in range(size)]
+    backwards = [Action(ActionKind.BACKWARD, a.microbatch, parts - 1 - a.part) for a in forwards]
     ahead = min((parts - 1) * size + 2 * (stages - 1 - stage), len(forwards))
     return _alternating(forwards, backwards, ahead)
 
@@ -120,16 +120,16 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     """1F1B with the backward cut in two: stage p puts off the weights' gradients by p microbatches, so that gradients of
     inputs go back sooner and the end of the step is filled."""
     ahead = min(stages - 1 - stage, microbatches)
-    order = [Action(Kind.FORWARD, m) for m in range(ahead)]
+    order = [Action(ActionKind.FORWARD, m) for m in range(ahead)]
     put_off = 0
     for m in range(microbatches):
         if ahead + m < microbatches:
-            order.append(Action(Kind.FORWARD, ahead + m))
-        order.append(Action(Kind.INPUT, m))
+            order.append(Action(ActionKind.FORWARD, ahead + m))
+        order.append(Action(ActionKind.INPUT, m))
         if m >= stage or ahead + m >= microbatches:
-            order.append(Action(Kind.WEIGHT, put_off))
+            order.append(Action(ActionKind.WEIGHT, put_off))
             put_off += 1
-    return (*order, *(Action(Kind.WEIGHT, m) for m in range(put_off, microbatches)))
+    return (*order, *(Action(ActionKind.WEIGHT, m) for m in range(put_off, microbatches)))
 
 
 def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
@@ -140,7 +140,7 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     behind, many = stages - stage, max(microbatches, 2 * stages - 1)
     f0, f1, i0, i1, w0, w1 = (
         iter([Action(kind, m, part) for m in range(many)])
-        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+        for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
         for part in (0, 1)
     )
     order = [next(f0) for _ in range(2 * behind - 1)]
@@ -157,7 +157,9 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(action for action in (*order, *w1, *w0) if action.microbatch < microbatches)
 
 
-def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool = False) -> list[list[Span]]:
+def simulate(
+    orders: Sequence[Sequence[Action]], times: ActionTimes, is_v_shaped: bool = False
+) -> list[list[ActionSpan]]:
     """When each stage does what: each as soon as its stage is free and its input is there.
 
     Args:
@@ -170,8 +172,8 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool
     """
     stages, parts = len(orders), 1 + max((action.part for order in orders for action in order), default=0)
     last = stages * parts - 1
-    ended: dict[tuple[Kind, int, int], float] = {}  # by kind, virtual stage and microbatch
-    spans: list[list[Span]] = [[] for _ in orders]
+    ended: dict[tuple[ActionKind, int, int], float] = {}  # by kind, virtual stage and microbatch
+    spans: list[list[ActionSpan]] = [[] for _ in orders]
     progress = True
     while progress:
         progress = False
@@ -187,9 +189,9 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool
                     break
                 start = max(ready, done[-1].end if done else 0)
                 end = start + times.of(action.kind)
-                done.append(Span(action, start, end))
+                done.append(ActionSpan(action, start, end))
                 # Whoever waits for a gradient doesn't care whether the weights' were made with it.
-                kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+                kind = ActionKind.INPUT if action.kind is ActionKind.BACKWARD else action.kind
                 ended[kind, virtual, action.microbatch] = end
                 progress = True
     for stage, order in enumerate(orders):
@@ -199,13 +201,13 @@ def simulate(orders: Sequence[Sequence[Action]], times: Times, is_v_shaped: bool
     return spans
 
 
-def _ready(ended: dict[tuple[Kind, int, int], float], action: Action, virtual: int, last: int) -> float | None:
+def _ready(ended: dict[tuple[ActionKind, int, int], float], action: Action, virtual: int, last: int) -> float | None:
     """When the action's input is there; None if what makes it has not run yet."""
     kind, microbatch = action.kind, action.microbatch
-    if kind is Kind.FORWARD:
-        return 0 if virtual == 0 else ended.get((Kind.FORWARD, virtual - 1, microbatch))
-    if kind is Kind.WEIGHT:
-        return ended.get((Kind.INPUT, virtual, microbatch))
+    if kind is ActionKind.FORWARD:
+        return 0 if virtual == 0 else ended.get((ActionKind.FORWARD, virtual - 1, microbatch))
+    if kind is ActionKind.WEIGHT:
+        return ended.get((ActionKind.INPUT, virtual, microbatch))
     if virtual == last:
-        return ended.get((Kind.FORWARD, virtual, microbatch))
-    return ended.get((Kind.INPUT, virtual + 1, microbatch))
+        return ended.get((ActionKind.FORWARD, virtual, microbatch))
+    return ended.get((ActionKind.INPUT, virtual + 1, microbatch))

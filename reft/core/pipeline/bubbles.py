@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from reft.core.pipeline.actions import Action, Kind, Span, Times
+from reft.core.pipeline.actions import Action, ActionKind, ActionSpan, ActionTimes
 from reft.core.pipeline.actions import interleaved as interleaved_order
 from reft.core.pipeline.actions import zb_h1 as zb_h1_order
 from reft.core.pipeline.actions import zbv as zbv_order
@@ -43,32 +43,34 @@ class Gap(NamedTuple):
         return self.start + self.length
 
 
-def gpipe(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...]:
+def gpipe(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...]:
     """Idle before the first forward, between the last forward and the first backward, and after the last backward."""
     p, behind, m = stage, stages - 1 - stage, microbatches
     both = times.forward + times.backward
-    forwards = Action(Kind.FORWARD, m - 1)
+    forwards = Action(ActionKind.FORWARD, m - 1)
     return _real(
         Gap(0, None, 0, p * times.forward),
         Gap(m, forwards, (p + m) * times.forward, behind * both),
-        Gap(2 * m, Action(Kind.BACKWARD, m - 1), (stages - 1 + m) * both - p * times.backward, p * times.backward),
+        Gap(
+            2 * m, Action(ActionKind.BACKWARD, m - 1), (stages - 1 + m) * both - p * times.backward, p * times.backward
+        ),
     )
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...]:
+def one_f_one_b(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...]:
     """See the drawing; with fewer microbatches than stages behind, the middle grows and the cool-down has fewer gaps."""
     p, behind, m = stage, stages - 1 - stage, microbatches
     t_f, t_b = times.forward, times.backward
     first = min(m, behind + 1)  # forwards before the first backward
     middle = (behind + 1 - first) * t_f + behind * t_b
-    gaps = [Gap(0, None, 0, p * t_f), Gap(first, Action(Kind.FORWARD, first - 1), (p + first) * t_f, middle)]
+    gaps = [Gap(0, None, 0, p * t_f), Gap(first, Action(ActionKind.FORWARD, first - 1), (p + first) * t_f, middle)]
     for j in range(m - first + 1, m):  # the backwards that no forward precedes
-        gaps.append(Gap(m + j, Action(Kind.BACKWARD, j - 1), (stages - 1 + j) * t_f + (behind + j) * t_b, t_f))
-    gaps.append(Gap(2 * m, Action(Kind.BACKWARD, m - 1), (stages - 1 + m) * t_f + (behind + m) * t_b, p * t_b))
+        gaps.append(Gap(m + j, Action(ActionKind.BACKWARD, j - 1), (stages - 1 + j) * t_f + (behind + j) * t_b, t_f))
+    gaps.append(Gap(2 * m, Action(ActionKind.BACKWARD, m - 1), (stages - 1 + m) * t_f + (behind + m) * t_b, p * t_b))
     return _real(*gaps)
 
 
-def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: Times) -> tuple[Gap, ...] | None:
+def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: ActionTimes) -> tuple[Gap, ...] | None:
     """1F1B with several parts a stage; None where no closed form is known: a backward shorter than a forward, or
     microbatches that are no multiple of the stages.
 
@@ -107,7 +109,7 @@ def interleaved(stage: int, stages: int, microbatches: int, parts: int, times: T
     return _real(*filter(None, gaps))
 
 
-def zb_h1(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
+def zb_h1(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...] | None:
     """1F1B whose cool-down and end are filled with gradients of weights; None where no closed form is known: fewer
     microbatches than stages, or gradients of inputs that take less time than those of weights."""
     p, r, m = stage, stages - 1 - stage, microbatches
@@ -125,7 +127,7 @@ def zb_h1(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap
     return _real(*gaps, _gap(order, 3 * m, ends, p * (t_i - filled)))
 
 
-def zbv(stage: int, stages: int, microbatches: int, times: Times) -> tuple[Gap, ...] | None:
+def zbv(stage: int, stages: int, microbatches: int, times: ActionTimes) -> tuple[Gap, ...] | None:
     """Idle at the start and at the end only; None where no closed form is known: fewer than 2P-1 microbatches, or actions
     that take unlike times."""
     if microbatches < 2 * stages - 1 or not times.forward == times.input == times.weight:
@@ -140,7 +142,7 @@ def _gap(order: Sequence[Action], place: int, start: float, length: float) -> Ga
     return Gap(place, order[place - 1], start, length)
 
 
-def between(spans: Sequence[Span], end: float) -> tuple[Gap, ...]:
+def between(spans: Sequence[ActionSpan], end: float) -> tuple[Gap, ...]:
     """The idle times of one stage whose actions ran like this, up to `end`."""
     gaps, at, after = [], 0.0, None
     for index, span in enumerate(spans):

@@ -9,7 +9,7 @@
 
 As few gaps as hold it, the longest first: a host that copies drives what training works with out of its caches, each time.
 
-A `Passage` is one snapshot on its way along the course, for an engine that can stop. Whoever copies asks it for the next
+A `PacedCopy` is one snapshot on its way along the course, for an engine that can stop. Whoever copies asks it for the next
 task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
 enqueues ahead of its device can't take back what a gap turns out not to hold: it follows a plan (core/pipeline/pacing.py).
 
@@ -37,14 +37,14 @@ from reft.core.pipeline import profile
 from reft.core.pipeline.pacing import Tier
 
 
-class Stretch(NamedTuple):
+class Phase(NamedTuple):
     """A part of a window in which training does one thing; `seconds` is how long it is expected to last."""
 
     tier: Tier
     seconds: float
 
 
-class Hands(Enum):
+class Priority(Enum):
     """Who asks for a task."""
 
     ALL = auto()  # there is only one kind
@@ -52,7 +52,7 @@ class Hands(Enum):
     BUSY = auto()
 
 
-class Lengths:
+class PhaseDurations:
     """How long each stretch of a window lasts, for each of the last few kinds of window.
 
     A loop that does something more now and then (logs, evaluates) has windows of two kinds; what is expected is the kind
@@ -71,15 +71,15 @@ class Lengths:
         while len(self._kinds) > KINDS_MAX:
             del self._kinds[next(iter(self._kinds))]
 
-    def stretches(self) -> tuple[Stretch, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """What the next window will be like; empty until two were alike."""
         for tiers, kind in reversed(self._kinds.items()):
             if kind[0].count >= SEEN_LEAST:
-                return tuple(Stretch(tier, estimate.mean) for tier, estimate in zip(tiers, kind, strict=True))
+                return tuple(Phase(tier, estimate.mean) for tier, estimate in zip(tiers, kind, strict=True))
         return ()
 
 
-class Task(NamedTuple):
+class CopyTask(NamedTuple):
     """What to copy next, and in which tier it counts."""
 
     number: int
@@ -95,17 +95,17 @@ LATE_S = 1.0  # … and so many seconds longer
 
 
 @dataclass(frozen=True)
-class Course:
+class PacingPlan:
     """What lies ahead in each window, as measured.
 
     Attributes:
-        stretches: from the mark to the fence, in order; the first is compute, whatever follows the mark.
+        phases: from the mark to the fence, in order; the first is compute, whatever follows the mark.
         bytes_per_s: of the copying engine, in a gap.
         beside_bytes_per_s: beside compute.
         guard_s: what of a gap is left alone: to begin, and to stop.
     """
 
-    stretches: tuple[Stretch, ...]
+    phases: tuple[Phase, ...]
     bytes_per_s: float
     beside_bytes_per_s: float
     guard_s: float
@@ -115,7 +115,7 @@ class Course:
         """Bytes that fit into each stretch if it is a gap, else 0."""
         return [
             int(max(0.0, each.seconds - self.guard_s) * self.bytes_per_s) if each.tier is Tier.GAP else 0
-            for each in self.stretches
+            for each in self.phases
         ]
 
     @cached_property
@@ -137,7 +137,7 @@ class Course:
     def _seconds_from(self) -> dict[Tier, list[float]]:
         """Seconds of a tier from each stretch on."""
         return {
-            tier: [*accumulate((s.seconds if s.tier is tier else 0.0 for s in reversed(self.stretches)), initial=0.0)][
+            tier: [*accumulate((s.seconds if s.tier is tier else 0.0 for s in reversed(self.phases)), initial=0.0)][
                 ::-1
             ]
             for tier in (Tier.COMPUTE, Tier.COLLECTIVE)
@@ -146,31 +146,31 @@ class Course:
     @cached_property
     def seconds(self) -> float:
         """From the mark to the fence."""
-        return sum(stretch.seconds for stretch in self.stretches)
+        return sum(stretch.seconds for stretch in self.phases)
 
     def owed(self, index: int, left: int) -> float:
         """Bytes that no gap ahead has room for and this tier must therefore take, from this stretch on."""
         owed = max(0.0, left - self.rooms_from[index + 1])
-        if self.stretches[index].tier is Tier.COLLECTIVE:
+        if self.phases[index].tier is Tier.COLLECTIVE:
             owed = max(0.0, owed - self._seconds_from[Tier.COMPUTE][index] * self.beside_bytes_per_s)
         return owed
 
     def ahead_s(self, index: int) -> float:
         """Seconds of this stretch's tier from this stretch on, as far as they shall be used."""
-        return self._seconds_from[self.stretches[index].tier][index] * PACE
+        return self._seconds_from[self.phases[index].tier][index] * PACE
 
 
-class Passage:
+class PacedCopy:
     """One snapshot on its way; see the module. Time is an argument, in seconds of any clock.
 
     Args:
-        course: None lets everything go at once.
+        pacing_plan: None lets everything go at once.
         weights: bytes that each task moves.
         parity: the tasks from this one on are parity.
     """
 
-    def __init__(self, course: Course | None, weights: Sequence[int], parity: int) -> None:
-        self._course = course
+    def __init__(self, pacing_plan: PacingPlan | None, weights: Sequence[int], parity: int) -> None:
+        self._pacing_plan = pacing_plan
         self._weights = weights
         self._chunks = deque(range(parity))
         self._parity = deque(range(parity, len(weights)))
@@ -178,16 +178,16 @@ class Passage:
         self._after_step = 0  # bytes of parity that no gap has room for
         self._meant: list[int] = []  # what of each stretch's room is meant to be used, …
         self._meant_from: list[int] = []  # … and from each stretch on
-        if course is not None:
-            self._meant = course.longest(self._left)
+        if pacing_plan is not None:
+            self._meant = pacing_plan.longest(self._left)
             self._meant_from = [*accumulate(reversed(self._meant), initial=0)][::-1]
-            self._after_step = max(0, sum(weights[parity:]) - course.rooms_from[0])
+            self._after_step = max(0, sum(weights[parity:]) - pacing_plan.rooms_from[0])
         self._index, self._tier = 0, Tier.COMPUTE
         self._began_s = self._since_s = 0.0
         self._at_entry = self._left
         self._taken_here = 0
         self._carry = 0.0
-        self._is_lifted = course is None
+        self._is_lifted = pacing_plan is None
 
     @property
     def is_done(self) -> bool:
@@ -204,8 +204,8 @@ class Passage:
             self._carry = max(0.0, self._allowance(now_s) - self._taken_here)
         self._index, self._tier, self._since_s = index, tier, now_s
         self._at_entry, self._taken_here = self._left, 0
-        stretches = self._course.stretches if self._course else ()
-        if index >= len(stretches) or stretches[index].tier is not tier:
+        phases = self._pacing_plan.phases if self._pacing_plan else ()
+        if index >= len(phases) or phases[index].tier is not tier:
             self._is_lifted = True
 
     def lift(self, tier: Tier | None = None) -> None:
@@ -219,16 +219,16 @@ class Passage:
         self._parity.clear()
 
     @property
-    def wanted(self) -> frozenset[Hands]:
+    def wanted(self) -> frozenset[Priority]:
         """The hands for which there may be something to do in this stretch."""
-        if self._is_lifted or self._course is None:
-            return frozenset({Hands.ALL, Hands.BUSY})
+        if self._is_lifted or self._pacing_plan is None:
+            return frozenset({Priority.ALL, Priority.BUSY})
         if self._tier is Tier.GAP:
-            return frozenset({Hands.ALL, Hands.IDLE}) if self._is_meant else frozenset()
-        owes = self._after_step > 0 or self._course.owed(self._index, self._at_entry) > 0
-        return frozenset({Hands.ALL, Hands.BUSY}) if owes else frozenset()
+            return frozenset({Priority.ALL, Priority.IDLE}) if self._is_meant else frozenset()
+        owes = self._after_step > 0 or self._pacing_plan.owed(self._index, self._at_entry) > 0
+        return frozenset({Priority.ALL, Priority.BUSY}) if owes else frozenset()
 
-    def take(self, now_s: float, hands: Hands) -> Task | None:
+    def take(self, now_s: float, hands: Priority) -> CopyTask | None:
         """The next task, if one is due for such hands; None if not now, or if there is none."""
         if not self._is_lifted and now_s > self._late_s:
             self._is_lifted = True
@@ -238,36 +238,36 @@ class Passage:
         number = queue.popleft()
         self._left -= self._weights[number]
         self._taken_here += self._weights[number]
-        return Task(number, self._tier)
+        return CopyTask(number, self._tier)
 
     def due_s(self, now_s: float) -> float:
         """Seconds until a task may become due by time alone for hands that are not idle; a new stretch may come first."""
         latest = max(0.0, self._late_s - now_s)
-        if self._tier is Tier.GAP or not self._chunks or self._course is None:
+        if self._tier is Tier.GAP or not self._chunks or self._pacing_plan is None:
             return latest
-        owed = self._course.owed(self._index, self._at_entry)
+        owed = self._pacing_plan.owed(self._index, self._at_entry)
         if owed <= 0:
             return latest
         missing = self._taken_here + self._weights[self._chunks[0]] - self._carry
-        elapsed_s = missing / owed * self._course.ahead_s(self._index)
-        if elapsed_s > self._course.stretches[self._index].seconds:
+        elapsed_s = missing / owed * self._pacing_plan.ahead_s(self._index)
+        if elapsed_s > self._pacing_plan.phases[self._index].seconds:
             return latest
         return min(latest, max(0.0, self._since_s + elapsed_s - now_s))
 
     @property
     def _late_s(self) -> float:
-        assert self._course is not None
-        return self._began_s + self._course.seconds * LATE_FACTOR + LATE_S
+        assert self._pacing_plan is not None
+        return self._began_s + self._pacing_plan.seconds * LATE_FACTOR + LATE_S
 
-    def _due(self, now_s: float, hands: Hands) -> deque[int] | None:
+    def _due(self, now_s: float, hands: Priority) -> deque[int] | None:
         """The queue whose first task may go now."""
         any_left = self._parity or self._chunks or None
         if self._is_lifted:
-            return any_left if hands is not Hands.IDLE else None
-        assert self._course is not None
+            return any_left if hands is not Priority.IDLE else None
+        assert self._pacing_plan is not None
         if self._tier is Tier.GAP:
-            return any_left if hands is not Hands.BUSY and self._is_meant else None
-        if hands is Hands.IDLE:
+            return any_left if hands is not Priority.BUSY and self._is_meant else None
+        if hands is Priority.IDLE:
             return None
         if self._after_step > 0 and self._index == 0 and self._parity:
             self._after_step -= self._weights[self._parity[0]]
@@ -279,16 +279,16 @@ class Passage:
     @property
     def _is_meant(self) -> bool:
         """Whether this gap is used: one of the longest, or any if those ahead don't hold what is left."""
-        assert self._course is not None
+        assert self._pacing_plan is not None
         is_behind = self._left > self._meant_from[self._index + 1]
-        return self._meant[self._index] > 0 or (is_behind and self._course.rooms[self._index] > 0)
+        return self._meant[self._index] > 0 or (is_behind and self._pacing_plan.rooms[self._index] > 0)
 
     def _allowance(self, now_s: float) -> float:
         """Bytes that may be copied in this stretch until now, beside what training does."""
-        if self._tier is Tier.GAP or self._course is None:
+        if self._tier is Tier.GAP or self._pacing_plan is None:
             return self._carry
-        owed = self._course.owed(self._index, self._at_entry)
-        expected_s = self._course.stretches[self._index].seconds
+        owed = self._pacing_plan.owed(self._index, self._at_entry)
+        expected_s = self._pacing_plan.phases[self._index].seconds
         elapsed_s = min(now_s - self._since_s, expected_s)
-        ahead_s = self._course.ahead_s(self._index)
+        ahead_s = self._pacing_plan.ahead_s(self._index)
         return min(owed, self._carry + owed * (elapsed_s / ahead_s if ahead_s > 0 else 1.0))

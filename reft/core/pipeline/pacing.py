@@ -48,7 +48,7 @@ class Tier(IntEnum):
     FENCE = 4  # the optimizer waits: no place that a plan gives
 
 
-class Window(NamedTuple):
+class CopyWindow(NamedTuple):
     """A time in which copies may run."""
 
     tier: Tier
@@ -56,7 +56,7 @@ class Window(NamedTuple):
     end: float
 
 
-class Rates(NamedTuple):
+class CopyRates(NamedTuple):
     """Measured bytes per second; 0 means that nothing is placed there.
 
     Attributes:
@@ -75,7 +75,7 @@ class Rates(NamedTuple):
 
 def windows(
     gaps: Iterable[Gap], deadline: float, *, forbidden: Sequence[Interval] = (), collectives: Sequence[Interval] = ()
-) -> tuple[Window, ...]:
+) -> tuple[CopyWindow, ...]:
     """Cuts the time from the mark to the deadline.
 
     Args:
@@ -89,7 +89,7 @@ def windows(
     idle = [(gap.start, gap.end) for gap in gaps]
     cuts = sorted({0.0, deadline, *(t for pair in (*idle, *forbidden, *collectives) for t in pair if 0 < t < deadline)})
     inside = [_covered(intervals, cuts) for intervals in (forbidden, idle, collectives)]
-    found: list[Window] = []
+    found: list[CopyWindow] = []
     for start, end, is_forbidden, is_idle, is_collective in zip(cuts, cuts[1:], *inside, strict=False):
         if is_forbidden:
             continue
@@ -97,7 +97,7 @@ def windows(
         if found and found[-1].tier == tier and found[-1].end == start and tier is not Tier.GAP:
             found[-1] = found[-1]._replace(end=end)
         else:
-            found.append(Window(tier, start, end))
+            found.append(CopyWindow(tier, start, end))
     return tuple(found)
 
 
@@ -113,7 +113,7 @@ def _covered(intervals: Sequence[Interval], cuts: Sequence[float]) -> list[bool]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskPlan:
     """Where each task goes. Tasks are the chunks, in their order, then the parity tasks.
 
     Attributes:
@@ -122,7 +122,7 @@ class Plan:
         start: float64 seconds, when each task may begin; what is left over begins at the deadline.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[CopyWindow, ...]
     window: npt.NDArray[np.int32]
     start: Floats
 
@@ -145,11 +145,11 @@ class Plan:
 def plan(
     chunks: Sequence[int],
     parity: Sequence[int],
-    windows: Sequence[Window],
-    rates: Rates,
+    windows: Sequence[CopyWindow],
+    rates: CopyRates,
     guard_s: float,
     deadline: float,
-) -> Plan:
+) -> TaskPlan:
     """Places all tasks; linear in their number.
 
     Args:
@@ -185,7 +185,7 @@ class _Room:
 class _Filling:
     """Places tasks, tier by tier."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[CopyWindow, ...]
     sizes: Floats
     deadline: float
 
@@ -204,10 +204,10 @@ class _Filling:
 
     def evenly(self, tasks: Tasks, rooms: Sequence[_Room], rate: float) -> Tasks:
         """Spreads the tasks over the rooms, in proportion to their length; greedily if they fit no other way."""
-        lengths = np.cumsum([max(room.end - room.start, 0.0) for room in rooms])
-        if not len(tasks) or not len(lengths) or lengths[-1] <= 0:
+        durations = np.cumsum([max(room.end - room.start, 0.0) for room in rooms])
+        if not len(tasks) or not len(durations) or durations[-1] <= 0:
             return tasks
-        targets = lengths / lengths[-1]
+        targets = durations / durations[-1]
         found = list(self._taken(tasks, rooms, rate, targets))
         if sum(len(taken) for _, taken, _ in found) < len(tasks):
             return self.greedily(tasks, rooms, rate)
@@ -242,9 +242,9 @@ class _Filling:
                 yield room, tasks[at:stop], seconds[at:stop]
                 at = stop
 
-    def result(self, at_mark: Tasks) -> Plan:
+    def result(self, at_mark: Tasks) -> TaskPlan:
         self.window[at_mark], self.start[at_mark] = AT_MARK, 0.0
-        return Plan(self.windows, self.window, self.start)
+        return TaskPlan(self.windows, self.window, self.start)
 
 
 def _before(seconds: Floats) -> Floats:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from reft.core.pipeline.actions import Action, Kind, Times
+from reft.core.pipeline.actions import Action, ActionKind, ActionTimes
 from reft.core.pipeline.bubbles import Gap
 
 FIRST = 5  # values whose median an estimate begins with
@@ -56,7 +56,7 @@ class Estimate:
         self.deviation += WEIGHT * (abs(error) - self.deviation)
 
 
-class Difference(NamedTuple):
+class GapDifference(NamedTuple):
     """One idle time as foreseen and as measured, in seconds; 0 where there was none."""
 
     place: int
@@ -64,7 +64,7 @@ class Difference(NamedTuple):
     measured: float
 
 
-class Comparison(NamedTuple):
+class GapComparison(NamedTuple):
     """How far foreseen gaps were off.
 
     Attributes:
@@ -73,18 +73,18 @@ class Comparison(NamedTuple):
         total: the same of all idle time together, with what nobody foresaw.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[GapDifference, ...]
     worst: float
     total: float
 
 
 @dataclass
-class Profile:
+class StageProfile:
     """The measured step of one stage."""
 
     _starts: dict[int, Estimate] = field(default_factory=dict)
     _lengths: dict[int, Estimate] = field(default_factory=dict)
-    _actions: dict[Kind, Estimate] = field(default_factory=dict)
+    _actions: dict[ActionKind, Estimate] = field(default_factory=dict)
 
     def observe(self, place: int, start: float, end: float) -> None:
         """Takes one idle time; see `Gap` for what its place is.
@@ -96,7 +96,7 @@ class Profile:
         self._starts.setdefault(place, Estimate()).observe(start)
         self._lengths.setdefault(place, Estimate()).observe(end - start)
 
-    def observe_action(self, kind: Kind, seconds: float) -> None:
+    def observe_action(self, kind: ActionKind, seconds: float) -> None:
         """Takes the time of one action."""
         self._actions.setdefault(kind, Estimate()).observe(seconds)
 
@@ -117,23 +117,25 @@ class Profile:
                 found.append(Gap(place, after, self._starts[place].mean, length.mean))
         return tuple(found)
 
-    def times(self) -> Times | None:
+    def times(self) -> ActionTimes | None:
         """What the actions take, for a closed form; None until forwards and backwards were measured."""
         means = {kind: each.mean for kind, each in self._actions.items()}
-        if Kind.FORWARD not in means:
+        if ActionKind.FORWARD not in means:
             return None
-        if Kind.INPUT in means and Kind.WEIGHT in means:
-            weight = means[Kind.WEIGHT]
-            return Times(means[Kind.FORWARD], means[Kind.INPUT] + weight, weight)
-        return Times(means[Kind.FORWARD], means[Kind.BACKWARD]) if Kind.BACKWARD in means else None
+        if ActionKind.INPUT in means and ActionKind.WEIGHT in means:
+            weight = means[ActionKind.WEIGHT]
+            return ActionTimes(means[ActionKind.FORWARD], means[ActionKind.INPUT] + weight, weight)
+        return (
+            ActionTimes(means[ActionKind.FORWARD], means[ActionKind.BACKWARD]) if ActionKind.BACKWARD in means else None
+        )
 
 
-def compare(foreseen: Iterable[Gap], measured: Iterable[Gap]) -> Comparison:
+def compare(foreseen: Iterable[Gap], measured: Iterable[Gap]) -> GapComparison:
     """Holds a closed form against what was measured, place by place."""
     a, b = ({gap.place: gap.length for gap in gaps} for gaps in (foreseen, measured))
-    differences = tuple(Difference(place, a.get(place, 0.0), b.get(place, 0.0)) for place in sorted({*a, *b}))
+    differences = tuple(GapDifference(place, a.get(place, 0.0), b.get(place, 0.0)) for place in sorted({*a, *b}))
     worst = max(
         (abs(each.measured - each.foreseen) / each.foreseen for each in differences if each.foreseen), default=0.0
     )
     idle = sum(a.values())
-    return Comparison(differences, worst, abs(sum(b.values()) - idle) / idle if idle else 0.0)
+    return GapComparison(differences, worst, abs(sum(b.values()) - idle) / idle if idle else 0.0)

@@ -70,7 +70,7 @@ def stripe_reads(placement: Placement, lane: int, have: Collection[int]) -> list
     return reads
 
 
-def readers(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]]) -> dict[int, int]:
+def assign_readers(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]]) -> dict[int, int]:
     """Who reads each slot, so that every slot is read where it lies if anyone runs there.
 
     Args:
@@ -95,7 +95,7 @@ def readers(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]]) -> d
     return dict(sorted(found.items()))
 
 
-class Alike(NamedTuple):
+class LaneGroup(NamedTuple):
     """Lanes that differ in nothing but who their members are.
 
     Attributes:
@@ -115,7 +115,7 @@ class Alike(NamedTuple):
     row: NDArray[np.int64]
 
 
-def alike(lanes: Sequence[Lane]) -> list[Alike]:
+def alike(lanes: Sequence[Lane]) -> list[LaneGroup]:
     """All lanes as a few arrays, so that thousands of them are judged at once."""
     shapes: dict[tuple[int, int, int], list[int]] = {}
     for index, lane in enumerate(lanes):
@@ -125,7 +125,7 @@ def alike(lanes: Sequence[Lane]) -> list[Alike]:
         rows: dict[tuple[int, ...], int] = {}
         row = [rows.setdefault(lanes[index].members, len(rows)) for index in indices]
         members = np.array(list(rows), np.int32).reshape(len(rows), shape[0])
-        found.append(Alike(*shape, np.array(indices, np.int64), members, np.array(row, np.int64)))
+        found.append(LaneGroup(*shape, np.array(indices, np.int64), members, np.array(row, np.int64)))
     return found
 
 
@@ -144,7 +144,7 @@ def lost_shards(lost: NDArray[np.bool_], width: int) -> NDArray[np.int32]:
     return sums[..., width:] - sums[..., :-width]
 
 
-def undecodable(groups: Sequence[Alike], have: NDArray[np.bool_]) -> tuple[int, ...]:
+def undecodable(groups: Sequence[LaneGroup], have: NDArray[np.bool_]) -> tuple[int, ...]:
     """The lanes that can't be decoded, ascending.
 
     Args:

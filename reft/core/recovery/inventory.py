@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reft.core.commit.decision import Decision
-from reft.core.commit.snapshot_interval import History
+from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch
 from reft.core.recovery import lineage
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import AttachError
 
 
 @dataclass(frozen=True)
-class Member:
+class ManifestNode:
     """A node as a manifest names it.
 
     Attributes:
@@ -47,8 +47,8 @@ class ManifestFacts:
     """
 
     token: bytes
-    members: tuple[Member, ...]
-    history: History
+    members: tuple[ManifestNode, ...]
+    history: FailureHistory
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class NodeInventory:
     Attributes:
         name: of the node.
         decision: the newest that the daemon was told; None: it does not know the job.
-        held, copies: the headers of its slots, and of the capsules that it keeps for ranks of other nodes.
+        held, capsules: the headers of its slots, and of the capsules that it keeps for ranks of other nodes.
         had_whole: whether a version of the job was whole once, as far as it knows.
         trained_s: seconds for which the job has trained under that decision.
         failed: whether the job failed under it.
@@ -66,8 +66,8 @@ class NodeInventory:
 
     name: str
     decision: Decision | None = None
-    held: tuple[Held, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    held: tuple[HeldSlot, ...] = ()
+    capsules: tuple[HeldCapsule, ...] = ()
     had_whole: bool = False
     trained_s: float = 0.0
     failed: bool = False
@@ -111,7 +111,7 @@ class Inventory:
             epoch: [member.id for member in manifest.members if tokens.get(member.id) == manifest.token]
             for epoch, manifest in self.manifests.items()
         }
-        return lineage.histories(self.decisions, members, lineage.written_by(self.held, self.copies))
+        return lineage.histories(self.decisions, members, lineage.written_by(self.held, self.capsules))
 
     def refuse_rivals(self, job: str) -> None:
         """Raises AttachError if the job went on twice, each time without knowing of the other: a person must choose."""
@@ -142,14 +142,14 @@ class Inventory:
         return [each.epoch for each in (decision, decision and decision.base) if each]
 
     @cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldSlot]:
         """The headers of all slots."""
         return [slot for each in self.reports.values() for slot in each.held]
 
     @cached_property
-    def copies(self) -> list[Copy]:
+    def capsules(self) -> list[HeldCapsule]:
         """The headers of all capsules that nodes keep for ranks of other nodes."""
-        return [copy for each in self.reports.values() for copy in each.copies]
+        return [copy for each in self.reports.values() for copy in each.capsules]
 
     @property
     def had_whole(self) -> bool:
@@ -157,26 +157,26 @@ class Inventory:
         return any(each.had_whole for each in self.reports.values())
 
     @property
-    def history(self) -> History:
+    def history(self) -> FailureHistory:
         """What the job has lived through, the epoch in force included."""
         if self.before is not None:
             return self.before.history
         decision = self.decision
         if decision is None or decision.epoch not in self.manifests:
-            return History()
+            return FailureHistory()
         last = [self.reports[node] for node, each in self.decisions.items() if each.epoch == decision.epoch]
         has_failed = bool(self.silent) or any(each.failed for each in last)
         return self.manifests[decision.epoch].history.after(max(each.trained_s for each in last), has_failed)
 
     @cached_property
-    def nodes(self) -> dict[str, Member]:
+    def nodes(self) -> dict[str, ManifestNode]:
         """Every node that a manifest names or that answered, by its id; the newest manifest says last what it is."""
         known = {
             member.id: member
             for epoch in sorted(self.manifests, key=lambda epoch: epoch.counter)
             for member in self.manifests[epoch].members
         }
-        return {ident: Member(ident, each.name) for ident, each in self.reports.items()} | known
+        return {ident: ManifestNode(ident, each.name) for ident, each in self.reports.items()} | known
 
     @cached_property
     def names(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from reft.core.commit.decision import KNOWN_MAX, Decision
 from reft.core.commit.version import Epoch
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 
 
 def histories(
@@ -65,12 +65,12 @@ def _order(decision: Decision) -> tuple[object, ...]:
     return (base, decision.epoch.counter, decision.epoch.ident)
 
 
-def written_by(held: Iterable[Held], copies: Iterable[Copy]) -> set[Epoch]:
+def written_by(held: Iterable[HeldSlot], copies: Iterable[HeldCapsule]) -> set[Epoch]:
     """The epochs of which a slot or a capsule is left."""
     return {slot.version.epoch for slot in held if slot.version is not None} | {copy.version.epoch for copy in copies}
 
 
-def next_epoch(decisions: Iterable[Decision], held: Iterable[Held], ident: bytes) -> Epoch:
+def next_epoch(decisions: Iterable[Decision], held: Iterable[HeldSlot], ident: bytes) -> Epoch:
     """An epoch above all that were ever seen, those of decisions that were never carried out included."""
     counters = [decision.epoch.counter for decision in decisions]
     counters += [slot.version.epoch.counter for slot in held if slot.version is not None]

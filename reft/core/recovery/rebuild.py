@@ -1,4 +1,4 @@
-"""Making the slots of lost ranks again, shard by shard, from the slots that are left.
+"""SlotAllocator the slots of lost ranks again, shard by shard, from the slots that are left.
 
     stripe of a lane, k = 2, f = 2, slot of member 1 lost      columns a..b of each packet:
 
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from reft.core.coding.erasure import Packet, Program, decode_program, encode_program, run
-from reft.core.coding.placement import Lane, Part, Placement
+from reft.core.coding.erasure import Packet, XorProgram, decode_program, encode_program, run
+from reft.core.coding.placement import Lane, Placement, RankPlacement
 from reft.core.recovery.gather import stripe_reads
 
 BAND_BYTES = 128 << 20  # all registers of a band
@@ -35,7 +35,7 @@ COLUMNS_MIN = 8 << 10  # below this the calls cost more than the work
 Bytes = npt.NDArray[np.uint8]
 
 
-class Piece(NamedTuple):
+class StripeShard(NamedTuple):
     """One shard of a stripe, and where its rank's slot has it: an offset in the slot's data, in bytes."""
 
     shard: int
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stripe:
+class StripeRebuild:
     """What is read and made of one stripe.
 
     Attributes:
@@ -57,21 +57,21 @@ class Stripe:
 
     lane: int
     stripe: int
-    read: tuple[Piece, ...]
+    read: tuple[StripeShard, ...]
     lost: tuple[int, ...]
-    made: tuple[Piece, ...]
+    made: tuple[StripeShard, ...]
 
 
-class Band(NamedTuple):
+class RebuildSlice(NamedTuple):
     """Columns begin..end of every packet of a stripe."""
 
-    stripe: Stripe
+    stripe: StripeRebuild
     begin: int
     end: int
 
 
 @dataclass
-class Cost:
+class RebuildCost:
     """What it takes to make again what some ranks' slots had of a cell; all in bytes.
 
     Attributes:
@@ -89,7 +89,7 @@ class Cost:
     parity: int = 0
 
 
-def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) -> Iterator[Stripe]:
+def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) -> Iterator[StripeRebuild]:
     """The stripes of which lost ranks had a shard.
 
     Args:
@@ -102,13 +102,13 @@ def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) 
     """
     offsets: dict[int, dict[tuple[int, int, int], int]] = {}
 
-    def piece(lane: int, stripe: int, shard: int) -> Piece:
+    def piece(lane: int, stripe: int, shard: int) -> StripeShard:
         it = placement.lanes[lane]
         rank = it.members[it.member_of(stripe, shard)]
         if rank not in offsets:
             blocks = placement.part(rank).blocks
             offsets[rank] = {(block.lane, block.stripe, block.shard): block.offset for block in blocks}
-        return Piece(shard, rank, offsets[rank][lane, stripe, shard])
+        return StripeShard(shard, rank, offsets[rank][lane, stripe, shard])
 
     for lane in _lanes_of(placement, lost):
         it = placement.lanes[lane]
@@ -119,7 +119,7 @@ def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) 
             if mine:
                 taken = tuple(piece(lane, read.stripe, shard) for shard in read.shards)
                 made = tuple(piece(lane, read.stripe, shard) for shard in mine)
-                yield Stripe(lane, read.stripe, taken, read.lost, made)
+                yield StripeRebuild(lane, read.stripe, taken, read.lost, made)
 
 
 def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
@@ -129,12 +129,12 @@ def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
     return sorted(lane for lane in lanes if not set(ranks).isdisjoint(placement.lanes[lane].members))
 
 
-def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[Cost]:
+def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[RebuildCost]:
     """What it takes to make the slots of `lost`, by cells, ascending; arguments and errors as of `stripes`."""
-    found: dict[int, Cost] = {}
+    found: dict[int, RebuildCost] = {}
     for each in stripes(placement, have, lost):
         lane = placement.lanes[each.lane]
-        cost = found.setdefault(lane.cell, Cost(lane.cell))
+        cost = found.setdefault(lane.cell, RebuildCost(lane.cell))
         for piece in each.read:
             cost.read[piece.rank] = cost.read.get(piece.rank, 0) + lane.shard_bytes
         for piece in each.made:
@@ -147,18 +147,18 @@ def costs(placement: Placement, have: Collection[int], lost: Collection[int]) ->
     return [found[cell] for cell in sorted(found)]
 
 
-def bands(placement: Placement, stripe: Stripe, limit: int = BAND_BYTES) -> Iterator[Band]:
+def bands(placement: Placement, stripe: StripeRebuild, limit: int = BAND_BYTES) -> Iterator[RebuildSlice]:
     """The stripe cut so that all registers of a band take at most `limit` bytes, as far as RANGE_UNIT allows."""
     lane = placement.lanes[stripe.lane]
     shards = len(stripe.read) + len({*stripe.lost, *(piece.shard for piece in stripe.made)}) + 1
     width = min(limit // (shards * lane.code.w), RANGE_MAX) // RANGE_UNIT * RANGE_UNIT
     width = max(width, RANGE_UNIT)
     for begin in range(0, lane.packet_bytes, width):
-        yield Band(stripe, begin, min(begin + width, lane.packet_bytes))
+        yield RebuildSlice(stripe, begin, min(begin + width, lane.packet_bytes))
 
 
 @dataclass
-class Maker:
+class ShardRebuilder:
     """Computes bands, and remembers the programs; may be used by several threads.
 
     Args:
@@ -166,9 +166,9 @@ class Maker:
     """
 
     placement: Placement
-    _programs: dict[tuple[object, ...], Program] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
-    def make(self, band: Band, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
+    def make(self, band: RebuildSlice, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
         """Fills the band of the shards that are made.
 
         Args:
@@ -186,7 +186,9 @@ class Maker:
             if piece.shard >= lane.code.k:
                 self._run(self._encoding(lane, piece.shard - lane.code.k), registers, made, width)
 
-    def _run(self, program: Program, registers: dict[Packet, Bytes], made: Mapping[Packet, Bytes], width: int) -> None:
+    def _run(
+        self, program: XorProgram, registers: dict[Packet, Bytes], made: Mapping[Packet, Bytes], width: int
+    ) -> None:
         for packet in program.outputs:
             registers[packet] = made[packet] if packet in made else np.empty(width, np.uint8)
         count = len(program.inputs) + len(program.outputs) + program.scratch
@@ -201,13 +203,13 @@ class Maker:
                 [row[: last - first] for row in scratch],
             )
 
-    def _decoding(self, lane: Lane, lost: tuple[int, ...], parities: tuple[int, ...]) -> Program:
+    def _decoding(self, lane: Lane, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
         return self._remembered(lane, (lost, parities), lambda: decode_program(lane.code, lost, parities))
 
-    def _encoding(self, lane: Lane, parity: int) -> Program:
+    def _encoding(self, lane: Lane, parity: int) -> XorProgram:
         return self._remembered(lane, (parity,), lambda: encode_program(lane.code, parity))
 
-    def _remembered(self, lane: Lane, what: tuple[object, ...], make: Any) -> Program:
+    def _remembered(self, lane: Lane, what: tuple[object, ...], make: Any) -> XorProgram:
         # Not the code itself: its tables are thousands of entries to hash.
         key = (lane.code.kind, lane.code.k, lane.code.f, lane.code.w, *what)
         if key not in self._programs:
@@ -215,6 +217,6 @@ class Maker:
         return self._programs[key]
 
 
-def lane_at(part: Part, offset: int) -> int | None:
+def lane_at(part: RankPlacement, offset: int) -> int | None:
     """The lane whose shard lies at, or first after, an offset of a slot's data; None behind the last of them."""
     return next((block.lane for block in part.blocks if offset < block.offset + block.nbytes), None)

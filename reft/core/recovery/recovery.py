@@ -34,14 +34,14 @@ from reft.core.coding.placement import Placement
 from reft.core.commit.decision import Decision, counts
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.gather import Alike, alike, undecodable
+from reft.core.recovery.gather import LaneGroup, alike, undecodable
 from reft.core.text import more
 
 RUNS_MAX = 8  # runs of ranks, or nodes, that one line names
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSlot:
     """One slot's header as its daemon read it.
 
     Attributes:
@@ -62,19 +62,19 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Copy:
+class HeldCapsule:
     """One capsule in the store of a node that is not its rank's.
 
     Attributes:
         node: id of the node whose daemon has it.
         rank: the rank that it belongs to.
-        kept_bytes: size of the leaves that only the rank's own slot had: with any, the capsule does not replace the slot.
+        unreplicated_bytes: size of the leaves that only the rank's own slot had: with any, the capsule does not replace the slot.
     """
 
     node: str
     rank: int
     version: Version
-    kept_bytes: int
+    unreplicated_bytes: int
 
     @property
     def slot(self) -> str:
@@ -90,7 +90,7 @@ class Shortfall:
         ranks: those without a sealed slot of it, ascending.
         lanes: indices of the lanes that can't be decoded, ascending.
         bare: of `ranks`, those that no capsule stands in for.
-        kept: of `bare`, those whose capsule is there, but whose slot held leaves that nobody else has.
+        unreplicated: of `bare`, those whose capsule is there, but whose slot held leaves that nobody else has.
         is_placed: whether it is known how its bytes were placed; if not, all else is empty.
     """
 
@@ -98,12 +98,12 @@ class Shortfall:
     ranks: tuple[int, ...] = ()
     lanes: tuple[int, ...] = ()
     bare: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
+    unreplicated: tuple[int, ...] = ()
     is_placed: bool = True
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecoveryPlan:
     """What every rank does.
 
     Attributes:
@@ -116,20 +116,20 @@ class Plan:
     """
 
     base: Version | None
-    sources: dict[int, Held] = field(default_factory=dict)
-    capsules: dict[int, Copy] = field(default_factory=dict)
-    dropped: tuple[Held, ...] = ()
+    sources: dict[int, HeldSlot] = field(default_factory=dict)
+    capsules: dict[int, HeldCapsule] = field(default_factory=dict)
+    dropped: tuple[HeldSlot, ...] = ()
     partial: tuple[Shortfall, ...] = ()
     earlier: dict[int, tuple[tuple[Version, str], ...]] = field(default_factory=dict)
 
 
 def plan(
-    held: Collection[Held],
-    copies: Collection[Copy],
+    held: Collection[HeldSlot],
+    copies: Collection[HeldCapsule],
     placements: Mapping[Epoch, Placement],
     decision: Decision | None,
     erased: Collection[tuple[str, str, Version]] = (),
-) -> Plan:
+) -> RecoveryPlan:
     """The newest version that can be restored, and where each rank's part of it is.
 
     Args:
@@ -140,7 +140,7 @@ def plan(
         erased: (node, slot, version) of slots and capsules that failed their digests: as if they were not there.
     """
     found = _by_version(held, copies, erased)
-    groups: dict[Epoch, list[Alike]] = {}
+    groups: dict[Epoch, list[LaneGroup]] = {}
     partial = []
     for version in sorted(found, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
         slots, capsules = found[version].slots(), found[version].capsules()
@@ -159,21 +159,23 @@ def plan(
             continue
         sources = {rank: slots[rank] for rank in range(world) if rank in slots}
         chosen = {rank: capsules[rank] for rank in shortfall.ranks}
-        return Plan(version, sources, chosen, _dropped(found, version), tuple(partial), _earlier(found, version))
-    return Plan(None, {}, {}, _dropped(found, None), tuple(partial))
+        return RecoveryPlan(
+            version, sources, chosen, _dropped(found, version), tuple(partial), _earlier(found, version)
+        )
+    return RecoveryPlan(None, {}, {}, _dropped(found, None), tuple(partial))
 
 
 @dataclass(frozen=True)
 class _Evidence:
     """What there is of one version: slots in any state, capsules, and (node, slot) of what is damaged."""
 
-    held: list[Held] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    held: list[HeldSlot] = field(default_factory=list)
+    copies: list[HeldCapsule] = field(default_factory=list)
     erased: set[tuple[str, str]] = field(default_factory=set)
 
-    def slots(self) -> dict[int, Held]:
+    def slots(self) -> dict[int, HeldSlot]:
         """rank → its sealed slot; of two, the lexically first (node, slot)."""
-        found: dict[int, Held] = {}
+        found: dict[int, HeldSlot] = {}
         for slot in self.held:
             if slot.state is SlotState.SEALED and not self._is_erased(slot):
                 other = found.setdefault(slot.rank, slot)
@@ -181,26 +183,29 @@ class _Evidence:
                     found[slot.rank] = slot
         return found
 
-    def capsules(self) -> dict[int, Copy]:
+    def capsules(self) -> dict[int, HeldCapsule]:
         """rank → a capsule of it; of two, one that stands in for the slot, on the lexically first node."""
-        found: dict[int, Copy] = {}
+        found: dict[int, HeldCapsule] = {}
         for copy in self.copies:
             if not self._is_erased(copy):
                 other = found.setdefault(copy.rank, copy)
-                if other is not copy and (copy.kept_bytes > 0, copy.node) < (other.kept_bytes > 0, other.node):
+                if other is not copy and (copy.unreplicated_bytes > 0, copy.node) < (
+                    other.unreplicated_bytes > 0,
+                    other.node,
+                ):
                     found[copy.rank] = copy
         return found
 
-    def dead(self, is_newer: bool) -> list[Held]:
+    def dead(self, is_newer: bool) -> list[HeldSlot]:
         """What must be emptied. Older sealed slots are kept: if the base turns out to be damaged, they are what is left."""
         return [slot for slot in self.held if is_newer or slot.state is not SlotState.SEALED or self._is_erased(slot)]
 
-    def _is_erased(self, each: Held | Copy) -> bool:
+    def _is_erased(self, each: HeldSlot | HeldCapsule) -> bool:
         return bool(self.erased) and (each.node, each.slot) in self.erased
 
 
 def _by_version(
-    held: Iterable[Held], copies: Iterable[Copy], erased: Iterable[tuple[str, str, Version]]
+    held: Iterable[HeldSlot], copies: Iterable[HeldCapsule], erased: Iterable[tuple[str, str, Version]]
 ) -> dict[Version, _Evidence]:
     found: defaultdict[Version, _Evidence] = defaultdict(_Evidence)
     for slot in held:
@@ -213,7 +218,7 @@ def _by_version(
     return found
 
 
-def _dropped(found: Mapping[Version, _Evidence], base: Version | None) -> tuple[Held, ...]:
+def _dropped(found: Mapping[Version, _Evidence], base: Version | None) -> tuple[HeldSlot, ...]:
     dead = []
     for version, evidence in found.items():
         dead += evidence.dead(base is None or not (version == base or version.is_older_than(base)))
@@ -224,20 +229,24 @@ def _earlier(found: Mapping[Version, _Evidence], base: Version) -> dict[int, tup
     earlier: defaultdict[int, list[tuple[Version, str]]] = defaultdict(list)
     for version in sorted(found, key=lambda version: version.order):
         if version.epoch == base.epoch and version.step < base.step:
-            holders: dict[int, Held | Copy] = {**found[version].capsules(), **found[version].slots()}
+            holders: dict[int, HeldSlot | HeldCapsule] = {**found[version].capsules(), **found[version].slots()}
             for rank, each in holders.items():
                 earlier[rank].append((version, each.node))
     return {rank: tuple(versions) for rank, versions in sorted(earlier.items())}
 
 
 def _shortfall(
-    version: Version, slots: Collection[int], capsules: Mapping[int, Copy], groups: Sequence[Alike], world: int
+    version: Version,
+    slots: Collection[int],
+    capsules: Mapping[int, HeldCapsule],
+    groups: Sequence[LaneGroup],
+    world: int,
 ) -> Shortfall:
     """What the version lacks; it can be restored if that is no lane and no bare rank."""
     have = np.zeros(world, np.bool_)
     have[[rank for rank in slots if 0 <= rank < world]] = True
     lost = tuple(np.flatnonzero(~have).tolist())
-    bare = tuple(rank for rank in lost if rank not in capsules or capsules[rank].kept_bytes)
+    bare = tuple(rank for rank in lost if rank not in capsules or capsules[rank].unreplicated_bytes)
     kept = tuple(rank for rank in bare if rank in capsules)
     return Shortfall(version, lost, undecodable(groups, have), bare, kept)
 
@@ -255,11 +264,11 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
     lines = [f"{shortfall.version}: no sealed slot of {_ranks(shortfall.ranks)}{_on(shortfall.ranks, nodes)}."]
     if shortfall.lanes:
         lines.append(cells_lost(placement, shortfall.lanes, shortfall.ranks))
-    without = sorted(set(shortfall.bare) - set(shortfall.kept))
+    without = sorted(set(shortfall.bare) - set(shortfall.unreplicated))
     if without:
         lines.append(f"No capsule of {_ranks(without)} is left.")
-    if shortfall.kept:
-        lines.append(f"The slots of {_ranks(shortfall.kept)} held leaves that nobody else has.")
+    if shortfall.unreplicated:
+        lines.append(f"The slots of {_ranks(shortfall.unreplicated)} held leaves that nobody else has.")
     return lines
 
 

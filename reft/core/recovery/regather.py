@@ -27,14 +27,14 @@ from itertools import chain, islice, zip_longest
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from reft.core.coding.placement import Block, Lane, Placement, ranges
+from reft.core.coding.placement import Lane, Placement, ShardBlock, ranges
 from reft.core.layout.layout import ALIGNMENT
-from reft.core.recovery.gather import StripeRead, readers, stripe_reads
-from reft.core.recovery.shard_matching import Need, Where
+from reft.core.recovery.gather import StripeRead, assign_readers, stripe_reads
+from reft.core.recovery.shard_matching import PieceSource, PieceTransfer
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TransferSizes:
     """How much is on its way at a time, in bytes; the same on all ranks.
 
     Attributes:
@@ -48,10 +48,10 @@ class Sizes:
     window: int = 32 << 20
 
 
-class Part(NamedTuple):
+class NeededRange(NamedTuple):
     """Bytes begin..end of a piece, which lie from `at` on in the source, as far as a need wants them."""
 
-    need: Need
+    need: PieceTransfer
     at: int
     begin: int
     end: int
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Parcel:
+class TransferMessage:
     """What one rank gives to one set of ranks, itself perhaps among them.
 
     Attributes:
@@ -75,18 +75,18 @@ class Parcel:
         nbytes: of all parts.
     """
 
-    where: Where
+    where: PieceSource
     owner: int
     begin: int
     end: int
-    parts: tuple[Part, ...]
+    parts: tuple[NeededRange, ...]
     sender: int
     receivers: tuple[int, ...]
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Band:
+class LostShardSlice:
     """Columns begin..end of every packet of one lost shard, and where they are decoded.
 
     Attributes:
@@ -100,14 +100,14 @@ class Band:
     """
 
     owner: int
-    block: Block
+    block: ShardBlock
     lane: Lane
     read: StripeRead
     begin: int
     end: int
     inputs: tuple[tuple[int, int], ...]
     rebuilder: int
-    parcels: tuple[Parcel, ...]
+    parcels: tuple[TransferMessage, ...]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -115,13 +115,13 @@ class Band:
         return bands(self.lane, self.begin, self.end)
 
 
-class Extent(NamedTuple):
+class SourceExtent(NamedTuple):
     """Bytes begin..end of a source: bytes of a piece from `first` on. `takes` says which new ranks take it from here."""
 
     begin: int
     end: int
     first: int
-    needs: Sequence[Need]
+    needs: Sequence[PieceTransfer]
     takes: Callable[[int], bool]
 
 
@@ -146,7 +146,7 @@ def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], w
         nodes: id of each node → the ranks that run there now.
         world: how many ranks there are now.
     """
-    near = readers({rank: node for rank, node in sources.items() if node in nodes}, nodes)
+    near = assign_readers({rank: node for rank, node in sources.items() if node in nodes}, nodes)
     load = dict.fromkeys(range(world), 0)
     for reader in near.values():
         load[reader] += 1
@@ -167,27 +167,27 @@ class _Wanted:
         riding: old rank → name → the needs of that rider.
     """
 
-    cells: Mapping[int, Mapping[int, Sequence[Need]]]
+    cells: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
     offsets: Mapping[int, Sequence[int]]
-    kept: Mapping[int, Mapping[int, Sequence[Need]]]
-    riding: Mapping[int, Mapping[str, Sequence[Need]]]
+    kept: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
+    riding: Mapping[int, Mapping[str, Sequence[PieceTransfer]]]
 
     @classmethod
-    def of(cls, needs: Iterable[Need]) -> _Wanted:
-        found: dict[Where, dict[int, dict[Any, list[Need]]]] = {where: {} for where in Where}
+    def of(cls, needs: Iterable[PieceTransfer]) -> _Wanted:
+        found: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
         for need in needs:
             where, owner, offset = need.seat
-            key = need.piece.name if where is Where.CAPSULE else offset
+            key = need.piece.name if where is PieceSource.CAPSULE else offset
             found[where].setdefault(owner, {}).setdefault(key, []).append(need)
         cells, kept, riding = (
             {owner: dict(sorted(found[where][owner].items())) for owner in sorted(found[where])}
-            for where in (Where.CELL, Where.SLOT, Where.CAPSULE)
+            for where in (PieceSource.CELL, PieceSource.SLOT, PieceSource.CAPSULE)
         )
         return cls(cells, {cell: list(places) for cell, places in cells.items()}, kept, riding)
 
 
 @dataclass(frozen=True)
-class Regather:
+class ReshardPlan:
     """Makes the list.
 
     Args:
@@ -199,16 +199,16 @@ class Regather:
         sizes: of pieces and bands.
     """
 
-    needs: Sequence[Need]
+    needs: Sequence[PieceTransfer]
     placement: Placement
     reader_of: Mapping[int, int]
     keeper_of: Mapping[int, int]
     node_of: Sequence[str]
-    sizes: Sizes
+    sizes: TransferSizes
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
     _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
 
-    def entries(self, rank: int) -> Iterator[Parcel | Band]:
+    def entries(self, rank: int) -> Iterator[TransferMessage | LostShardSlice]:
         """What a new rank has a part in, in the order of the list; perhaps a few entries more.
 
         Raises:
@@ -216,12 +216,12 @@ class Regather:
         """
         taken = _Wanted.of(need for need in self.needs if rank in need.receivers)
         slots = [self._slot(old, self._whole if new == rank else taken) for old, new in self.reader_of.items()]
-        riders = []
+        inline_leaves = []
         for old in self._whole.riding:
             keeper = self.keeper_of[old]
-            extents = self.riders(old, self._whole if keeper == rank else taken)
-            riders.append(self._windows(Where.CAPSULE, old, extents, keeper))
-        for turn in (slots, riders):
+            extents = self.inline_leaves(old, self._whole if keeper == rank else taken)
+            inline_leaves.append(self._windows(PieceSource.CAPSULE, old, extents, keeper))
+        for turn in (slots, inline_leaves):
             yield from (parcel for _, parcel in merge(*turn, key=itemgetter(0)))
         lost = [old for old in range(len(self.placement.domains)) if old not in self.reader_of]
         for row in zip_longest(
@@ -229,7 +229,7 @@ class Regather:
         ):
             yield from (band for band in row if band is not None)
 
-    def riders(self, owner: int, wanted: _Wanted | None = None) -> list[Extent]:
+    def inline_leaves(self, owner: int, wanted: _Wanted | None = None) -> list[SourceExtent]:
         """The riders of an old rank that somebody needs, end to end in the order of their names, and who needs them.
 
         Args:
@@ -240,7 +240,7 @@ class Regather:
         for name, needs in self._whole.riding[owner].items():
             nbytes = needs[0].piece.nbytes
             if name in some:
-                found.append(Extent(at, at + nbytes, 0, some[name], _all))
+                found.append(SourceExtent(at, at + nbytes, 0, some[name], _all))
             at += nbytes
         return found
 
@@ -256,11 +256,12 @@ class Regather:
 
     # Slots at hand
 
-    def _slot(self, owner: int, wanted: _Wanted) -> Iterator[tuple[int, Parcel]]:
+    def _slot(self, owner: int, wanted: _Wanted) -> Iterator[tuple[int, TransferMessage]]:
         part = self.placement.part(owner)
         blocks = [self._block(block, self._takes(block, owner), wanted) for block in part.blocks[: part.data_blocks]]
         kept = (
-            Extent(at, at + needs[0].piece.nbytes, 0, needs, _all) for at, needs in wanted.kept.get(owner, {}).items()
+            SourceExtent(at, at + needs[0].piece.nbytes, 0, needs, _all)
+            for at, needs in wanted.kept.get(owner, {}).items()
         )
         # Copies that are numbered as parity hold data too: their reader needs no message for it.
         copies = [
@@ -269,9 +270,9 @@ class Regather:
             if self.placement.lanes[block.lane].code.k == 1
         ]
         extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), kept)
-        yield from self._windows(Where.SLOT, owner, extents, self.reader_of[owner])
+        yield from self._windows(PieceSource.SLOT, owner, extents, self.reader_of[owner])
 
-    def _block(self, block: Block, takes: Callable[[int], bool], wanted: _Wanted) -> Iterator[Extent]:
+    def _block(self, block: ShardBlock, takes: Callable[[int], bool], wanted: _Wanted) -> Iterator[SourceExtent]:
         """What somebody needs of a block of data, in the order of its bytes."""
         lane = self.placement.lanes[block.lane]
         if lane.cell not in wanted.cells:
@@ -285,9 +286,9 @@ class Regather:
             first, last = max(begin, offset), min(end, offset + needs[offset][0].piece.nbytes)
             if first < last:
                 at = block.offset + first - begin
-                yield Extent(at, at + last - first, first - offset, needs[offset], takes)
+                yield SourceExtent(at, at + last - first, first - offset, needs[offset], takes)
 
-    def _takes(self, block: Block, owner: int) -> Callable[[int], bool]:
+    def _takes(self, block: ShardBlock, owner: int) -> Callable[[int], bool]:
         """Which new ranks take a block from this slot: of copies each takes its own, else one of its node, else the first."""
         lane = self.placement.lanes[block.lane]
         if lane.code.k > 1 or not lane.code.f:
@@ -304,10 +305,10 @@ class Regather:
     # Parcels
 
     def _windows(
-        self, where: Where, owner: int, extents: Iterable[Extent], sender: int
-    ) -> Iterator[tuple[int, Parcel]]:
+        self, where: PieceSource, owner: int, extents: Iterable[SourceExtent], sender: int
+    ) -> Iterator[tuple[int, TransferMessage]]:
         """Extents in their order, as parcels of what lies within each window, with its number."""
-        window, parts = -1, dict[tuple[int, ...], list[Part]]()
+        window, parts = -1, dict[tuple[int, ...], list[NeededRange]]()
         for extent in extents:
             at = extent.begin
             while at < extent.end:
@@ -320,28 +321,28 @@ class Regather:
                 at = end
         yield from ((window, parcel) for parcel in self._parcels(where, owner, parts, sender))
 
-    def _cut(self, extent: Extent, at: int, end: int, parts: dict[tuple[int, ...], list[Part]]) -> None:
+    def _cut(self, extent: SourceExtent, at: int, end: int, parts: dict[tuple[int, ...], list[NeededRange]]) -> None:
         """Adds what is needed of bytes at..end of the source, by who needs it."""
         begin = extent.first + at - extent.begin
         for need in extent.needs:
             receivers = need.receivers
             if extent.takes is not _all:
                 receivers = tuple(rank for rank in receivers if extent.takes(rank))
-            part = Part(need, at, begin, begin + end - at)
+            part = NeededRange(need, at, begin, begin + end - at)
             if receivers and part.nbytes:
                 parts.setdefault(receivers, []).append(part)
 
     def _parcels(
-        self, where: Where, owner: int, parts: Mapping[tuple[int, ...], Sequence[Part]], sender: int
-    ) -> Iterator[Parcel]:
+        self, where: PieceSource, owner: int, parts: Mapping[tuple[int, ...], Sequence[NeededRange]], sender: int
+    ) -> Iterator[TransferMessage]:
         for receivers, found in parts.items():
             begin, end = found[0].at, max(part.at + part.end - part.begin for part in found)
             nbytes = sum(part.nbytes for part in found)
-            yield Parcel(where, owner, begin, end, tuple(found), sender, receivers, nbytes)
+            yield TransferMessage(where, owner, begin, end, tuple(found), sender, receivers, nbytes)
 
     # Lost slots
 
-    def _lost(self, owner: int, wanted: _Wanted) -> Iterator[Band]:
+    def _lost(self, owner: int, wanted: _Wanted) -> Iterator[LostShardSlice]:
         """The data shards of a lost slot; nothing if there are copies of them all."""
         if not self.is_rebuilt(owner):
             return
@@ -355,10 +356,10 @@ class Regather:
             width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                band = Band(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
+                band = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
                 yield replace(band, parcels=tuple(self._decoded(band, wanted)))
 
-    def _decoded(self, band: Band, wanted: _Wanted) -> Iterator[Parcel]:
+    def _decoded(self, band: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
         """What somebody needs of a band."""
         if band.lane.code.k == 1:  # a copy, which its reader sends: here it is only compared with its digests
             return
@@ -370,14 +371,14 @@ class Regather:
                 if extent.begin < upto and at < extent.end:
                     first = extent.first + max(at - extent.begin, 0)
                     cut.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
-        yield from (parcel for _, parcel in self._windows(Where.CELL, band.owner, cut, band.rebuilder))
+        yield from (parcel for _, parcel in self._windows(PieceSource.CELL, band.owner, cut, band.rebuilder))
 
-    def _read(self, block: Block) -> StripeRead:
+    def _read(self, block: ShardBlock) -> StripeRead:
         if block.lane not in self._reads:
             self._reads[block.lane] = stripe_reads(self.placement, block.lane, self.reader_of)
         return self._reads[block.lane][block.stripe]
 
-    def _input(self, block: Block, shard: int) -> tuple[int, int]:
+    def _input(self, block: ShardBlock, shard: int) -> tuple[int, int]:
         """The old rank that has another shard of the block's stripe, and its offset in the slot."""
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]

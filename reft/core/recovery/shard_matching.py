@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
-from reft.core.layout.regions import Copy, Shelf, overlap
+from reft.core.layout.regions import RegionCopy, RegionIndex, overlap
 
 OPTIMIZER = "optimizer."  # what names of leaves begin with that an optimizer may not have made yet
 
 
-class Where(Enum):
+class PieceSource(Enum):
     """What an old piece lies in."""
 
     CELL = "cell"
@@ -36,16 +36,16 @@ class Where(Enum):
     CAPSULE = "capsule"
 
 
-class Seat(NamedTuple):
+class PieceLocation(NamedTuple):
     """Where a piece lies: at `offset` of cell `owner`, or of the data of old rank `owner`'s slot; or in its capsule."""
 
-    where: Where
+    where: PieceSource
     owner: int
     offset: int
 
 
 @dataclass(frozen=True)
-class Own:
+class UnforeseenLeaves:
     """What an old rank's slot or capsule says, beyond what its epoch's manifest had foreseen.
 
     Attributes:
@@ -63,15 +63,15 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """One piece of one tensor of the old job, and every place where it lies; one place if that is a cell."""
 
     leaf: Leaf
-    seats: tuple[Seat, ...]
+    seats: tuple[PieceLocation, ...]
 
 
 @dataclass(frozen=True)
-class Need:
+class PieceTransfer:
     """What goes from one old piece into one leaf of some new ranks.
 
     Attributes:
@@ -83,14 +83,14 @@ class Need:
     """
 
     piece: Leaf
-    seat: Seat
+    seat: PieceLocation
     leaf: Leaf
-    copy: Copy
+    copy: RegionCopy
     receivers: tuple[int, ...]
 
 
 @dataclass
-class Match:
+class ShardMatch:
     """How the old state becomes the new one.
 
     Attributes:
@@ -99,7 +99,7 @@ class Match:
         own: names of leaves of which several old ranks kept their own, perhaps unlike, copies.
     """
 
-    needs: list[Need] = field(default_factory=list)
+    needs: list[PieceTransfer] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     own: list[str] = field(default_factory=list)
 
@@ -141,8 +141,8 @@ def _boxes(
 
 
 def pieces_of(
-    placement: Placement, leaves_of: Callable[[int], Mapping[str, Leaf]], owns: Mapping[int, Own]
-) -> tuple[list[Piece], list[str]]:
+    placement: Placement, leaves_of: Callable[[int], Mapping[str, Leaf]], owns: Mapping[int, UnforeseenLeaves]
+) -> tuple[list[TensorPiece], list[str]]:
     """All pieces of the old job's state, and what contradicts itself, a line each.
 
     Args:
@@ -150,7 +150,7 @@ def pieces_of(
         leaves_of: old rank → its foreseen leaves, by name.
         owns: what each old rank says of its own.
     """
-    found: dict[Leaf, list[Seat]] = {}
+    found: dict[Leaf, list[PieceLocation]] = {}
     problems = []
     nothing: frozenset[str] = frozenset()
     missing = [owns[rank].missing if rank in owns else nothing for rank in range(len(placement.domains))]
@@ -159,36 +159,43 @@ def pieces_of(
         for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
             without = sum(leaf.name in each for each in sets)
             if not without:
-                found.setdefault(leaf, []).append(Seat(Where.CELL, number, offset))
+                found.setdefault(leaf, []).append(PieceLocation(PieceSource.CELL, number, offset))
             elif without < len(sets):
                 problems.append(f"{leaf.name}: some of the ranks that should have had it did not")
     for rank, own in sorted(owns.items()):
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
             found.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
-    return [Piece(leaf, tuple(seats)) for leaf, seats in found.items() if leaf.nbytes], problems
+    return [TensorPiece(leaf, tuple(seats)) for leaf, seats in found.items() if leaf.nbytes], problems
 
 
-def _own_pieces(placement: Placement, leaves: Mapping[str, Leaf], rank: int, own: Own) -> Iterator[tuple[Leaf, Seat]]:
+def _own_pieces(
+    placement: Placement, leaves: Mapping[str, Leaf], rank: int, own: UnforeseenLeaves
+) -> Iterator[tuple[Leaf, PieceLocation]]:
     """What only this rank's slot or capsule has."""
     digest = placement.division.layout_of[rank]
     missing = own.missing
-    kept = placement.division.kept[digest]
+    kept = placement.division.unreplicated[digest]
     if kept.leaves:
-        begin = placement.part(rank).kept_offset
+        begin = placement.part(rank).unreplicated_offset
         for leaf, offset in zip(kept.leaves, kept.offsets, strict=True):
             if leaf.name not in missing:
-                yield leaf, Seat(Where.SLOT, rank, begin + offset)
-    for name in placement.division.riders[digest]:
+                yield leaf, PieceLocation(PieceSource.SLOT, rank, begin + offset)
+    for name in placement.division.inline_leaves[digest]:
         if name not in missing:
-            yield leaves[name], Seat(Where.CAPSULE, rank, 0)
+            yield leaves[name], PieceLocation(PieceSource.CAPSULE, rank, 0)
     for leaf, place in own.others:
-        yield leaf, Seat(Where.CAPSULE, rank, 0) if place is None else Seat(Where.SLOT, rank, place)
+        yield (
+            leaf,
+            PieceLocation(PieceSource.CAPSULE, rank, 0)
+            if place is None
+            else PieceLocation(PieceSource.SLOT, rank, place),
+        )
 
 
 # What is wanted
 
 
-def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[Piece]) -> list[tuple[Leaf, ...]]:
+def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[TensorPiece]) -> list[tuple[Leaf, ...]]:
     """The leaves that each new rank is to have: all of its own, but of the optimizer's only those that were made.
 
     Args:
@@ -205,22 +212,24 @@ def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[Piece]) -> lis
     return [found[id(leaves)] for leaves in new]
 
 
-def match(pieces: Sequence[Piece], wanted: Sequence[Sequence[Leaf]], unequal: Collection[str] = ()) -> Match:
+def match(
+    pieces: Sequence[TensorPiece], wanted: Sequence[Sequence[Leaf]], mismatched: Collection[str] = ()
+) -> ShardMatch:
     """Which part of which piece goes where.
 
     Args:
         pieces: what is held.
         wanted: the leaves of each new rank.
-        unequal: names of leaves, foreseen as replicas, that the old ranks were found to hold with unlike bytes.
+        mismatched: names of leaves, foreseen as replicas, that the old ranks were found to hold with unlike bytes.
     """
-    done = Match()
-    held: dict[str, list[Piece]] = {}
+    done = ShardMatch()
+    held: dict[str, list[TensorPiece]] = {}
     for piece in pieces:
         held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
     fits: dict[object, _Fit] = {}
     for name in sorted(takers):
-        _Tensor(name, held.get(name, []), takers[name], name in unequal).match(done, fits)
+        _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(done, fits)
     for name in sorted(held.keys() - takers.keys()):
         done.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
     return done
@@ -244,11 +253,11 @@ class _Tensor:
     """One tensor of the state, and who wants it."""
 
     name: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorPiece]
     takers: Mapping[Leaf, Sequence[int]]
     is_unequal: bool
 
-    def match(self, done: Match, fits: dict[object, _Fit]) -> None:
+    def match(self, done: ShardMatch, fits: dict[object, _Fit]) -> None:
         """Adds its needs, or what does not fit.
 
         Args:
@@ -272,7 +281,7 @@ class _Tensor:
             for index, copy in copies:
                 taken[index] += copy.nbytes
                 for seat, receivers in _seated(pieces[index].seats, ranks):
-                    done.needs.append(Need(pieces[index].leaf, seat, leaf, copy, receivers))
+                    done.needs.append(PieceTransfer(pieces[index].leaf, seat, leaf, copy, receivers))
             lack = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
             if lack:
                 done.problems.append(
@@ -301,25 +310,25 @@ def _whole(leaf: Leaf) -> str:
     return f"{leaf.dtype} {list(leaf.global_shape)}"
 
 
-def _seated(seats: Sequence[Seat], ranks: Sequence[int]) -> Iterator[tuple[Seat, tuple[int, ...]]]:
+def _seated(seats: Sequence[PieceLocation], ranks: Sequence[int]) -> Iterator[tuple[PieceLocation, tuple[int, ...]]]:
     """Who takes a piece from which of its seats."""
     if len(seats) == 1:
         yield seats[0], tuple(ranks)
         return
     mine = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
-    lowest = seats[0] if seats[0].where is Where.CELL else mine[min(mine)]
-    takers: dict[Seat, list[int]] = {}
+    lowest = seats[0] if seats[0].where is PieceSource.CELL else mine[min(mine)]
+    takers: dict[PieceLocation, list[int]] = {}
     for rank in ranks:
-        seat = mine.get(rank, lowest) if lowest.where is not Where.CELL else lowest
+        seat = mine.get(rank, lowest) if lowest.where is not PieceSource.CELL else lowest
         takers.setdefault(seat, []).append(rank)
     for seat, receivers in takers.items():
         yield seat, tuple(receivers)
 
 
-def _distinct(pieces: Sequence[Piece]) -> list[Piece]:
+def _distinct(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
     """One piece for each box: the same in other strides is held again. In a cell first, then that of the lowest rank."""
-    boxes: dict[object, Piece] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not Where.CELL, piece.seats[0].owner)):
+    boxes: dict[object, TensorPiece] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not PieceSource.CELL, piece.seats[0].owner)):
         boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
     return list(boxes.values())
 
@@ -338,7 +347,7 @@ class _Fit(NamedTuple):
     """
 
     cross: bool
-    copies: list[list[tuple[int, Copy]]]
+    copies: list[list[tuple[int, RegionCopy]]]
 
     @classmethod
     def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _Fit:
@@ -346,10 +355,10 @@ class _Fit(NamedTuple):
             return cls(False, [[] for _ in takers])
         # Disjoint pieces can't have more elements than the whole; many that lie in one place are not searched for one another.
         count, whole = sum(math.prod(leaf.shape) for leaf in pieces), math.prod(pieces[0].global_shape)
-        shelf = Shelf(dict(enumerate(pieces)))
+        shelf = RegionIndex(dict(enumerate(pieces)))
         if count > whole or any(len(shelf.touching(leaf)) > 1 for leaf in pieces):
             return cls(True, [])
-        copies: list[list[tuple[int, Copy]]] = []
+        copies: list[list[tuple[int, RegionCopy]]] = []
         for leaf in takers:
             found = [(i, overlap(pieces[i], leaf)) for i in shelf.touching(leaf)] if leaf.nbytes else []
             copies.append([(i, copy) for i, copy in found if copy is not None])

@@ -20,14 +20,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from reft.core.commit.decision import Decision
-from reft.core.recovery.recovery import Plan
+from reft.core.recovery.recovery import RecoveryPlan
 
 BRIEF_S = 0.5
 WHOLE_S = 3.0
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class GivenUpNodes:
     """Who was given up before a round, and neither takes part in it nor was heard since.
 
     Attributes:
@@ -40,7 +40,7 @@ class GivenUp:
     round: int = -1
     nodes: Mapping[str, float] = field(default_factory=dict)
 
-    def next(self, launch: str, round: int, members: Collection[str], lost: Mapping[str, float]) -> GivenUp:
+    def next(self, launch: str, round: int, members: Collection[str], lost: Mapping[str, float]) -> GivenUpNodes:
         """Who is given up when another round begins.
 
         Args:
@@ -50,14 +50,14 @@ class GivenUp:
         """
         follows = bool(launch) and launch == self.launch and round == self.round + 1
         known = {**self.nodes, **lost} if follows else {}
-        return GivenUp(launch, round, {node: at_s for node, at_s in known.items() if node not in members})
+        return GivenUpNodes(launch, round, {node: at_s for node, at_s in known.items() if node not in members})
 
-    def without(self, node: str) -> GivenUp:
+    def without(self, node: str) -> GivenUpNodes:
         """The same after a node was heard."""
         return replace(self, nodes={each: at_s for each, at_s in self.nodes.items() if each != node})
 
 
-def patience_s(given_up_s: float | None, is_again: bool) -> float:
+def survey_timeout_s(given_up_s: float | None, is_again: bool) -> float:
     """How long a node may take to answer.
 
     Args:
@@ -69,7 +69,7 @@ def patience_s(given_up_s: float | None, is_again: bool) -> float:
     return max(BRIEF_S, WHOLE_S - given_up_s) if is_again else BRIEF_S
 
 
-def is_settled(plan: Plan, decision: Decision | None) -> bool:
+def is_settled(plan: RecoveryPlan, decision: Decision | None) -> bool:
     """Whether no answer that is missing could give a newer base: nothing is known of a newer version that counts.
 
     Args:

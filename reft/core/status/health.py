@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from reft.core.commit.version import Version
-from reft.core.status.protection import Protection, Word
+from reft.core.status.protection import Protection, ProtectionWord
 from reft.core.text import every
 
 LAG_STEPS = 3  # a step may be trained while the one before is sealed and announced; beyond this snapshots fail
@@ -50,7 +50,7 @@ class JobFacts:
         silent_nodes: names of those that did not answer.
         protection: what survives what now; None if it is not known.
         is_degraded: whether it was restored after a loss, and not whole again yet.
-        unlike: leaves whose replicas were found to differ.
+        mismatched: leaves whose replicas were found to differ.
     """
 
     world: int
@@ -61,13 +61,13 @@ class JobFacts:
     interval: int = 1
     protection: Protection | None = None
     is_degraded: bool = False
-    unlike: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
 
     @property
-    def word(self) -> Word | None:
+    def word(self) -> ProtectionWord | None:
         """How well it is protected; None if it is not known."""
         if self.is_degraded:
-            return Word.DEGRADED
+            return ProtectionWord.DEGRADED
         return self.protection.word if self.protection else None
 
 
@@ -85,14 +85,14 @@ def judge(job: JobFacts) -> tuple[Health, str]:
         return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Held is step {job.whole.step}."
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
-    if job.unlike:
-        return Health.WARN, f"replicas of {', '.join(job.unlike)} differ between ranks: such steps are not kept."
+    if job.mismatched:
+        return Health.WARN, f"replicas of {', '.join(job.mismatched)} differ between ranks: such steps are not kept."
     if job.backing == "unlinked":
         return (
             Health.WARN,
             f"step {job.whole.step} is held, but its files were removed: it is gone when the daemon ends.",
         )
-    if job.word is Word.DEGRADED:
+    if job.word is ProtectionWord.DEGRADED:
         return Health.WARN, f"step {job.whole.step} is held, but less survives now than was asked for."
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."

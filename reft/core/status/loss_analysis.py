@@ -1,7 +1,7 @@
 """Exposure: what may be lost now, and what would go with it.
 
     where each rank's newest whole slot lies ─┐
-    where its capsules lie                    ├─► Outlook ─► each node, each pair of nodes, each domain: survived, or what is lost
+    where its capsules lie                    ├─► LossAnalysis ─► each node, each pair of nodes, each domain: survived, or lost
     what its slot alone holds                 ┘             how many of any may vanish; what if these vanish
 
 Nodes (or domains) are *units*: all ranks and capsules of a unit vanish together. A loss is survived if each stripe of each
@@ -25,31 +25,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.coding.placement import Placement
-from reft.core.recovery.gather import Alike, alike, lost_shards, undecodable
+from reft.core.recovery.gather import LaneGroup, alike, lost_shards, undecodable
 
 PAIRS_MAX = 256  # nodes: up to here every pair is named; 32,640 of them take about a second
 GONE = -1
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossReport:
     """What is gone for good after some loss.
 
     Attributes:
         lanes: indices of the lanes that can't be decoded, ascending.
         bare: ranks without slot and capsule, ascending.
-        kept: ranks whose slot held leaves that nobody else has, ascending.
+        unreplicated: ranks whose slot held leaves that nobody else has, ascending.
         words: a sentence.
     """
 
     lanes: tuple[int, ...]
     bare: tuple[int, ...]
-    kept: tuple[int, ...]
+    unreplicated: tuple[int, ...]
     words: str
 
 
 @dataclass(frozen=True)
-class Verdict:
+class UnitLoss:
     """The loss of one unit: what is lost in words, empty if it is survived."""
 
     unit: str
@@ -61,13 +61,13 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLosses:
     """The losses of two nodes.
 
     Attributes:
         survives: whether every pair is survived.
         fatal: the pairs that are not, sorted; empty if there are too many nodes to try them all.
-        is_listed: whether every pair was tried; if not, `survives` is by the formula of `Outlook.tolerated`.
+        is_listed: whether every pair was tried; if not, `survives` is by the formula of `LossAnalysis.tolerated`.
     """
 
     survives: bool
@@ -76,21 +76,21 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class LossAnalysis:
     """Where the newest whole version lies.
 
     Attributes:
         placement: of the epoch that wrote it.
         slots: rank → node of its sealed slot; without the ranks whose slot is gone.
         copies: rank → nodes that keep its capsule besides its own.
-        kept: rank → bytes that only its own slot holds; 0 if it is missing.
+        unreplicated: rank → bytes that only its own slot holds; 0 if it is missing.
         domains: node → its failure domain; a node that is missing is a domain of its own.
     """
 
     placement: Placement
     slots: Mapping[int, str]
     copies: Mapping[int, Collection[str]]
-    kept: Mapping[int, int]
+    unreplicated: Mapping[int, int]
     domains: Mapping[str, str]
 
     @cached_property
@@ -100,32 +100,34 @@ class Outlook:
             sorted({*self.slots.values(), *self.domains, *(n for nodes in self.copies.values() for n in nodes)})
         )
 
-    def what_if(self, lost: Collection[str]) -> Loss | None:
+    def what_if(self, lost: Collection[str]) -> LossReport | None:
         """What is gone if all of these nodes vanish; None if everything can be restored."""
         lost = frozenset(lost)
         world = len(self.placement.domains)
         have = np.array([rank in self.slots and self.slots[rank] not in lost for rank in range(world)], np.bool_)
         lanes = undecodable(self._groups, have)
         without = np.flatnonzero(~have).tolist()
-        kept = tuple(rank for rank in without if self.kept.get(rank))
-        bare = tuple(rank for rank in without if not self.kept.get(rank) and lost.issuperset(self.copies.get(rank, ())))
+        kept = tuple(rank for rank in without if self.unreplicated.get(rank))
+        bare = tuple(
+            rank for rank in without if not self.unreplicated.get(rank) and lost.issuperset(self.copies.get(rank, ()))
+        )
         if not (lanes or bare or kept):
             return None
-        return Loss(lanes, bare, kept, self._words(_Count.of(lanes), _Count.of(bare), _Count.of(kept)))
+        return LossReport(lanes, bare, kept, self._words(_Count.of(lanes), _Count.of(bare), _Count.of(kept)))
 
-    def nodes(self) -> list[Verdict]:
+    def nodes(self) -> list[UnitLoss]:
         """One verdict for the loss of each node, by name."""
         return self._singles(self._by_node)
 
-    def each_domain(self) -> list[Verdict]:
+    def each_domain(self) -> list[UnitLoss]:
         """One verdict for the loss of each failure domain, by name."""
         return self._singles(self._by_domain)
 
-    def pairs(self) -> Pairs:
+    def pairs(self) -> PairLosses:
         """The losses of two nodes; up to PAIRS_MAX nodes each pair is tried."""
         units = self._by_node
         if len(units.names) > PAIRS_MAX:
-            return Pairs(_tolerated(units, self._groups) >= 2, (), False)
+            return PairLosses(_tolerated(units, self._groups) >= 2, (), False)
         alone = np.array([not verdict.survives for verdict in self.nodes()], np.bool_)
         fatal = alone[:, None] | alone
         for group in self._groups:
@@ -139,7 +141,7 @@ class Outlook:
         first, second = np.nonzero(np.triu(fatal | fatal.T, 1))
         names = units.names
         found = tuple((names[i], names[j]) for i, j in zip(first.tolist(), second.tolist(), strict=True))
-        return Pairs(not found, found, True)
+        return PairLosses(not found, found, True)
 
     def tolerated(self) -> int:
         """The greatest number f such that any f domains may vanish; -1 if something is lost already.
@@ -150,7 +152,7 @@ class Outlook:
         return _tolerated(self._by_domain, self._groups)
 
     @cached_property
-    def _groups(self) -> list[Alike]:
+    def _groups(self) -> list[LaneGroup]:
         return alike(self.placement.lanes)
 
     @cached_property
@@ -168,14 +170,14 @@ class Outlook:
         units = [number[label[self.slots[rank]]] if rank in self.slots else GONE for rank in range(world)]
         homes = []
         for rank, unit in enumerate(units):
-            copies = () if self.kept.get(rank) else self.copies.get(rank, ())
+            copies = () if self.unreplicated.get(rank) else self.copies.get(rank, ())
             homes.append({number[label[node]] for node in copies} | ({unit} - {GONE}))
         return _Units(names, np.array(units, np.int32), homes)
 
-    def _singles(self, units: _Units) -> list[Verdict]:
+    def _singles(self, units: _Units) -> list[UnitLoss]:
         already = self.what_if(())
         if already is not None:
-            return [Verdict(name, already.words) for name in units.names]
+            return [UnitLoss(name, already.words) for name in units.names]
         count = len(units.names)
         lanes, bare, kept = ([_Count() for _ in range(count)] for _ in range(3))
         for group in self._groups:
@@ -185,8 +187,8 @@ class Outlook:
                         lanes[unit].add(lane)
         for rank, homes in enumerate(units.homes):
             if len(homes) == 1:
-                (kept if self.kept.get(rank) else bare)[min(homes)].add(rank)
-        return [Verdict(name, self._words(lanes[i], bare[i], kept[i])) for i, name in enumerate(units.names)]
+                (kept if self.unreplicated.get(rank) else bare)[min(homes)].add(rank)
+        return [UnitLoss(name, self._words(lanes[i], bare[i], kept[i])) for i, name in enumerate(units.names)]
 
     def _words(self, lanes: _Count, bare: _Count, kept: _Count) -> str:
         parts = []
@@ -267,7 +269,7 @@ class _Units:
     unit_of: NDArray[np.int32]
     homes: Sequence[Collection[int]]
 
-    def patterns(self, group: Alike) -> Iterator[tuple[_Pattern, NDArray[np.int64], NDArray[np.int32]]]:
+    def patterns(self, group: LaneGroup) -> Iterator[tuple[_Pattern, NDArray[np.int64], NDArray[np.int32]]]:
         """For each way in which members lie in units: the pattern, the lanes, and int32 [lanes, units] which units they are."""
         units = self.unit_of[group.members]
         ordered = np.sort(units, 1)
@@ -295,12 +297,12 @@ def _places(units: NDArray[np.int32]) -> NDArray[np.int64]:
     return np.array([number[unit] for unit in units.tolist()], np.int64)
 
 
-def _pattern(places: NDArray[np.int64], group: Alike) -> _Pattern:
+def _pattern(places: NDArray[np.int64], group: LaneGroup) -> _Pattern:
     has = places == np.arange(places.max(initial=GONE) + 1)[:, None]
     gone = lost_shards((places == GONE)[None], group.width)
     return _Pattern(lost_shards(has, group.width).T, np.int32(group.f) - gone.T)
 
 
-def _tolerated(units: _Units, groups: Sequence[Alike]) -> int:
+def _tolerated(units: _Units, groups: Sequence[LaneGroup]) -> int:
     lanes = (pattern.tolerated() for group in groups for pattern, _, _ in units.patterns(group))
     return min([len(units.names), *lanes, *(len(homes) - 1 for homes in units.homes)])

@@ -1,7 +1,7 @@
 """How well a job's state is protected now: from what daemons hold to what a person asks. Words only; `exposure` decides.
 
     plan (newest version that can be restored) ─┐
-    slots and capsules of that version ─────────┼─► Outlook ─► Protection: groups, what may vanish now, one word
+    slots and capsules of that version ─────────┼─► LossAnalysis ─► Protection: groups, what may vanish now, one word
     placement of its epoch ─────────────────────┘
 
 Invariants
@@ -18,18 +18,18 @@ from enum import Enum
 from reft.core.coding.placement import Exposure, Lane, Placement, exposed
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import Copy, Held, Plan, plan
-from reft.core.status.loss_analysis import Outlook
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, plan
+from reft.core.status.loss_analysis import LossAnalysis
 
 
-class Word(Enum):
+class ProtectionWord(Enum):
     PROTECTED = "PROTECTED"
     DEGRADED = "DEGRADED"
     UNPROTECTED = "UNPROTECTED"
 
 
 @dataclass(frozen=True)
-class Group:
+class ProtectionGroup:
     """All lanes that are coded alike among equally many domains.
 
     Attributes:
@@ -66,7 +66,7 @@ class Protection:
     """
 
     version: Version | None
-    groups: tuple[Group, ...]
+    groups: tuple[ProtectionGroup, ...]
     meant: int
     tolerated: int
     fatal: tuple[str, ...]
@@ -78,19 +78,19 @@ class Protection:
     fatal_domains: tuple[str, ...] = ()
 
     @property
-    def word(self) -> Word:
+    def word(self) -> ProtectionWord:
         if self.tolerated < self.meant or self.version is None:
-            return Word.DEGRADED
-        return Word.PROTECTED if self.meant > 0 else Word.UNPROTECTED
+            return ProtectionWord.DEGRADED
+        return ProtectionWord.PROTECTED if self.meant > 0 else ProtectionWord.UNPROTECTED
 
 
 def protection(
-    held: Collection[Held],
-    copies: Collection[Copy],
+    held: Collection[HeldSlot],
+    copies: Collection[HeldCapsule],
     placements: Mapping[Epoch, Placement],
     decision: Decision | None,
     domains: Mapping[str, str],
-) -> tuple[Protection, Outlook | None] | None:
+) -> tuple[Protection, LossAnalysis | None] | None:
     """What survives what now, by the newest version that lies as it should; if none does, by the newest that is left.
 
     While a step is being sealed, it can be restored before it is protected: it is not what a loss would cost.
@@ -105,7 +105,7 @@ def protection(
     newest = placements.get(decision.epoch) if decision else None
     if newest is None:
         return None
-    found: list[tuple[Protection, Outlook]] = []
+    found: list[tuple[Protection, LossAnalysis]] = []
     versions = {slot.version for slot in held if slot.version} | {copy.version for copy in copies}
     for version in sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
         slots = [slot for slot in held if slot.version == version]
@@ -114,8 +114,8 @@ def protection(
         if chosen.base is None:
             continue
         placement = placements[version.epoch]
-        outlook = _outlook(chosen, capsules, placement, domains)
-        found.append((_judged(version, placement, outlook), outlook))
+        loss_analysis = _outlook(chosen, capsules, placement, domains)
+        found.append((_judged(version, placement, loss_analysis), loss_analysis))
         if found[-1][0].tolerated >= found[-1][0].meant:
             return found[-1]
     if found:
@@ -123,31 +123,33 @@ def protection(
     return Protection(None, groups(newest), meant(newest), -1, (), False, len(domains), exposed(newest)), None
 
 
-def _judged(version: Version, placement: Placement, outlook: Outlook) -> Protection:
-    fatal = tuple(verdict.unit for verdict in outlook.nodes() if not verdict.survives)
-    pairs, domains = outlook.pairs(), outlook.each_domain()
+def _judged(version: Version, placement: Placement, loss_analysis: LossAnalysis) -> Protection:
+    fatal = tuple(verdict.unit for verdict in loss_analysis.nodes() if not verdict.survives)
+    pairs, domains = loss_analysis.pairs(), loss_analysis.each_domain()
     return Protection(
-        version, groups(placement), meant(placement), outlook.tolerated(), fatal, pairs.survives,
-        len(outlook.all_nodes), exposed(placement),
+        version, groups(placement), meant(placement), loss_analysis.tolerated(), fatal, pairs.survives,
+        len(loss_analysis.all_nodes), exposed(placement),
         tuple(pair for pair in pairs.fatal if not set(pair) & set(fatal)) if pairs.is_listed else None,
         len(domains), tuple(verdict.unit for verdict in domains if not verdict.survives),
     )  # fmt: skip
 
 
-def _outlook(chosen: Plan, copies: Iterable[Copy], placement: Placement, domains: Mapping[str, str]) -> Outlook:
+def _outlook(
+    chosen: RecoveryPlan, copies: Iterable[HeldCapsule], placement: Placement, domains: Mapping[str, str]
+) -> LossAnalysis:
     found: dict[int, set[str]] = {}
     kept: dict[int, int] = {}
     for copy in copies:
         found.setdefault(copy.rank, set()).add(copy.node)
-        kept[copy.rank] = max(copy.kept_bytes, kept.get(copy.rank, 0))
+        kept[copy.rank] = max(copy.unreplicated_bytes, kept.get(copy.rank, 0))
     for rank, digest in enumerate(placement.division.layout_of):
         # Nobody keeps its capsule, and so nobody says it; what was foreseen is the best that is known.
-        kept.setdefault(rank, placement.division.kept_bytes[digest])
+        kept.setdefault(rank, placement.division.unreplicated_bytes[digest])
     slots = {rank: held.node for rank, held in chosen.sources.items()}
-    return Outlook(placement, slots, found, kept, domains)
+    return LossAnalysis(placement, slots, found, kept, domains)
 
 
-def groups(placement: Placement) -> tuple[Group, ...]:
+def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
     """The lanes by how they are coded, the largest group first."""
     nbytes: dict[tuple[str, int, int, int], int] = {}
     cells: dict[tuple[str, int, int, int], set[int]] = {}
@@ -155,14 +157,14 @@ def groups(placement: Placement) -> tuple[Group, ...]:
         key = (_scheme(lane), lane.D, lane.code.k, lane.code.f)
         nbytes[key] = nbytes.get(key, 0) + lane.nbytes
         cells.setdefault(key, set()).add(lane.cell)
-    found = [Group(*key, nbytes[key], len(cells[key])) for key in nbytes]
+    found = [ProtectionGroup(*key, nbytes[key], len(cells[key])) for key in nbytes]
     return tuple(sorted(found, key=lambda group: (-group.nbytes, group.scheme, group.domains, group.k, group.f)))
 
 
 def meant(placement: Placement) -> int:
     """How many domains may vanish while everything is where the placement puts it."""
     division = placement.division
-    if any(division.kept_bytes[digest] for digest in division.layout_of):
+    if any(division.unreplicated_bytes[digest] for digest in division.layout_of):
         return 0  # lost with their node
     return min((lane.code.f for lane in placement.lanes), default=0)
 

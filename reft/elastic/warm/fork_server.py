@@ -40,7 +40,7 @@ TITLE_ROOM = 2048  # bytes of the server's own command line, so that a worker's 
 _STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: where the command line lies in memory
 
 
-class Failed(Exception):
+class ForkFailed(Exception):
     """What was asked for could not be done; the message says why.
 
     Attributes:
@@ -53,7 +53,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerOrder:
     """One worker.
 
     Attributes:
@@ -109,14 +109,16 @@ def prepare(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except BaseException as error:  # whatever a module does when it is imported
-            raise Failed(f"importing {name} failed: {type(error).__name__}: {error}") from error
+            raise ForkFailed(f"importing {name} failed: {type(error).__name__}: {error}") from error
     _try_fork()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        raise Failed(f"importing {', '.join(modules)} has started threads ({threads - 1}), which a fork would not copy")
+        raise ForkFailed(
+            f"importing {', '.join(modules)} has started threads ({threads - 1}), which a fork would not copy"
+        )
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise Failed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")
+        raise ForkFailed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")
     gc.collect()
     gc.freeze()  # a collection in a worker would write to pages that all of them share
 
@@ -129,16 +131,16 @@ def _try_fork() -> None:
     os.waitpid(child, 0)
 
 
-def serve(control: socket.socket) -> Order | None:
+def serve(control: socket.socket) -> WorkerOrder | None:
     """Forks until the agent ends: then None. In a worker: what it is to run."""
     while (got := receive(control)) is not None:
         said, descriptors = got
-        order = Order(said["command"], said["environment"], said["folder"], descriptors)
+        order = WorkerOrder(said["command"], said["environment"], said["folder"], descriptors)
         try:
             pid = _fork()
         except OSError as error:
             send(control, {"error": f"the fork failed: {error}"})
-        except Failed as error:
+        except ForkFailed as error:
             send(control, {"error": str(error), "final": error.is_final})
         else:
             if not pid:
@@ -167,7 +169,7 @@ def _fork() -> int:
         if not pid:
             raise OSError("no process could be made")
         if pid == BAD_FORK:
-            raise Failed("what the fork server imported has used CUDA, which a fork can't use", is_final=True)
+            raise ForkFailed("what the fork server imported has used CUDA, which a fork can't use", is_final=True)
         return int(pid)
     try:
         if os.fork():
@@ -191,7 +193,7 @@ def _is_in_bad_fork() -> bool:
     return bool(ask and ask())
 
 
-def run(order: Order) -> None:
+def run(order: WorkerOrder) -> None:
     """Becomes the worker that python itself would have made of the order."""
     *standard, go = order.descriptors
     if not os.read(go, 1):
@@ -266,7 +268,7 @@ def main() -> None:
     control.set_inheritable(False)
     try:
         prepare(sys.argv[3].split("+"))
-    except Failed as error:
+    except ForkFailed as error:
         send(control, {"error": str(error)})
         return
     send(control, {"ready": True})

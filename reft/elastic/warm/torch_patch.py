@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 Start = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], "subprocess.Popen[bytes] | None"]
 
 
-class Unknown(Exception):
+class PrivateNameMissing(Exception):
     """This torch or Python lacks a private name; the message is that name."""
 
 
@@ -55,7 +55,7 @@ def install(start: Start) -> Callable[[], None]:
     wanted += [(subprocess.Popen, "_execute_child"), (subprocess.Popen, "_child_created")]
     for holder, name in wanted:
         if not hasattr(holder, name):
-            raise Unknown(f"{holder.__name__}.{name}")
+            raise PrivateNameMissing(f"{holder.__name__}.{name}")
     before = api.get_subprocess_handler
 
     class Handler(SubprocessHandler):

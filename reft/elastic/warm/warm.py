@@ -30,7 +30,7 @@ from typing import Any
 from reft.console import say
 from reft.elastic.options import script_of
 from reft.elastic.warm import fork_server, torch_patch
-from reft.elastic.warm.fork_server import Failed
+from reft.elastic.warm.fork_server import ForkFailed
 from reft.elastic.warm.torch_patch import ForkedProcess
 
 # What the trainer's side imports, by name: it runs in workers, and is none of the agent's business.
@@ -43,7 +43,7 @@ FORK_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Server:
+class ForkServer:
     """One fork server.
 
     Args:
@@ -82,7 +82,7 @@ class Server:
             os.write(go, b"!")
             return pid
         except OSError as error:  # it is gone, or too late: whatever it forks yet sees the end of "go" and ends
-            raise Failed(f"the fork server does not answer ({str(error) or type(error).__name__})") from error
+            raise ForkFailed(f"the fork server does not answer ({str(error) or type(error).__name__})") from error
         finally:
             os.close(wait)
             os.close(go)
@@ -91,9 +91,9 @@ class Server:
         self._control.settimeout(patience_s)
         got = fork_server.receive(self._control)
         if got is None:
-            raise Failed("the fork server has ended")
+            raise ForkFailed("the fork server has ended")
         if "error" in got[0]:
-            raise Failed(str(got[0]["error"]), got[0].get("final", False))
+            raise ForkFailed(str(got[0]["error"]), got[0].get("final", False))
         return got[0][what]
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ def _adopting() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-class Warm:
+class WarmWorkers:
     """The agent's fork server, and torch's workers out of it.
 
     Args:
@@ -125,7 +125,7 @@ class Warm:
 
     def __init__(self, extra: Sequence[str], place: str) -> None:
         self._modules, self._place = [*MODULES, *extra], place
-        self._server: Server | None = Server(self._modules, place)
+        self._server: ForkServer | None = ForkServer(self._modules, place)
         self._said = ""
         self._undo: Callable[[], None] | None = None
 
@@ -133,7 +133,7 @@ class Warm:
         """Makes torch's agent in this process take its workers from here, until `close`."""
         try:
             self._undo = torch_patch.install(self.start)
-        except torch_patch.Unknown as error:
+        except torch_patch.PrivateNameMissing as error:
             self.close()
             say(f"this torch or Python has no {error}, so warm=yes has no effect.")
 
@@ -148,10 +148,10 @@ class Warm:
             return None
         try:
             return ForkedProcess(command, self._server.fork(command, environment, descriptors))
-        except Failed as error:
+        except ForkFailed as error:
             may_go_on = self._server.is_ready and not error.is_final
             self._server.close()
-            self._server = Server(self._modules, self._place) if may_go_on else None
+            self._server = ForkServer(self._modules, self._place) if may_go_on else None
             later = "the next ones are forked again" if may_go_on else "so will be all that follow"
             self._say(f"started cold, and {later}: {error}.")
             return None
@@ -170,7 +170,7 @@ class Warm:
         self._server = None
 
 
-def begin(extra: str) -> Warm:
+def begin(extra: str) -> WarmWorkers:
     """Starts this agent's fork server; returns at once.
 
     Args:
@@ -178,7 +178,7 @@ def begin(extra: str) -> Warm:
     """
     script = script_of(sys.argv)
     place = fork_server.place_of(script.removeprefix("-m "), script.startswith("-m "))
-    warm = Warm([name for name in extra.split("+") if name], place)
+    warm = WarmWorkers([name for name in extra.split("+") if name], place)
     warm.install()
     return warm
 

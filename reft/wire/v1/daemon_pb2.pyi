@@ -32,9 +32,9 @@ class AgentPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 
 class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    KEPT: _ClassVar[Place]
+    UNREPLICATED: _ClassVar[Place]
     CELL: _ClassVar[Place]
-    RIDER: _ClassVar[Place]
+    INLINE: _ClassVar[Place]
 EMPTY: SlotState
 WRITING: SlotState
 LANDED: SlotState
@@ -50,9 +50,9 @@ TRAINING: AgentPhase
 STOPPING: AgentPhase
 FAILED: AgentPhase
 FINISHED: AgentPhase
-KEPT: Place
+UNREPLICATED: Place
 CELL: Place
-RIDER: Place
+INLINE: Place
 
 class Epoch(_message.Message):
     __slots__ = ("counter", "ident")
@@ -85,7 +85,7 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., ranks: _Optional[_Iterable[int]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "unequal", "tables", "layouts", "trained_s", "failures")
+    __slots__ = ("job", "named", "token", "world", "nodes", "script", "every", "launch", "protect", "tolerate", "chunk_bytes", "layout_of", "mismatched", "tables", "layouts", "trained_s", "failures")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -98,7 +98,7 @@ class Manifest(_message.Message):
     TOLERATE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_OF_FIELD_NUMBER: _ClassVar[int]
-    UNEQUAL_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     TRAINED_S_FIELD_NUMBER: _ClassVar[int]
@@ -115,12 +115,12 @@ class Manifest(_message.Message):
     tolerate: int
     chunk_bytes: int
     layout_of: _containers.RepeatedScalarFieldContainer[int]
-    unequal: _containers.RepeatedScalarFieldContainer[str]
+    mismatched: _containers.RepeatedScalarFieldContainer[str]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     layouts: _containers.RepeatedCompositeFieldContainer[RankLayout]
     trained_s: float
     failures: int
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., unequal: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., token: _Optional[bytes] = ..., world: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., launch: _Optional[str] = ..., protect: _Optional[str] = ..., tolerate: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., layout_of: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[str]] = ..., tables: _Optional[_Iterable[bytes]] = ..., layouts: _Optional[_Iterable[_Union[RankLayout, _Mapping]]] = ..., trained_s: _Optional[float] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("table", "cuts", "digest")
@@ -179,18 +179,18 @@ class HelloReply(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., domain: _Optional[str] = ..., held: bool = ..., local_socket: _Optional[str] = ..., tls: bool = ..., unattended: bool = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
-    __slots__ = ("job", "launch", "pids", "fence", "known")
+    __slots__ = ("job", "launch", "pids", "end_orphans", "known")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     PIDS_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
+    END_ORPHANS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     job: str
     launch: str
     pids: _containers.RepeatedScalarFieldContainer[int]
-    fence: bool
+    end_orphans: bool
     known: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., fence: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., end_orphans: bool = ..., known: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlotHeader(_message.Message):
     __slots__ = ("rank", "slot", "state", "version", "layout", "age_s", "data_bytes")
@@ -210,17 +210,17 @@ class SlotHeader(_message.Message):
     data_bytes: int
     def __init__(self, rank: _Optional[int] = ..., slot: _Optional[str] = ..., state: _Optional[_Union[SlotState, str]] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., layout: _Optional[bytes] = ..., age_s: _Optional[float] = ..., data_bytes: _Optional[int] = ...) -> None: ...
 
-class CopyHeader(_message.Message):
-    __slots__ = ("rank", "version", "kept_bytes")
+class CapsuleHeader(_message.Message):
+    __slots__ = ("rank", "version", "unreplicated_bytes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     version: Version
-    kept_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., kept_bytes: _Optional[int] = ...) -> None: ...
+    unreplicated_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., unreplicated_bytes: _Optional[int] = ...) -> None: ...
 
-class HeldJob(_message.Message):
+class OtherJob(_message.Message):
     __slots__ = ("job", "named", "script", "newest", "age_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
@@ -235,14 +235,14 @@ class HeldJob(_message.Message):
     def __init__(self, job: _Optional[str] = ..., named: bool = ..., script: _Optional[str] = ..., newest: _Optional[_Union[Version, _Mapping]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class InventoryReply(_message.Message):
-    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "copies", "node", "node_id", "trained_s", "failed")
+    __slots__ = ("manifest", "decision", "slots", "had_whole", "others", "base_manifest", "capsules", "node", "node_id", "trained_s", "failed")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     HAD_WHOLE_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
     BASE_MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    COPIES_FIELD_NUMBER: _ClassVar[int]
+    CAPSULES_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     TRAINED_S_FIELD_NUMBER: _ClassVar[int]
@@ -251,32 +251,32 @@ class InventoryReply(_message.Message):
     decision: Decision
     slots: _containers.RepeatedCompositeFieldContainer[SlotHeader]
     had_whole: bool
-    others: _containers.RepeatedCompositeFieldContainer[HeldJob]
+    others: _containers.RepeatedCompositeFieldContainer[OtherJob]
     base_manifest: Manifest
-    copies: _containers.RepeatedCompositeFieldContainer[CopyHeader]
+    capsules: _containers.RepeatedCompositeFieldContainer[CapsuleHeader]
     node: str
     node_id: str
     trained_s: float
     failed: bool
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., copies: _Optional[_Iterable[_Union[CopyHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotHeader, _Mapping]]] = ..., had_whole: bool = ..., others: _Optional[_Iterable[_Union[OtherJob, _Mapping]]] = ..., base_manifest: _Optional[_Union[Manifest, _Mapping]] = ..., capsules: _Optional[_Iterable[_Union[CapsuleHeader, _Mapping]]] = ..., node: _Optional[str] = ..., node_id: _Optional[str] = ..., trained_s: _Optional[float] = ..., failed: bool = ...) -> None: ...
 
 class SurveyRequest(_message.Message):
-    __slots__ = ("job", "nodes", "launch", "fence", "round", "again")
+    __slots__ = ("job", "nodes", "launch", "end_orphans", "round", "again")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
+    END_ORPHANS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     job: str
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     launch: str
-    fence: bool
+    end_orphans: bool
     round: int
     again: bool
-    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., fence: bool = ..., round: _Optional[int] = ..., again: bool = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., launch: _Optional[str] = ..., end_orphans: bool = ..., round: _Optional[int] = ..., again: bool = ...) -> None: ...
 
-class Surveyed(_message.Message):
+class SurveyedNode(_message.Message):
     __slots__ = ("node", "reply", "trouble", "brief")
     NODE_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
@@ -291,8 +291,8 @@ class Surveyed(_message.Message):
 class SurveyReply(_message.Message):
     __slots__ = ("nodes",)
     NODES_FIELD_NUMBER: _ClassVar[int]
-    nodes: _containers.RepeatedCompositeFieldContainer[Surveyed]
-    def __init__(self, nodes: _Optional[_Iterable[_Union[Surveyed, _Mapping]]] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[SurveyedNode]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[SurveyedNode, _Mapping]]] = ...) -> None: ...
 
 class DecideRequest(_message.Message):
     __slots__ = ("manifest", "decision", "node_index", "dropped", "base_manifest")
@@ -372,7 +372,7 @@ class SealedStep(_message.Message):
     cells: _containers.RepeatedCompositeFieldContainer[CellDigest]
     def __init__(self, step: _Optional[int] = ..., cells: _Optional[_Iterable[_Union[CellDigest, _Mapping]]] = ...) -> None: ...
 
-class Said(_message.Message):
+class StepReport(_message.Message):
     __slots__ = ("since", "until", "sealed", "pending")
     SINCE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
@@ -385,40 +385,40 @@ class Said(_message.Message):
     def __init__(self, since: _Optional[int] = ..., until: _Optional[int] = ..., sealed: _Optional[_Iterable[_Union[SealedStep, _Mapping]]] = ..., pending: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "said", "wait_ms", "trouble", "wish")
+    __slots__ = ("job", "epoch", "rank", "steps", "wait_ms", "trouble", "requested_every")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    SAID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
-    WISH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_EVERY_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     rank: int
-    said: Said
+    steps: StepReport
     wait_ms: int
     trouble: str
-    wish: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., wish: _Optional[int] = ...) -> None: ...
+    requested_every: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., rank: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., wait_ms: _Optional[int] = ..., trouble: _Optional[str] = ..., requested_every: _Optional[int] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("whole", "until", "open", "slots_missing", "unlike", "every", "pace_start")
+    __slots__ = ("whole", "until", "open", "slots_missing", "mismatched", "every", "interval_start")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SLOTS_MISSING_FIELD_NUMBER: _ClassVar[int]
-    UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
-    PACE_START_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
     slots_missing: bool
-    unlike: _containers.RepeatedScalarFieldContainer[int]
+    mismatched: _containers.RepeatedScalarFieldContainer[int]
     every: int
-    pace_start: int
-    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
+    interval_start: int
+    def __init__(self, whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., slots_missing: bool = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("job", "epoch", "rank")
@@ -459,18 +459,18 @@ class Chunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class CapsuleRecord(_message.Message):
-    __slots__ = ("rank", "version", "kept_bytes", "capsule", "digests")
+    __slots__ = ("rank", "version", "unreplicated_bytes", "capsule", "digests")
     RANK_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPSULE_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     version: Version
-    kept_bytes: int
+    unreplicated_bytes: int
     capsule: bytes
     digests: bytes
-    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., kept_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., version: _Optional[_Union[Version, _Mapping]] = ..., unreplicated_bytes: _Optional[int] = ..., capsule: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
 
 class CapsuleRequest(_message.Message):
     __slots__ = ("job", "rank", "version", "node")
@@ -603,7 +603,7 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., alive: bool = ..., closed: bool = ..., step: _Optional[int] = ..., sealed: _Optional[_Union[Version, _Mapping]] = ..., sealed_age_s: _Optional[float] = ..., bytes: _Optional[int] = ..., trouble: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "unlike", "signals")
+    __slots__ = ("job", "named", "world", "epoch", "whole", "base", "ranks", "silent_nodes", "backing", "up_s", "script", "every", "degraded", "degraded_s", "mismatched", "signals")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAMED_FIELD_NUMBER: _ClassVar[int]
     WORLD_FIELD_NUMBER: _ClassVar[int]
@@ -618,7 +618,7 @@ class JobStatus(_message.Message):
     EVERY_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_S_FIELD_NUMBER: _ClassVar[int]
-    UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     SIGNALS_FIELD_NUMBER: _ClassVar[int]
     job: str
     named: bool
@@ -634,9 +634,9 @@ class JobStatus(_message.Message):
     every: int
     degraded: bool
     degraded_s: float
-    unlike: _containers.RepeatedScalarFieldContainer[int]
+    mismatched: _containers.RepeatedScalarFieldContainer[int]
     signals: _containers.RepeatedCompositeFieldContainer[NodeSignal]
-    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., unlike: _Optional[_Iterable[int]] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., named: bool = ..., world: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., base: _Optional[_Union[Version, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., silent_nodes: _Optional[_Iterable[str]] = ..., backing: _Optional[str] = ..., up_s: _Optional[float] = ..., script: _Optional[str] = ..., every: _Optional[int] = ..., degraded: bool = ..., degraded_s: _Optional[float] = ..., mismatched: _Optional[_Iterable[int]] = ..., signals: _Optional[_Iterable[_Union[NodeSignal, _Mapping]]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("node", "node_id", "version", "pid", "held_bytes", "limit_bytes", "directory", "jobs", "round_bytes_sent", "capsule_bytes_sent", "domain", "beat_bytes_sent", "beats_sent", "spare_bytes", "spare_limit_bytes")
@@ -685,40 +685,40 @@ class PurgeReply(_message.Message):
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
 class GatherRequest(_message.Message):
-    __slots__ = ("job", "epoch", "node_index", "said", "unlike", "wish")
+    __slots__ = ("job", "epoch", "node_index", "steps", "mismatched", "requested_every")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODE_INDEX_FIELD_NUMBER: _ClassVar[int]
-    SAID_FIELD_NUMBER: _ClassVar[int]
-    UNLIKE_FIELD_NUMBER: _ClassVar[int]
-    WISH_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_EVERY_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     node_index: int
-    said: Said
-    unlike: _containers.RepeatedScalarFieldContainer[int]
-    wish: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., said: _Optional[_Union[Said, _Mapping]] = ..., unlike: _Optional[_Iterable[int]] = ..., wish: _Optional[int] = ...) -> None: ...
+    steps: StepReport
+    mismatched: _containers.RepeatedScalarFieldContainer[int]
+    requested_every: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., node_index: _Optional[int] = ..., steps: _Optional[_Union[StepReport, _Mapping]] = ..., mismatched: _Optional[_Iterable[int]] = ..., requested_every: _Optional[int] = ...) -> None: ...
 
 class Outcome(_message.Message):
-    __slots__ = ("job", "epoch", "whole", "until", "open", "unlike", "every", "pace_start")
+    __slots__ = ("job", "epoch", "whole", "until", "open", "mismatched", "every", "interval_start")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     UNTIL_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
-    UNLIKE_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHED_FIELD_NUMBER: _ClassVar[int]
     EVERY_FIELD_NUMBER: _ClassVar[int]
-    PACE_START_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_START_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: Epoch
     whole: int
     until: int
     open: _containers.RepeatedScalarFieldContainer[int]
-    unlike: _containers.RepeatedScalarFieldContainer[int]
+    mismatched: _containers.RepeatedScalarFieldContainer[int]
     every: int
-    pace_start: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., unlike: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., pace_start: _Optional[int] = ...) -> None: ...
+    interval_start: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., whole: _Optional[int] = ..., until: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ..., mismatched: _Optional[_Iterable[int]] = ..., every: _Optional[int] = ..., interval_start: _Optional[int] = ...) -> None: ...
 
 class OutcomeReply(_message.Message):
     __slots__ = ()
@@ -804,7 +804,7 @@ class Stall(_message.Message):
     stopped: bool
     def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., still_s: _Optional[float] = ..., usual_s: _Optional[float] = ..., stopped: bool = ...) -> None: ...
 
-class Sign(_message.Message):
+class NodeReport(_message.Message):
     __slots__ = ("node_id", "signal", "reason", "stall")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
@@ -816,7 +816,7 @@ class Sign(_message.Message):
     stall: Stall
     def __init__(self, node_id: _Optional[str] = ..., signal: _Optional[_Union[Signal, str]] = ..., reason: _Optional[str] = ..., stall: _Optional[_Union[Stall, _Mapping]] = ...) -> None: ...
 
-class Heard(_message.Message):
+class LastHeard(_message.Message):
     __slots__ = ("node_id", "age_ms")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
@@ -825,30 +825,30 @@ class Heard(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
-    __slots__ = ("job", "launch", "round", "source", "target", "signs", "heard")
+    __slots__ = ("job", "launch", "round", "source", "target", "reports", "last_heard")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
-    SIGNS_FIELD_NUMBER: _ClassVar[int]
-    HEARD_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_FIELD_NUMBER: _ClassVar[int]
     job: str
     launch: str
     round: int
     source: str
     target: str
-    signs: _containers.RepeatedCompositeFieldContainer[Sign]
-    heard: _containers.RepeatedCompositeFieldContainer[Heard]
-    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
+    reports: _containers.RepeatedCompositeFieldContainer[NodeReport]
+    last_heard: _containers.RepeatedCompositeFieldContainer[LastHeard]
+    def __init__(self, job: _Optional[str] = ..., launch: _Optional[str] = ..., round: _Optional[int] = ..., source: _Optional[str] = ..., target: _Optional[str] = ..., reports: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ..., last_heard: _Optional[_Iterable[_Union[LastHeard, _Mapping]]] = ...) -> None: ...
 
 class BeatReply(_message.Message):
-    __slots__ = ("signs", "heard")
-    SIGNS_FIELD_NUMBER: _ClassVar[int]
-    HEARD_FIELD_NUMBER: _ClassVar[int]
-    signs: _containers.RepeatedCompositeFieldContainer[Sign]
-    heard: _containers.RepeatedCompositeFieldContainer[Heard]
-    def __init__(self, signs: _Optional[_Iterable[_Union[Sign, _Mapping]]] = ..., heard: _Optional[_Iterable[_Union[Heard, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("reports", "last_heard")
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[NodeReport]
+    last_heard: _containers.RepeatedCompositeFieldContainer[LastHeard]
+    def __init__(self, reports: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ..., last_heard: _Optional[_Iterable[_Union[LastHeard, _Mapping]]] = ...) -> None: ...
 
 class LocalRequest(_message.Message):
     __slots__ = ("report", "slots", "who", "protocol")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reft.client.attach import absent_nodes
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
 NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}
@@ -26,7 +26,9 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
                 each.reply.node_id = node.id
         return reply
 
-    found = absent_nodes.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ())
+    found = absent_nodes.survey_absent_nodes(
+        JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES[n] for n in answers], ask, ()
+    )
     return sorted(found.replies), found.silent, asked
 
 
@@ -55,9 +57,11 @@ def test_another_node_at_the_address_of_one_that_is_gone_is_not_counted_twice(mo
 
     def ask(nodes, is_again):
         asked.append(is_again)
-        return pb.SurveyReply(nodes=[pb.Surveyed(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)])
+        return pb.SurveyReply(
+            nodes=[pb.SurveyedNode(node=NODES["b"], reply=pb.InventoryReply(node_id="a"), brief=True)]
+        )
 
-    found = absent_nodes.surveyed(Findings({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
+    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": pb.InventoryReply(node_id="a")}), [NODES["b"]], ask, ())
     assert (sorted(found.replies), found.silent, asked) == (["a"], ("b",), [False])
 
 
@@ -79,9 +83,9 @@ def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
-        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=says[node.id]) for node in nodes])
+        return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=says[node.id]) for node in nodes])
 
-    found = absent_nodes.surveyed(Findings({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
+    found = absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 1, "ab")}), [NODES["b"]], ask, ())
     assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
 
 
@@ -92,7 +96,7 @@ def test_nodes_of_a_history_that_is_over_are_not_asked(monkeypatch):
 
     def ask(nodes, is_again):
         asked.append("".join(node.id for node in nodes))
-        return pb.SurveyReply(nodes=[pb.Surveyed(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
+        return pb.SurveyReply(nodes=[pb.SurveyedNode(node=node, reply=chained("b", 2, "b", "cd")) for node in nodes])
 
-    absent_nodes.surveyed(Findings({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
+    absent_nodes.survey_absent_nodes(JobSurvey({"a": chained("a", 3, "a", "b")}), [NODES["b"]], ask, ())
     assert asked == ["b"]

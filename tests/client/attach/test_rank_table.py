@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from reft.client.attach.arguments import Request
-from reft.client.attach.rank_table import Roster, agreed_facts
+from reft.client.attach.arguments import AttachArguments
+from reft.client.attach.rank_table import RankTable, agreed_facts
 from reft.config import Config
 from reft.errors import ConfigError
 from reft.wire import messages
 
-REQUEST = Request(None, (), None, {}, None, "auto", 1)
+REQUEST = AttachArguments(None, (), None, {}, None, "auto", 1)
 SETTINGS = Config()
 WHO = {"job": "job", "run_id": "", "slurm": "", "script": "s.py", "user": 0, "launch": "l", "unnamed": ""}
 
 
 def job_of(other: dict[str, object]) -> str:
     """The job of two ranks, of which the second one says something else."""
-    return Roster([{**WHO, **agreed_facts(REQUEST, SETTINGS)}, {**WHO, **other}]).job().id
+    return RankTable([{**WHO, **agreed_facts(REQUEST, SETTINGS)}, {**WHO, **other}]).job().id
 
 
 def test_ranks_that_were_told_the_same_have_one_job():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reft.client.attach.reattach import NOTHING, Reviews, _retired, is_due
+from reft.client.attach.reattach import NOTHING, PlacementReviews, _retired, is_due
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 
@@ -23,7 +23,7 @@ class Exchange:
         self.group: object | None = object()
         self.rank, self.other, self.met = 0, other, 0
 
-    def together(self, act: Any, extra_s: float = 0, deadline_s: float | None = None) -> list[dict[str, Any]]:
+    def gather_or_raise(self, act: Any, extra_s: float = 0, deadline_s: float | None = None) -> list[dict[str, Any]]:
         self.met += 1
         if isinstance(self.other, Exception):
             raise self.other
@@ -35,30 +35,30 @@ class Exchange:
 
 def snapshots(unforeseen: tuple[str, ...] = (), retires: bool = True) -> Any:
     return SimpleNamespace(
-        unforeseen=unforeseen, reporter=SimpleNamespace(unlike=frozenset()), retire=lambda deadline_s: retires
+        unforeseen=unforeseen, reporter=SimpleNamespace(mismatched=frozenset()), retire=lambda deadline_s: retires
     )
 
 
 def reviews(other: dict[str, Any] | Exception) -> Any:
-    return Reviews(SimpleNamespace(exchange=Exchange(other)), 10)  # type: ignore[arg-type]
+    return PlacementReviews(SimpleNamespace(rank_group=Exchange(other)), 10)  # type: ignore[arg-type]
 
 
 def test_what_fits_goes_on_and_ranks_meet_only_when_a_review_is_due():
     it, held = reviews({"misfits": False}), snapshots()
     assert all(it.at(step, held) is held for step in range(11, 75))
-    assert it.attachment.exchange.met == 6
+    assert it.attachment.rank_group.met == 6
 
 
 def test_a_rank_that_does_not_come_ends_the_reviews_not_the_snapshots():
     it, held = reviews(AttachError("not all came")), snapshots(("leaf",))
     assert it.at(12, held) is held and it.at(14, held) is held
-    assert it.attachment.exchange.met == 1
+    assert it.attachment.rank_group.met == 1
 
 
 def test_a_renewal_that_fails_ends_the_snapshots_not_training(caplog):
     it = reviews({"misfits": True})
     assert it.at(12, snapshots(retires=False)) is None
-    assert "takes no more snapshots" in caplog.text and it.attachment.exchange.group is None
+    assert "takes no more snapshots" in caplog.text and it.attachment.rank_group.group is None
 
 
 BASE, OWN = Version(Epoch(2, b"b" * 16), 6), Epoch(3, b"c" * 16)
@@ -74,7 +74,7 @@ def test_its_base_is_the_newest_that_a_rank_or_its_daemon_heard_of(known, told, 
     acts = []
     ended = SimpleNamespace(
         whole=known, leaves_out=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
-        leaser=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
+        leases=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
     )  # fmt: skip
     assert tuple(_retired(8, ended)) == newest
     assert acts == ["closed", "asked"], "what is asked for sooner may be let go of in between"

@@ -19,11 +19,11 @@ import reft
 from reft import errors
 from reft.client.attach import report
 from reft.client.attach import run as attach_module
-from reft.client.attach.arguments import Request
+from reft.client.attach.arguments import AttachArguments
 from reft.config import Config, Launch
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import Plan, Shortfall
-from reft.wire.inventory import Findings
+from reft.core.recovery.recovery import RecoveryPlan, Shortfall
+from reft.wire.inventory import JobSurvey
 from reft.wire.slot_format import PAGE, best_header
 from tests.scenarios.test_state_kinds import Keeper, step_once, train
 from tests.support import scripts
@@ -342,7 +342,7 @@ def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
 
 def test_what_is_lost_is_said_too_where_nobody_knows_how_it_was_placed():
     version = Version(Epoch(1, b"e" * 16), 8)
-    found = report.lost("job", Findings({}), Plan(None, partial=(Shortfall(version, is_placed=False),)), [])
+    found = report.lost("job", JobSurvey({}), RecoveryPlan(None, partial=(Shortfall(version, is_placed=False),)), [])
     assert (
         found.startswith("job job was held whole") and "no daemon that answers knows how its bytes were placed" in found
     )
@@ -442,8 +442,8 @@ def test_state_that_a_communication_hook_keeps_is_said_to_be_uncovered():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-        request = Request(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None, {}, None, "auto", 1)
-        said = lambda: " ".join(report.not_covered(request, request.subjects(), 1))  # noqa: E731
+        request = AttachArguments(model, [torch.optim.SGD(model.parameters(), lr=0.1)], None, {}, None, "auto", 1)
+        said = lambda: " ".join(report.not_covered(request, request.tracked(), 1))  # noqa: E731
         assert "communication hook" not in said()
         model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
         assert "not covered: the PowerSGDState of DDP's communication hook" in said()

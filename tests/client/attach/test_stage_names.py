@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.attach.arguments import Request
+from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.stage_names import modules_of, named
 from reft.errors import ConfigError
 from reft.schedules import Custom, Interleaved, OneFOneB, ZeroBubbleV
@@ -21,19 +21,19 @@ def stage(index: int, module: nn.Module) -> SimpleNamespace:
     return SimpleNamespace(submod=module, stage_index=index, num_stages=4)
 
 
-def request(model, schedule=None, **optimizer) -> Request:
+def request(model, schedule=None, **optimizer) -> AttachArguments:
     models = model if isinstance(model, list) else [model]
     parameters = dict.fromkeys(p for each in models for p in getattr(each, "submod", each).parameters())
-    return Request(model, [torch.optim.AdamW(parameters)], schedule, {}, None, "auto", 1)
+    return AttachArguments(model, [torch.optim.AdamW(parameters)], schedule, {}, None, "auto", 1)
 
 
-def agreed(requests: list[Request]) -> list[list[str]]:
+def agreed(requests: list[AttachArguments]) -> list[list[str]]:
     """The names of all leaves of each rank, those of the optimizer's state that is to come included."""
-    exchange = Exchange(len(requests))
+    rank_group = Exchange(len(requests))
 
     def one(rank: int):
-        subjects = named(exchange.of(rank), requests[rank].subjects)
-        return [leaf.name for leaf in (*subjects.bind().leaves(), *subjects.predict())]
+        tracked = named(rank_group.of(rank), requests[rank].tracked)
+        return [leaf.name for leaf in (*tracked.bind().leaves(), *tracked.predict())]
 
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(one, range(len(requests))))
@@ -118,9 +118,9 @@ def test_several_stages_of_a_process_and_what_they_share():
 
 
 def test_all_ranks_have_stages_or_none():
-    exchange = [request(block(), OneFOneB(0, 1, 4)), request(block())]
+    rank_group = [request(block(), OneFOneB(0, 1, 4)), request(block())]
     with pytest.raises(ConfigError, match="rank 1 has no pipeline stage"):
-        agreed(exchange)
+        agreed(rank_group)
     with pytest.raises(ConfigError, match=r"stages \[0, 2\]"):
         agreed([request(block(), OneFOneB(rank, 3, 4)) for rank in (0, 2)])
     assert agreed([request(block()), request(block())])[1][0] == "model.0.weight"

@@ -11,12 +11,12 @@ import pytest
 
 from reft.client.link import reports as reporting
 from reft.client.link.reports import CALLS_MAX, Reporter
-from reft.core.commit.round import Said
+from reft.core.commit.round import StepReport
 from reft.core.commit.version import Epoch, Version
 from reft.errors import DaemonUnavailable, StaleEpoch
 from reft.failpoints import Failpoints
-from reft.wire.local_socket import Frames, frame
-from reft.wire.messages import PROTOCOL, said_from
+from reft.wire.local_socket import FrameReader, frame
+from reft.wire.messages import PROTOCOL, report_from
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import until
 from tests.support.saying import SEALED, VOID, says
@@ -33,22 +33,22 @@ class Played:
         self.listening.bind(str(path))
         self.listening.listen(4)
         self.there: socket.socket | None = None
-        self.frames = Frames()
+        self.frames = FrameReader()
         self.waiting: list[bytes] = []
 
-    def next(self) -> Said:
+    def next(self) -> StepReport:
         """What the next report says."""
         if self.there is None:
             self.there, _ = self.listening.accept()
             self.there.settimeout(20)
-            self.frames = Frames()
+            self.frames = FrameReader()
         while not self.waiting:
             data = self.there.recv(1 << 16)
             assert data, "the connection ended"
             self.waiting += self.frames.feed(data)
         request = pb.LocalRequest.FromString(self.waiting.pop(0))
         assert request.protocol == PROTOCOL
-        return said_from(request.report.said)
+        return report_from(request.report.steps)
 
     def say(self, calls: int = 1, whole: int = -1, protocol: int = PROTOCOL, **facts) -> None:
         report = pb.ReportReply(**{"whole": whole, "until": whole, **facts})

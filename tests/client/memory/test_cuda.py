@@ -13,10 +13,10 @@ import torch
 
 from reft.client.link.slots import MappedSlot
 from reft.client.memory.cuda import Device
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.materialize import make_missing_state
-from reft.client.state.tensors import Bindings
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tensors import TensorIndex
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import UnsupportedState
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.cuda_runtime import Runtime
@@ -141,16 +141,16 @@ def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
     def add(self, name, *_, **__) -> None:
         self.tensors[name] = SimpleNamespace(device=torch.device("cuda", len(self.tensors)))
 
-    monkeypatch.setattr(Bindings, "add", add)
-    subjects = Subjects({"model.0": torch.nn.Linear(2, 2)}, [], {})
+    monkeypatch.setattr(TensorIndex, "add", add)
+    tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2)}, [], {})
     with pytest.raises(UnsupportedState, match=r"cuda:0, cuda:1; one device a process .* a process for each device"):
-        subjects.bind()
+        tracked.bind()
 
 
 def test_a_scale_is_made_again_where_the_state_lies_whatever_device_is_current():
     """The scaler itself knows no more than the kind of its device."""
     scaler = SimpleNamespace(_device="cpu", _scale=None)
-    subjects = Subjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})
+    tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})
     leaf = SimpleNamespace(name="state.scaler._scale", shape=(), dtype="float32")
-    make_missing_state([leaf], subjects, Room(0))
+    make_missing_state([leaf], tracked, HugePageBuffer(0))
     assert scaler._scale.device.type == "meta"

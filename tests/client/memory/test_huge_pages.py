@@ -11,10 +11,10 @@ from torch import nn
 
 from reft.client.attach import run as attach_module
 from reft.client.memory import prefault as pages_module
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.memory.prefault import BLOCK_BYTES
 from reft.client.restore.materialize import live_tensors, room_for
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import Leaf
 from tests.scenarios.test_state_kinds import state_bytes, step_once, train
 from tests.support.smaps import bytes_of
@@ -28,7 +28,7 @@ def leaf_of(name: str, elements: int) -> Leaf:
 
 def test_pages_are_there_before_anything_is_written():
     nbytes = 2 * BLOCK_BYTES + 5 * MIB
-    room = Room(nbytes)
+    room = HugePageBuffer(nbytes)
     room.make_pages()
     room.wait()
     tensor = room.empty(leaf_of("a", 1000), torch.float32)
@@ -36,7 +36,7 @@ def test_pages_are_there_before_anything_is_written():
 
 
 def test_nothing_is_made_unasked_nor_after_close():
-    room = Room(64 * MIB)
+    room = HugePageBuffer(64 * MIB)
     tensor = room.empty(leaf_of("a", 1000), torch.float32)
     assert bytes_of(tensor.data_ptr(), "Rss") < 4 * MIB
     left = room.nbytes
@@ -86,9 +86,9 @@ def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none
 @pytest.mark.parametrize("fails_in", ["", "make", "bind"])
 def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
     model, optimizer = make()
-    subjects = Subjects({"model.0": model}, [optimizer], {})
-    before = subjects.bind()
-    held = [*before.leaves(), *subjects.predict()]
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    before = tracked.bind()
+    held = [*before.leaves(), *tracked.predict()]
     began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:
@@ -97,12 +97,12 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    room = room_for(held, subjects, before)
+    room = room_for(held, tracked, before)
     assert began.wait(10)
     if fails_in:
-        monkeypatch.setattr(Subjects, fails_in, lambda *_: 1 / 0)
+        monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails_in else contextlib.nullcontext():
-        live_tensors(held, subjects, before, room)
+        live_tensors(held, tracked, before, room)
     assert ended.is_set()
     handed_out.set()
 
@@ -110,16 +110,16 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
 def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
     model, optimizer = make()
     step_once(model, optimizer)
-    subjects = Subjects({"model.0": model}, [optimizer], {})
-    before = subjects.bind()
+    tracked = TrackedObjects({"model.0": model}, [optimizer], {})
+    before = tracked.bind()
     held = before.leaves()
     state = optimizer.state[model[1].weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    found = {id(tensor) for tensor in live_tensors(held, subjects, before).values()}
+    found = {id(tensor) for tensor in live_tensors(held, tracked, before).values()}
     assert id(state["exp_avg"]) in found, "what the optimizer has by now, not what was found first"
-    before = subjects.bind()
-    monkeypatch.setattr(Subjects, "bind", lambda *_: 1 / 0)
-    assert live_tensors(held, subjects, before) is before.tensors
+    before = tracked.bind()
+    monkeypatch.setattr(TrackedObjects, "bind", lambda *_: 1 / 0)
+    assert live_tensors(held, tracked, before) is before.tensors
 
 
 def test_a_closed_room_is_written_by_nobody(monkeypatch):
@@ -131,7 +131,7 @@ def test_a_closed_room_is_written_by_nobody(monkeypatch):
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    room = Room(4 * MIB)
+    room = HugePageBuffer(4 * MIB)
     room.make_pages()
     assert began.wait(10)
     room.close()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reft.client.memory import prefault as module
-from reft.client.memory.prefault import BLOCK_BYTES, THREADS, Pages
+from reft.client.memory.prefault import BLOCK_BYTES, THREADS, PageMaker
 from reft.wire.shm import advise
 
 PAGE = mmap.PAGESIZE
@@ -44,7 +44,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5000])
 def test_each_page_is_made_and_none_beside_them(way, nbytes):
     memory = fresh(nbytes + 2 * MIB)
-    Pages(memory[:nbytes]).wait()
+    PageMaker(memory[:nbytes]).wait()
     assert pages_of(memory) == [*range(-(-nbytes // PAGE))]
     assert not memory.any()
 
@@ -52,7 +52,7 @@ def test_each_page_is_made_and_none_beside_them(way, nbytes):
 def test_where_the_kernel_makes_no_pages_a_byte_of_each_is_written(monkeypatch):
     monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)
     memory = np.ones(BLOCK_BYTES + 5 * PAGE + 1, np.uint8)
-    Pages(memory[: BLOCK_BYTES + 3 * PAGE + 1]).wait()
+    PageMaker(memory[: BLOCK_BYTES + 3 * PAGE + 1]).wait()
     expected = np.ones_like(memory)
     expected[: BLOCK_BYTES + 3 * PAGE + 1 : PAGE] = 0
     assert np.array_equal(memory, expected)
@@ -63,7 +63,7 @@ def test_the_kernel_is_asked_for_one_block_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "advise", lambda block, advice: asked.append((block.ctypes.data, block.nbytes)) or 0)
     memory = fresh(4 * BLOCK_BYTES + 5000)
     begin = memory.ctypes.data
-    Pages(memory).wait()
+    PageMaker(memory).wait()
     assert sorted(asked) == [
         *((begin + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)), (begin + 4 * BLOCK_BYTES, 5000),
     ]  # fmt: skip
@@ -80,7 +80,7 @@ def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(
 
     monkeypatch.setattr(module, "_make", slow)
     memory = fresh(8 * BLOCK_BYTES)
-    pages = Pages(memory)
+    pages = PageMaker(memory)
     under_way.wait(10)  # each thread has a block
     settling = threading.Thread(target=pages.settle)
     settling.start()
@@ -93,7 +93,7 @@ def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(
 
 
 def test_settled_pages_may_be_settled_and_waited_for_again():
-    pages = Pages(fresh(MIB))
+    pages = PageMaker(fresh(MIB))
     for _ in range(2):
         pages.settle()
         pages.wait()

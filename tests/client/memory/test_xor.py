@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory import xor as torch_coding
 from reft.core.coding import erasure
-from reft.core.coding.erasure import Code, Program, code_for, decode_program, encode_program
+from reft.core.coding.erasure import ErasureCode, XorProgram, code_for, decode_program, encode_program
 
 SHAPES = [(1, 2), (3, 1), (2, 2), (4, 2), (6, 2), (2, 3), (5, 3), (3, 4)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
-def programs(code: Code) -> list[Program]:
+def programs(code: ErasureCode) -> list[XorProgram]:
     """Every parity, and every loss of f shards."""
     made = [encode_program(code, parity) for parity in range(code.f)]
     for lost in itertools.combinations(range(code.k + code.f), code.f):
@@ -26,7 +26,7 @@ def programs(code: Code) -> list[Program]:
     return made
 
 
-def random_groups(program: Program, nbytes: int) -> list[list[np.ndarray]]:
+def random_groups(program: XorProgram, nbytes: int) -> list[list[np.ndarray]]:
     rng = np.random.default_rng(len(program.ops))
     counts = (len(program.inputs), len(program.outputs), program.scratch)
     return [[rng.integers(0, 256, nbytes, dtype=np.uint8) for _ in range(count)] for count in counts]

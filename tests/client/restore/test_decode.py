@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reft.client.memory.cuda import Device
 from reft.client.restore.decode import Decoder, DeviceDecoder, decoder_for
-from reft.client.restore.tensor_view import CellSpace
+from reft.client.restore.tensor_view import FlatTensorView
 from reft.errors import RestoreError
 from tests.support.loads import Job, blank, every_loss, few, mixed, random
 from tests.support.shards import alike
@@ -164,8 +164,8 @@ def test_what_is_scattered_over_leaves_is_gathered_again():
     del tensors["strided"]  # its memory is made for what is loaded
     job = Job(2, "none", 0, tensors)
     cell = job.placement.division.cells[0]
-    host = CellSpace(cell.leaves, cell.offsets, tensors)
-    device = CellSpace(cell.leaves, cell.offsets, live := blank(tensors), device=CPU)
+    host = FlatTensorView(cell.leaves, cell.offsets, tensors)
+    device = FlatTensorView(cell.leaves, cell.offsets, live := blank(tensors), device=CPU)
     assert device.is_on_device and not host.is_on_device
     whole = torch.empty(cell.nbytes, dtype=torch.uint8)
     host.read(0, whole.numpy())

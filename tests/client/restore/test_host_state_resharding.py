@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reft.client.restore import host_state_resharding
-from reft.client.restore.host_state_resharding import Inheritance
+from reft.client.restore.host_state_resharding import HostStateResharding
 from reft.errors import LayoutChanged
 
 
@@ -22,12 +22,14 @@ def tree(rank: int, **changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
-def inherit(trees: list[dict[str, Any]], rank: int, world: int, live: Any = None, **given: Any) -> Inheritance:
+def inherit(trees: list[dict[str, Any]], rank: int, world: int, live: Any = None, **given: Any) -> HostStateResharding:
     parts = [host_state_resharding.parts(each) for each in trees]
     digests = [{part: host_state_resharding.digest(value) for part, value in each.items()} for each in parts]
     values = {host_state_resharding.digest(value): value for each in parts for value in each.values()}
     live = live or tree(0)
-    return Inheritance(rank, world, digests, values, live, given.get("generators", ()), given.get("takes_all", ()))
+    return HostStateResharding(
+        rank, world, digests, values, live, given.get("generators", ()), given.get("takes_all", ())
+    )
 
 
 def same(one: Any, other: Any) -> bool:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from reft.client.restore.load import load, load_kept
-from reft.client.restore.load_plan import Sequencer, Sizes
-from reft.client.restore.restore import Restoration
+from reft.client.restore.load import load, load_unreplicated
+from reft.client.restore.load_plan import LoadPlan, LoadSizes
+from reft.client.restore.restore import Restore
 from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import RIDERS_MAX
 from reft.core.layout.layout import Layout
-from reft.core.recovery.recovery import Copy, Held, Plan
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan
 from reft.errors import FormatError, LayoutChanged, RestoreError
 from reft.wire.slot_format import SlotMap
 from tests.support.loads import CHUNK, SMALL, Job, blank, every_loss, few, mixed, random
@@ -44,7 +44,7 @@ def test_every_loss_that_is_tolerated_comes_back_in_wide_groups(D, f, scheme):
 
 
 @pytest.mark.parametrize(
-    "sizes", [Sizes(), SMALL, Sizes(192, 4096, 1, 192, 64), Sizes(1 << 16, 1 << 14, 2, 1 << 17, 1)]
+    "sizes", [LoadSizes(), SMALL, LoadSizes(192, 4096, 1, 192, 64), LoadSizes(1 << 16, 1 << 14, 2, 1 << 17, 1)]
 )
 @pytest.mark.parametrize("scheme", ["aec", "arc", "none"])
 def test_the_sizes_of_pieces_change_nothing(sizes, scheme):
@@ -170,9 +170,13 @@ def test_a_slot_or_capsule_that_is_damaged_when_it_is_opened_is_named_and_ends_n
         raise FormatError("torn.")
 
     job, base = Job(2, "arc", 1), Version(Epoch(1, b"e" * 16), 3)
-    plan = Plan(base, {0: Held("a", 0, "rank-0.slot-0", SlotState.SEALED, base)}, {1: Copy("a", 1, base, kept_bytes=0)})
+    plan = RecoveryPlan(
+        base,
+        {0: HeldSlot("a", 0, "rank-0.slot-0", SlotState.SEALED, base)},
+        {1: HeldCapsule("a", 1, base, unreplicated_bytes=0)},
+    )
     slots, capsules = SimpleNamespace(take=torn), SimpleNamespace(capsule=torn)
-    found = Restoration(
+    found = Restore(
         plan, job.placement, rank, "ab"[rank], {"a": [0], "b": [1]}, (), slots, capsules, None, None, None, None, None
     )
     assert found.open() == {"damaged": [rank], "compared": []}
@@ -247,7 +251,7 @@ def test_memory_beside_state_and_slots_is_bounded(scheme, kind):
     count = 1 if kind == "one leaf" else 300
     tensors = {f"leaf{i}": random((3_000_000 // count + i % 5,), torch.float32, i) for i in range(count)}
     job = Job(4, scheme, 2, tensors)
-    sizes = Sizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=64 << 10)
+    sizes = LoadSizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=64 << 10)
     tracemalloc.start()
     try:
         found = job.load((0, 3), sizes=sizes)
@@ -264,7 +268,7 @@ def test_memory_beside_state_and_slots_is_bounded(scheme, kind):
 def test_wide_groups_stay_in_their_buffers():
     """EVENODD with many packets: the parity of a group must fit, however many packets a shard has."""
     job = Job(5, "aec", 2)
-    sequencer = Sequencer(job.placement, frozenset({2, 3, 4}), {2: 2, 3: 3, 4: 4}, SMALL)
+    sequencer = LoadPlan(job.placement, frozenset({2, 3, 4}), {2: 2, 3: 3, 4: 4}, SMALL)
     groups = [group for group in sequencer.groups(0) if group.is_coded]
     lanes = job.placement.lanes
     assert groups
@@ -305,8 +309,8 @@ def test_the_window_is_kept():
 
 def kept_of(placement: Placement, rank: int) -> Layout:
     part = placement.part(rank)
-    offsets = tuple(part.kept_offset + offset for offset in part.kept.offsets)
-    return Layout(part.kept.leaves, offsets, part.data_bytes)
+    offsets = tuple(part.unreplicated_offset + offset for offset in part.unreplicated.offsets)
+    return Layout(part.unreplicated.leaves, offsets, part.data_bytes)
 
 
 @pytest.mark.parametrize("run_bytes", [1, 32 << 20])
@@ -316,10 +320,10 @@ def test_kept_leaves_come_from_the_own_slot(world, run_bytes):
     job = Job(world, "aec", 1, ranks=own)
     for rank in range(world):
         kept = kept_of(job.placement, rank)
-        assert load_kept(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
-        assert alike(job.live[rank], own[rank], [leaf.name for leaf in job.placement.part(rank).kept.leaves])
-        job.slots[rank].data[job.placement.part(rank).kept_offset + 3] ^= 1
-        assert not load_kept(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
+        assert load_unreplicated(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
+        assert alike(job.live[rank], own[rank], [leaf.name for leaf in job.placement.part(rank).unreplicated.leaves])
+        job.slots[rank].data[job.placement.part(rank).unreplicated_offset + 3] ^= 1
+        assert not load_unreplicated(job.slots[rank], kept, job.live[rank], lambda _: None, run_bytes)
 
 
 def test_one_rank_needs_no_transport():

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from reft.client.restore.load import load
-from reft.client.restore.load_plan import Sizes
+from reft.client.restore.load_plan import LoadSizes
 from reft.client.restore.transport import DeviceTransport, GlooTransport, Transport
 from reft.errors import RestoreError
 from tests.support.shards import alike, make_slot, placed
 
 WORLD = 3
 DEADLINE_S = 3.0
-SIZES = Sizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=128 << 10)
+SIZES = LoadSizes(piece=64 << 10, group=128 << 10, groups=2, window=256 << 10, ahead=128 << 10)
 AtChunk = Callable[[int], object]
 
 

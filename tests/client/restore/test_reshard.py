@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from reft.client.restore.reshard_decode import Proof
-from reft.client.restore.reshard_executor import Reflow
-from reft.client.restore.tensor_view import CellSpace
-from reft.client.restore.verified_slot import Source
+from reft.client.restore.reshard_decode import ChunkVerifier
+from reft.client.restore.reshard_executor import ReshardExecutor
+from reft.client.restore.tensor_view import FlatTensorView
+from reft.client.restore.verified_slot import SlotSource
 from reft.core.layout.layout import pack
 from reft.core.recovery.gather import alike as lanes_alike
 from reft.core.recovery.gather import undecodable
-from reft.core.recovery.regather import Regather, Sizes, readers_of
-from reft.core.recovery.shard_matching import Match, Own, match, pieces_of, wanted_leaves
+from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
+from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, match, pieces_of, wanted_leaves
 from reft.wire.slot_format import chunk_digest
 from tests.support.shapes import Shape, placement_for, random_shape, whole_state
 from tests.support.shards import Postbox, Tensors, make_slot, on_all, plain_bytes
 
 CHUNK = 4096
-SMALL = Sizes(piece=8 << 10, band=32 << 10, window=32 << 10)
+SMALL = TransferSizes(piece=8 << 10, band=32 << 10, window=32 << 10)
 
 
 class Move:
@@ -38,28 +38,31 @@ class Move:
         self.placement = placement_for(self.before, domains, scheme, tolerate, CHUNK, own)
         self.slots = [make_slot(self.placement, rank, tensors[rank]) for rank in range(old.world)]
         division = self.placement.division
-        self.riders = [
-            {name: plain_bytes(tensors[rank][name]).tobytes() for name in division.riders[division.layout_of[rank]]}
+        self.inline_leaves = [
+            {
+                name: plain_bytes(tensors[rank][name]).tobytes()
+                for name in division.inline_leaves[division.layout_of[rank]]
+            }
             for rank in range(old.world)
         ]
         self.tensors = tensors
 
-    def match(self, unequal: Collection[str] = ()) -> Match:
+    def match(self, mismatched: Collection[str] = ()) -> ShardMatch:
         tables = [{leaf.name: leaf for leaf in leaves} for leaves in self.before]
-        owns = {rank: Own() for rank in range(self.old.world)}
+        owns = {rank: UnforeseenLeaves() for rank in range(self.old.world)}
         pieces, problems = pieces_of(self.placement, lambda rank: tables[rank], owns)
         assert not problems
         after, _ = self.new.states(self.whole)
-        return match(pieces, wanted_leaves(after, pieces), unequal)
+        return match(pieces, wanted_leaves(after, pieces), mismatched)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
         """Whether what these ranks' slots held can be had without them."""
         have = np.ones(self.old.world, np.bool_)
         have[list(ranks)] = False
-        kept = any(self.placement.part(rank).kept.leaves for rank in ranks)
+        kept = any(self.placement.part(rank).unreplicated.leaves for rank in ranks)
         return not kept and not undecodable(lanes_alike(self.placement.lanes), have)
 
-    def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: Sizes = SMALL,
+    def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: TransferSizes = SMALL,
              box: Postbox | None = None) -> list[Any]:  # fmt: skip
         """All new ranks load, each in a thread; (damaged, wrong chunks) of each."""
         found = self.match()
@@ -70,7 +73,7 @@ class Move:
         keepers = {rank: readers.get(rank, rank % self.new.world) for rank in range(self.old.world)}
         node_of = {rank: node for node, ranks in where.items() for rank in ranks}
         names = [node_of[rank] for rank in range(self.new.world)]
-        regather = Regather(found.needs, self.placement, readers, keepers, names, sizes)
+        reshard_plan = ReshardPlan(found.needs, self.placement, readers, keepers, names, sizes)
         box = box or Postbox()
         self.live: list[Tensors] = [{}] * self.new.world
 
@@ -78,25 +81,27 @@ class Move:
             leaves, tensors = self.new.state(self.whole, rank)
             self.live[rank] = {name: blank(tensor) for name, tensor in tensors.items()}
             layout = pack(leaves)
-            space = CellSpace(layout.leaves, layout.offsets, self.live[rank])
+            flat_view = FlatTensorView(layout.leaves, layout.offsets, self.live[rank])
             offsets = {leaf.name: at for leaf, at in zip(layout.leaves, layout.offsets, strict=True)}
             slots = {
-                old: Source(self.slots[old], self.placement, old, lambda _: None)
+                old: SlotSource(self.slots[old], self.placement, old, lambda _: None)
                 for old, reader in readers.items()
                 if reader == rank
             }
-            riders = {old: self.riders[old] for old, keeper in keepers.items() if keeper == rank}
+            inline_leaves = {old: self.inline_leaves[old] for old, keeper in keepers.items() if keeper == rank}
             proofs = {old: self.proof(old) for old in lost if old % self.new.world == rank}
-            Reflow(box.of(rank), rank, regather, slots, riders, proofs, space, offsets, False).run()
-            wrong = {old: proof.finish() for old, proof in proofs.items() if regather.is_rebuilt(old)}
+            ReshardExecutor(
+                box.of(rank), rank, reshard_plan, slots, inline_leaves, proofs, flat_view, offsets, False
+            ).run()
+            wrong = {old: proof.finish() for old, proof in proofs.items() if reshard_plan.is_rebuilt(old)}
             return [old for old, source in slots.items() if source.is_bad], {o: w for o, w in wrong.items() if w}
 
         return on_all(self.new.world, one)
 
-    def proof(self, old: int) -> Proof:
+    def proof(self, old: int) -> ChunkVerifier:
         slot, part = self.slots[old], self.placement.part(old)
         end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
-        return Proof(slot.digests[: slot.chunks].copy(), CHUNK, end)
+        return ChunkVerifier(slot.digests[: slot.chunks].copy(), CHUNK, end)
 
     def is_whole(self) -> bool:
         _, expected = self.new.states(self.whole)
@@ -232,7 +237,7 @@ def test_the_digests_of_chunks_are_proved_whatever_the_order_of_their_bytes():
     pieces = list(pairwise(cuts))
     for flipped in (None, 3 * CHUNK + 1):
         rng.shuffle(pieces)
-        proof = Proof(digests, CHUNK, len(data))
+        proof = ChunkVerifier(digests, CHUNK, len(data))
         for begin, end in pieces:
             piece = data[begin:end].copy()
             if flipped is not None and begin <= flipped < end:
@@ -240,4 +245,4 @@ def test_the_digests_of_chunks_are_proved_whatever_the_order_of_their_bytes():
             proof.take(begin, piece)
             piece[:] = 0  # the buffer is used again
         assert proof.finish() == ([] if flipped is None else [3])
-    assert Proof(digests, CHUNK, len(data)).finish() == [10], "bytes that never came are no proof"
+    assert ChunkVerifier(digests, CHUNK, len(data)).finish() == [10], "bytes that never came are no proof"

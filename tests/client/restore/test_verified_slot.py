@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reft.client.restore import verified_slot
-from reft.client.restore.verified_slot import Checked
+from reft.client.restore.verified_slot import VerifiedSlotReader
 from reft.core.commit.version import Epoch, Version
 from reft.wire.slot_format import PAGE, Geometry, SlotMap, chunk_digest
 
@@ -57,7 +57,7 @@ def test_any_ranges_arrive_and_each_chunk_is_compared_once(held, ranges, has_fil
     with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
         patch.setattr(verified_slot, "READ_BYTES", unit)
         slot = SlotMap(room, file.fileno() if has_file else None)
-        source = Checked(slot, nbytes, seen.append)
+        source = VerifiedSlotReader(slot, nbytes, seen.append)
         for begin, end in ranges:
             out = np.zeros(end - begin, np.uint8)
             source.copy(begin, out)
@@ -71,7 +71,7 @@ def test_a_byte_that_changed_in_the_file_is_found(opened, chunk):
     slot, _, file = opened
     at = slot.header.geometry.data_offset + chunk * PAGE + 7
     os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 1]), at)
-    source = Checked(slot, slot.header.data_bytes, lambda _: None)
+    source = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None)
     source.copy(100, np.zeros(slot.header.data_bytes - 100, np.uint8))
     assert source.is_bad
 
@@ -81,7 +81,7 @@ def test_what_arrived_is_compared_not_what_the_map_shows(opened):
     slot, room, file = opened
     good = SlotMap(room, file)  # the map is right, the file is not
     os.pwrite(file, b"\0" * 64, slot.header.geometry.data_offset + PAGE)
-    source = Checked(good, good.header.data_bytes, lambda _: None)
+    source = VerifiedSlotReader(good, good.header.data_bytes, lambda _: None)
     source.copy(0, np.zeros(3 * PAGE, np.uint8))
     assert source.is_bad
 
@@ -93,7 +93,7 @@ def test_memory_that_fails_is_damage_and_no_signal(opened, monkeypatch):
         raise OSError(5, "Input/output error")  # what the kernel says of a page that it lost
 
     monkeypatch.setattr(os, "preadv", fail)
-    source = Checked(slot, slot.header.data_bytes, lambda _: None)
+    source = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None)
     source.copy(0, np.zeros(2 * PAGE, np.uint8))
     assert source.is_bad
 
@@ -102,7 +102,7 @@ def test_a_file_that_was_cut_is_damage(opened):
     slot, room, file = opened
     cut = SlotMap(room, file)
     os.ftruncate(file, slot.header.geometry.data_offset + 2 * PAGE + 5)
-    source = Checked(cut, cut.header.data_bytes, lambda _: None)
+    source = VerifiedSlotReader(cut, cut.header.data_bytes, lambda _: None)
     source.copy(0, np.zeros(4 * PAGE, np.uint8))
     assert source.is_bad
 
@@ -111,13 +111,13 @@ def test_a_read_that_comes_in_parts_is_put_together(opened, monkeypatch):
     slot, _, _ = opened
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:1000]], at))
-    source, out = Checked(slot, slot.header.data_bytes, lambda _: None), np.zeros(2 * PAGE, np.uint8)
+    source, out = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None), np.zeros(2 * PAGE, np.uint8)
     source.copy(0, out)
     assert not source.is_bad and np.array_equal(out, slot.data[: 2 * PAGE])
 
 
 def test_a_slot_that_is_too_short_is_damage_and_reads_as_zeros(held):
     _, room, nbytes = held
-    source, out = Checked(SlotMap(room), nbytes + 1, lambda _: None), np.ones(2 * PAGE, np.uint8)
+    source, out = VerifiedSlotReader(SlotMap(room), nbytes + 1, lambda _: None), np.ones(2 * PAGE, np.uint8)
     source.copy(0, out)
     assert source.is_bad and not out.any()

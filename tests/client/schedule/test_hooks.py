@@ -16,11 +16,11 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from reft import schedules
 from reft.client.schedule import hooks
-from reft.client.schedule.iteration_profile import OTHER, Rhythm
-from reft.client.snapshot.cpu_engine import CpuCopier
+from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.core.pipeline import actions
-from reft.core.pipeline.actions import Kind, Times
-from reft.core.pipeline.course import Hands
+from reft.core.pipeline.actions import ActionKind, ActionTimes
+from reft.core.pipeline.course import Priority
 from reft.core.pipeline.pacing import Tier
 from reft.errors import ConfigError
 from tests.support.daemons import until
@@ -28,7 +28,7 @@ from tests.support.snapshot import Taken
 from tests.support.stages import Clock, ScriptedStage
 
 P, M = 4, 8
-TIMES = Times(1.0, 2.0)
+TIMES = ActionTimes(1.0, 2.0)
 KINDS = {"1F1B": (Schedule1F1B, actions.one_f_one_b), "GPipe": (ScheduleGPipe, actions.gpipe)}
 
 
@@ -42,47 +42,49 @@ class Played:
         self.clock = Clock()
         self.stage = ScriptedStage(stage, P, spans[stage], self.clock, doing)
         self.schedule = torch_schedule(self.stage, M)
-        self.copier = CpuCopier([], self.clock)
-        self.rhythm = Rhythm(self.copier, hooks.closed(self.schedule))
-        self.stop = hooks.follow(self.schedule, self.rhythm)
+        self.copy_engine = CpuCopyEngine([], self.clock)
+        self.profiler = IterationProfiler(self.copy_engine, hooks.closed(self.schedule))
+        self.stop = hooks.follow(self.schedule, self.profiler)
         self.steps = 0
 
     def mark(self):
         self.steps += 1
-        return self.rhythm.mark(self.steps)
+        return self.profiler.mark(self.steps)
 
     def train(self) -> None:
         """From a mark to the fence; at the end all stages meet."""
         began = self.clock.now
         self.schedule.step(return_outputs=False)
-        self.rhythm.enter(Tier.GAP, "wait")
+        self.profiler.enter(Tier.GAP, "wait")
         if self.clock.now < began + self.ends:
             self.stage.waiting()
         self.clock.now = began + self.ends
-        self.rhythm.enter(Tier.COMPUTE, OTHER)
-        self.rhythm.fence()
+        self.profiler.enter(Tier.COMPUTE, OTHER)
+        self.profiler.fence()
 
     def close(self) -> None:
         self.stop()
-        self.copier.close()
+        self.copy_engine.close()
 
 
 @pytest.mark.parametrize("stage", range(P))
 @pytest.mark.parametrize("kind", KINDS)
 def test_gaps_of_torchs_schedules_are_those_of_the_closed_form(kind, stage):
     seen = []
-    played = Played(kind, stage, lambda action: seen.append((action, played.rhythm.name)))
+    played = Played(kind, stage, lambda action: seen.append((action, played.profiler.name)))
     for _ in range(3):
         played.mark()
         played.train()
     played.mark()
-    comparison = played.rhythm.comparison()
+    comparison = played.profiler.comparison()
     assert comparison.differences and comparison.worst == comparison.total == 0.0
     assert sum(each.measured for each in comparison.differences) == (P - 1) * (TIMES.forward + TIMES.backward)
     order = KINDS[kind][1](stage, P, M)
     names = [f"{action.kind.value}{action.microbatch}" for action in order]
     assert seen == 3 * list(zip(order, names, strict=True)), "each action runs in a stretch of its own name"
-    events = [e for e in played.copier.tally.timeline.events() if e.track == "training" and e.end_s > e.begin_s]
+    events = [
+        e for e in played.copy_engine.copy_stats.timeline.events() if e.track == "training" and e.end_s > e.begin_s
+    ]
     gaps = [(e.name, e.end_s - e.begin_s) for e in events if e.name.startswith("gap")][: len(comparison.differences)]
     expected = [(f"gap {each.place}", each.foreseen) for each in comparison.differences if each.place < 2 * M]
     assert gaps[: len(expected)] == expected
@@ -99,22 +101,24 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
         beside.append(len(taken.chunks))
 
     def at_gate() -> None:
-        until(lambda: taken.ended.is_set() or played.copier._gate._changed[Hands.IDLE]._waiters)
+        until(lambda: taken.ended.is_set() or played.copy_engine._throttle._changed[Priority.IDLE]._waiters)
 
     played = Played(kind, stage)
     taken, beside = Taken(tensors, set()), []
-    played.copier.tally.moved(Tier.GAP, taken.share.written_bytes, 5.0)  # all of it fits into 5 of 9 idle seconds
+    played.copy_engine.copy_stats.moved(
+        Tier.GAP, taken.save_plan.written_bytes, 5.0
+    )  # all of it fits into 5 of 9 idle seconds
     for _ in range(2):
         played.mark()
         played.train()
     played.stage.doing, played.stage.waiting = doing, at_gate
-    taken.job.course = played.mark()
-    played.copier.begin(taken.job)
+    taken.job.pacing_plan = played.mark()
+    played.copy_engine.begin(taken.job)
     at_gate()
     played.train()
-    played.copier.fence()
+    played.copy_engine.fence()
     assert taken.ended.wait(20) and taken.error is None
-    assert played.copier.tally.written(Tier.GAP) == taken.share.written_bytes
+    assert played.copy_engine.copy_stats.written(Tier.GAP) == taken.save_plan.written_bytes
     assert beside[-1] == len(taken.chunks)
     if played.stage.spans[0].start == 0:
         assert beside[0] == 0, "nothing goes before the first gap"
@@ -128,21 +132,21 @@ def test_hooks_are_taken_off():
     played.stop()
     assert "forward_one_chunk" not in vars(played.stage) and "step" not in vars(played.schedule)
     assert dist.Work.wait is not wait
-    played.copier.close()
+    played.copy_engine.close()
 
 
 def test_an_error_in_the_users_stage_is_the_users():
     played = Played("GPipe", 0)
 
     def doing(action) -> None:
-        if action.kind is Kind.BACKWARD:
+        if action.kind is ActionKind.BACKWARD:
             raise ValueError("out of memory")
 
     played.stage.doing = doing
     played.mark()
     with pytest.raises(ValueError, match="out of memory"):
         played.schedule.step(return_outputs=False)
-    assert played.rhythm.name == OTHER
+    assert played.profiler.name == OTHER
     played.close()
 
 
@@ -153,7 +157,7 @@ class Engine:
         self.said: list[str] = []
 
     def _instruct(self, name: str) -> None:
-        self.said.append(f"{name} in {self.rhythm.name}")
+        self.said.append(f"{name} in {self.profiler.name}")
 
     names = (
         "RecvActivation",
@@ -176,23 +180,23 @@ class Engine:
 
 def test_deepspeeds_pipeline_is_idle_but_for_its_work():
     engine = Engine()
-    copier = CpuCopier([], Clock())
-    engine.rhythm = Rhythm(copier, hooks.closed(engine))
-    stop = hooks.follow(engine, engine.rhythm)
+    copy_engine = CpuCopyEngine([], Clock())
+    engine.profiler = IterationProfiler(copy_engine, hooks.closed(engine))
+    stop = hooks.follow(engine, engine.profiler)
     hooks.check(engine)
     for _ in range(2):  # the second step counts anew
         engine.said = []
-        engine.rhythm.mark(1)
+        engine.profiler.mark(1)
         engine._exec_schedule([*Engine.names[:5], "ForwardPass", *Engine.names[5:]])
         assert engine.said == [
             "RecvActivation in gap 0", "ForwardPass in F0", "SendActivation in gap 1", "RecvGrad in gap 1",
             "BackwardPass in B0", "ForwardPass in F1", "ReduceGrads in ReduceGrads", "OptimizerStep in OptimizerStep",
         ]  # fmt: skip
-        assert engine.rhythm.name == OTHER
-        engine.rhythm.fence()
+        assert engine.profiler.name == OTHER
+        engine.profiler.fence()
     stop()
     assert "_exec_schedule" not in vars(engine) and engine._INSTRUCTION_MAP is Engine._INSTRUCTION_MAP
-    copier.close()
+    copy_engine.close()
 
 
 def test_what_is_no_schedule_is_refused():

@@ -4,13 +4,13 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from reft.core.pipeline import actions
-from reft.core.pipeline.actions import Kind
+from reft.core.pipeline.actions import ActionKind
 
 KINDS = {
-    "FORWARD": Kind.FORWARD,
-    "FULL_BACKWARD": Kind.BACKWARD,
-    "BACKWARD_INPUT": Kind.INPUT,
-    "BACKWARD_WEIGHT": Kind.WEIGHT,
+    "FORWARD": ActionKind.FORWARD,
+    "FULL_BACKWARD": ActionKind.BACKWARD,
+    "BACKWARD_INPUT": ActionKind.INPUT,
+    "BACKWARD_WEIGHT": ActionKind.WEIGHT,
 }
 SHAPES = [(2, 4), (3, 3), (4, 8), (4, 3), (4, 12), (6, 18), (5, 5)]
 

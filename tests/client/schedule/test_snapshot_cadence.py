@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from reft.core.commit.lag_backoff import MEMORY, Delays
-from reft.core.commit.snapshot_interval import PRIOR_S, History, is_due
+from reft.core.commit.lag_backoff import MEMORY, OutcomeDelays
+from reft.core.commit.snapshot_interval import PRIOR_S, FailureHistory, is_due
 from reft.core.recovery.inventory import Inventory
 from reft.errors import ConfigError
 from tests.client.attach.test_run import make
@@ -22,9 +22,9 @@ def spied(session, monkeypatch):
     taken = []
     original = session._snapshots.take
 
-    def take(step, is_marked, course=None):
+    def take(step, is_marked, pacing_plan=None):
         taken.append(step)
-        return original(step, is_marked, course)
+        return original(step, is_marked, pacing_plan)
 
     monkeypatch.setattr(session._snapshots, "take", take)
     return taken
@@ -41,9 +41,9 @@ def train_until(session, model, optimizer, enough):
 
 def feed(session, monkeypatch, stall_s):
     """Steps of a second, as those of large models, and a given stall: here a mark costs as much as a step."""
-    frequency = session._metronome.frequency
-    observe = frequency.observe
-    monkeypatch.setattr(frequency, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
+    interval = session._cadence.interval
+    observe = interval.observe
+    monkeypatch.setattr(interval, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
 
 
 def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplog):
@@ -52,7 +52,7 @@ def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplo
     feed(session, monkeypatch, 0.005)
     taken = spied(session, monkeypatch)
     train_until(session, model, optimizer, lambda: session.every > 1)
-    pace = session._snapshots.reporter.pace
+    pace = session._snapshots.reporter.interval
     assert pace.every == session.every == 5 and pace.start <= session.step
     stop = session.step + 40
     train_until(session, model, optimizer, lambda: session.step >= stop)
@@ -61,23 +61,23 @@ def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplo
     assert "each 5. step is snapshotted" in caplog.text
     sealed = session.seal(timeout=60)
     assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
-    session._metronome.mark(copy.copy(session._snapshots))
+    session._cadence.mark(copy.copy(session._snapshots))
     assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
 
 
 def test_what_is_measured_is_what_held_up_training(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
-    copier, frequency = session._snapshots.copier, session._metronome.frequency
+    copy_engine, interval = session._snapshots.copy_engine, session._cadence.interval
     seen = []
-    monkeypatch.setattr(frequency, "observe", lambda seconds, stall: seen.append((seconds, stall)))
-    fence = copier.fence
+    monkeypatch.setattr(interval, "observe", lambda seconds, stall: seen.append((seconds, stall)))
+    fence = copy_engine.fence
 
     def slow_fence():
         fence()
-        copier.tally.stall_s += 7.0
+        copy_engine.copy_stats.stall_s += 7.0
 
-    monkeypatch.setattr(copier, "fence", slow_fence)
+    monkeypatch.setattr(copy_engine, "fence", slow_fence)
     train_until(session, model, optimizer, lambda: session.step >= 100)
     stalls = [stall for _, stall in seen if stall is not None]
     assert stalls and all(7.0 < stall < 30.0 for stall in stalls), "the fence, and the mark"
@@ -104,7 +104,7 @@ def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
     taken = spied(session, monkeypatch)
     train_until(session, model, optimizer, lambda: session.step >= 100)
     assert taken == list(range(7, session.step + 1, 7))
-    assert session.every == 7 and session.overhead() is None and session._snapshots.reporter.wish == 0
+    assert session.every == 7 and session.overhead() is None and session._snapshots.reporter.requested_every == 0
 
 
 @pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
@@ -114,12 +114,12 @@ def test_an_interval_that_can_not_be_is_refused(attach, every):
 
 
 def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch):
-    monkeypatch.setattr(Inventory, "history", History(PRIOR_S, 1))
+    monkeypatch.setattr(Inventory, "history", FailureHistory(PRIOR_S, 1))
     model, optimizer = make()
     for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
         monkeypatch.setenv("REFT_MTBF_S", str(given))
         session = attach(model, optimizer, every="auto")
-        assert session._metronome.frequency.mtbf_s == expected
+        assert session._cadence.interval.mtbf_s == expected
         session.close()
 
 
@@ -133,7 +133,7 @@ def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monke
     for _ in session.steps(200):
         step_once(model, optimizer)
         if session.step == 100:
-            snapshots.reporter._delays = Delays(100, (30,) * MEMORY)
+            snapshots.reporter._delays = OutcomeDelays(100, (30,) * MEMORY)
             monkeypatch.setattr(snapshots.reporter._delays, "decided", lambda *_: None)
     assert [step for step in taken if step <= 100] == list(range(3, 101, 3))
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
@@ -151,9 +151,9 @@ def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):
     for step in session.steps(60):
         if step == 50:
             monkeypatch.setattr(snapshots, "newest_known_whole", lambda: -1)
-            snapshots.reporter._delays = Delays(50, (30,) * MEMORY)
+            snapshots.reporter._delays = OutcomeDelays(50, (30,) * MEMORY)
         if step == 53:
-            assert session._metronome._left_out[0] == 53
+            assert session._cadence._left_out[0] == 53
             monkeypatch.setattr(snapshots, "newest_known_whole", known)
             sealed.append(session.seal(timeout=60))
         step_once(model, optimizer)

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from reft import schedules
 from reft.client.schedule import hooks
 from reft.client.schedule.hooks import waits
-from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
-from reft.client.snapshot.cpu_engine import CpuCopier
+from reft.client.schedule.iteration_profile import OTHER, WAIT, IterationProfiler
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from tests.support.daemons import until
 
 
@@ -35,24 +35,24 @@ def make_rhythm():
     copiers = []
 
     def make():
-        copiers.append(CpuCopier([]))
-        made = Rhythm(copiers[-1])
+        copiers.append(CpuCopyEngine([]))
+        made = IterationProfiler(copiers[-1])
         made.mark(1)
         return made
 
     yield make
-    for copier in copiers:
-        copier.close()
+    for copy_engine in copiers:
+        copy_engine.close()
 
 
 @pytest.fixture
-def rhythm(make_rhythm):
+def profiler(make_rhythm):
     return make_rhythm()
 
 
-def names(rhythm):
+def names(profiler):
     """What the window had, since its mark."""
-    return rhythm._window.names[1:]
+    return profiler._window.names[1:]
 
 
 class Held(DistributedDataParallel):
@@ -73,20 +73,20 @@ class Held(DistributedDataParallel):
 
 
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"loss": y}, lambda y: (None, [y])])
-def test_the_wait_for_ddps_buckets_is_a_gap(alone, rhythm, wrap):
+def test_the_wait_for_ddps_buckets_is_a_gap(alone, profiler, wrap):
     class Model(nn.Linear):
         def forward(self, x):
             return wrap(super().forward(x))
 
     model = Held(Model(4, 4)).hold()
-    stop = hooks.follow(schedules.Custom(), rhythm, [nn.Sequential(model)])
+    stop = hooks.follow(schedules.Custom(), profiler, [nn.Sequential(model)])
     seen = []
 
     def let_go():
         until(lambda: model.futures)
         try:
-            until(lambda: rhythm.name == WAIT, 10)
-            seen.append(rhythm.name)
+            until(lambda: profiler.name == WAIT, 10)
+            seen.append(profiler.name)
         finally:
             model.let_go()  # whatever was seen: backward waits for it
 
@@ -95,23 +95,23 @@ def test_the_wait_for_ddps_buckets_is_a_gap(alone, rhythm, wrap):
         y = found if isinstance(found, torch.Tensor) else found["loss"] if isinstance(found, dict) else found[1][0]
         other = threading.Thread(target=let_go)
         other.start()
-        assert rhythm.name == OTHER, "forward is no wait"
+        assert profiler.name == OTHER, "forward is no wait"
         try:
             y.sum().backward()
         finally:
             other.join()
-        assert rhythm.name == OTHER
+        assert profiler.name == OTHER
     assert seen == [WAIT] * 2
-    assert names(rhythm) == [WAIT, OTHER] * 2
+    assert names(profiler) == [WAIT, OTHER] * 2
     assert model.module.weight.grad is not None
     stop()
     model(torch.ones(2, 4))
-    assert not model._forward_hooks and names(rhythm) == [WAIT, OTHER] * 2
+    assert not model._forward_hooks and names(profiler) == [WAIT, OTHER] * 2
 
 
-def test_an_error_in_a_backward_pass_is_the_users(alone, rhythm):
+def test_an_error_in_a_backward_pass_is_the_users(alone, profiler):
     model = DistributedDataParallel(nn.Linear(4, 4))
-    stop = hooks.follow(schedules.Custom(), rhythm, [model])
+    stop = hooks.follow(schedules.Custom(), profiler, [model])
 
     def fail(_):
         raise ValueError("no gradient")
@@ -120,41 +120,41 @@ def test_an_error_in_a_backward_pass_is_the_users(alone, rhythm):
     y.register_hook(fail)
     with pytest.raises(ValueError, match="no gradient"):
         y.sum().backward()
-    assert rhythm.name == OTHER
+    assert profiler.name == OTHER
     stop()
 
 
-def test_waits_of_fsdp2_are_gaps(rhythm, monkeypatch):
+def test_waits_of_fsdp2_are_gaps(profiler, monkeypatch):
     """Over torch's fake group of two: each gather and each reduction is waited for, in a gap, and nothing else is one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         inside = []
         wait = dist.Work.wait
         monkeypatch.setattr(
-            dist.Work, "wait", lambda *args, **kwargs: (inside.append(rhythm.name), wait(*args, **kwargs))
+            dist.Work, "wait", lambda *args, **kwargs: (inside.append(profiler.name), wait(*args, **kwargs))
         )
         # Its works have a wait of their own; those of gloo and NCCL have the one that is wrapped.
         monkeypatch.setattr(FakeWork, "wait", lambda self, *args, **kwargs: dist.Work.wait(self, *args, **kwargs))
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        stop = hooks.follow(schedules.Custom(), rhythm, [model])
+        stop = hooks.follow(schedules.Custom(), profiler, [model])
         computing = []
-        model[1].register_forward_hook(lambda *_: computing.append(rhythm.name))
+        model[1].register_forward_hook(lambda *_: computing.append(profiler.name))
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
         assert computing == [OTHER] * 2 and len(inside) >= 4 and set(inside) == {WAIT}
-        assert names(rhythm) == [WAIT, OTHER] * len(inside)
+        assert names(profiler) == [WAIT, OTHER] * len(inside)
         stop()
     finally:
         dist.destroy_process_group()
 
 
-def test_without_a_description_nothing_is_followed(alone, rhythm):
+def test_without_a_description_nothing_is_followed(alone, profiler):
     call = dist.Work.wait
     model = DistributedDataParallel(nn.Linear(4, 4))
-    stop = hooks.follow(None, rhythm, [model])
+    stop = hooks.follow(None, profiler, [model])
     model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
-    assert names(rhythm) == [] and dist.Work.wait is call
+    assert names(profiler) == [] and dist.Work.wait is call
     stop()
 
 
@@ -170,7 +170,7 @@ def test_followers_share_one_wrapper_until_the_last_one_stops(alone, make_rhythm
     rhythms = [make_rhythm() for _ in range(3)]
     stops = [waits.follow(rhythms[0])]
     wrapped = dist.Work.wait
-    stops += [waits.follow(rhythm) for rhythm in rhythms[1:]]
+    stops += [waits.follow(profiler) for profiler in rhythms[1:]]
     assert dist.Work.wait is wrapped is not call
     expected = [[], [], []]
     for index in order:
@@ -204,10 +204,10 @@ def test_a_wrapper_of_somebody_else_stays_and_each_wait_is_told_once(alone, make
     assert dist.Work.wait is other
 
 
-def test_a_wait_that_raises_has_ended_too(alone, rhythm, monkeypatch):
+def test_a_wait_that_raises_has_ended_too(alone, profiler, monkeypatch):
     monkeypatch.setattr(dist.Work, "wait", lambda _: 1 / 0)
-    stop = waits.follow(rhythm)
+    stop = waits.follow(profiler)
     with pytest.raises(ZeroDivisionError):
         dist.Work.wait(None)
-    assert rhythm.name == OTHER and names(rhythm) == [WAIT, OTHER]
+    assert profiler.name == OTHER and names(profiler) == [WAIT, OTHER]
     stop()

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from reft.client.snapshot import cuda_engine
-from reft.client.snapshot import save_plan as share
-from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.client.snapshot.cpu_plan import TASK_BYTES, Part, Plan, joined
-from reft.client.snapshot.cuda_engine import CudaCopier
-from reft.client.snapshot.save_plan import Run
-from reft.client.state.tensors import Bindings
+from reft.client.snapshot import save_plan as save_plan
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, joined
+from reft.client.snapshot.cuda_engine import CudaCopyEngine
+from reft.client.snapshot.save_plan import WriteItem
+from reft.client.state.tensors import TensorIndex
 from reft.core.coding import erasure
 from reft.core.coding.placement import Placement
 from reft.core.commit.slots import SlotState
@@ -32,70 +32,70 @@ from tests.support.streams import Inline
 
 
 def test_every_byte_lands_and_the_states_come_in_order(engine):
-    copier, device = engine
-    taken = Taken(tensors_on(device), {"buffer"}).by(copier)
+    copy_engine, device = engine
+    taken = Taken(tensors_on(device), {"buffer"}).by(copy_engine)
     for name, tensor in tensors_on(device).items():
         assert taken.bytes_of(name) == bytes_in(tensor).tobytes(), name
     assert taken.states[-2:] == [SlotState.LANDED, SlotState.SEALED]
     assert set(taken.states[:-2]) == {SlotState.WRITING}
     assert taken.slot.bad_chunks() == [] and taken.slot.capsule() == b"capsule"
-    assert copier.tally.written() == taken.share.written_bytes
+    assert copy_engine.copy_stats.written() == taken.save_plan.written_bytes
 
 
 @pytest.mark.parametrize("D", [1, 3])
 def test_riders_and_staged_leaves_are_as_at_the_mark(engine, D):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}  # too large for a capsule
-    taken = Taken(tensors, {"buffer", "cache"}, placement_of(Bindings(tensors, {"buffer", "cache"}), D, D - 1))
-    assert "cache" not in [taken.share.leaves[i].name for i in taken.share.riders]
+    taken = Taken(tensors, {"buffer", "cache"}, placement_of(TensorIndex(tensors, {"buffer", "cache"}), D, D - 1))
+    assert "cache" not in [taken.save_plan.leaves[i].name for i in taken.save_plan.inline_leaves]
     before = {name: bytes_in(tensors[name]).tobytes() for name in ("buffer", "cache")}
-    copier.begin(taken.job)
+    copy_engine.begin(taken.job)
     for name in before:
         tensors[name].add_(1)  # as forward does
-    copier.fence()
+    copy_engine.fence()
     assert taken.ended.wait(20) and taken.error is None
     assert {name: taken.bytes_of(name) for name in before} == before
 
 
 def test_nothing_is_read_after_the_fence(engine):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, set())
     before = tensors["large"].cpu().numpy().tobytes()
-    copier.begin(taken.job)
-    copier.fence()
+    copy_engine.begin(taken.job)
+    copy_engine.fence()
     tensors["large"].zero_()
     assert taken.ended.wait(20) and taken.error is None
     assert taken.bytes_of("large") == before
 
 
 def test_a_failure_is_reported_and_the_fence_opens(engine):
-    copier, device = engine
+    copy_engine, device = engine
     taken = Taken(tensors_on(device), set())
 
     def torn() -> None:
         raise ReftError("torn")
 
     taken.job.intact = torn
-    copier.begin(taken.job)
-    copier.fence()
+    copy_engine.begin(taken.job)
+    copy_engine.fence()
     assert taken.ended.wait(20) and "torn" in str(taken.error)
     assert taken.slot.reread().state is SlotState.WRITING, "a torn snapshot must not look landed"
     again = Taken(tensors_on(device), set())
-    copier.begin(again.job)
-    copier.fence()
+    copy_engine.begin(again.job)
+    copy_engine.fence()
     assert again.ended.wait(20) and again.error is None
 
 
 def test_bytes_count_as_what_training_does_when_their_copy_begins(engine):
-    copier, device = engine
-    copier.enter(1, Tier.GAP)
-    first = Taken(tensors_on(device), set()).by(copier)
-    assert copier.tally.written(Tier.GAP) == first.share.written_bytes == copier.tally.written()
-    copier.enter(2, Tier.COMPUTE)
-    second = Taken(tensors_on(device), set()).by(copier)
-    assert copier.tally.written(Tier.COMPUTE) == second.share.written_bytes
-    assert copier.tally.written() == 2 * copier.tally.written(Tier.GAP)
+    copy_engine, device = engine
+    copy_engine.enter(1, Tier.GAP)
+    first = Taken(tensors_on(device), set()).by(copy_engine)
+    assert copy_engine.copy_stats.written(Tier.GAP) == first.save_plan.written_bytes == copy_engine.copy_stats.written()
+    copy_engine.enter(2, Tier.COMPUTE)
+    second = Taken(tensors_on(device), set()).by(copy_engine)
+    assert copy_engine.copy_stats.written(Tier.COMPUTE) == second.save_plan.written_bytes
+    assert copy_engine.copy_stats.written() == 2 * copy_engine.copy_stats.written(Tier.GAP)
 
 
 # Groups
@@ -158,7 +158,7 @@ def live_bytes(placement: Placement, rank: int, tensors: dict[str, torch.Tensor]
             if leaf.name in tensors:
                 total += max(0, min(end, offset + leaf.nbytes) - max(begin, offset))
     total += sum(block.nbytes for block in part.blocks[part.data_blocks :])
-    return total + sum(leaf.nbytes for leaf in part.kept.leaves if leaf.name in tensors)
+    return total + sum(leaf.nbytes for leaf in part.unreplicated.leaves if leaf.name in tensors)
 
 
 GROUPS = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 3, 2), (5, 2, 2), (6, 1, 1), (6, 3, 1)]
@@ -167,30 +167,34 @@ GROUPS = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 3, 2), (5, 2, 2), (6, 
 @pytest.mark.parametrize(("D", "f", "each"), GROUPS)
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
 def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, scheme):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
-    placement = placement_of(Bindings(tensors, {"buffer"}), D, f, each, scheme)
+    placement = placement_of(TensorIndex(tensors, {"buffer"}), D, f, each, scheme)
     slots, copied = {}, 0
     for rank in range(D * each):
-        taken = Taken(tensors, {"buffer"}, placement, rank).by(copier)
-        assert taken.slot.bad_chunks() == [] and taken.riders["buffer"] == bytes_in(tensors["buffer"]).tobytes()
-        assert sorted(taken.parity) == list(range(len(taken.share.columns)))
-        assert copier.tally.written() - copied == taken.share.written_bytes == live_bytes(placement, rank, tensors)
-        slots[rank], copied = taken.slot.data, copier.tally.written()
+        taken = Taken(tensors, {"buffer"}, placement, rank).by(copy_engine)
+        assert taken.slot.bad_chunks() == [] and taken.inline_leaves["buffer"] == bytes_in(tensors["buffer"]).tobytes()
+        assert sorted(taken.parity) == list(range(len(taken.save_plan.columns)))
+        assert (
+            copy_engine.copy_stats.written() - copied
+            == taken.save_plan.written_bytes
+            == live_bytes(placement, rank, tensors)
+        )
+        slots[rank], copied = taken.slot.data, copy_engine.copy_stats.written()
     assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
 def test_members_with_engines_of_their_own_at_the_same_time():
     tensors = tensors_on("cpu")
-    placement = placement_of(Bindings(tensors, set()), 4, 2)
-    copiers = [CpuCopier([]), CpuCopier([0, 0]), CudaCopier(Inline()), CpuCopier([])]
+    placement = placement_of(TensorIndex(tensors, set()), 4, 2)
+    copiers = [CpuCopyEngine([]), CpuCopyEngine([0, 0]), CudaCopyEngine(Inline()), CpuCopyEngine([])]
     members = [Taken(tensors, set(), placement, rank) for rank in range(4)]
-    for copier, member in zip(copiers, members, strict=True):
-        copier.begin(member.job)
-    for copier, member in zip(copiers, members, strict=True):
-        copier.fence()
+    for copy_engine, member in zip(copiers, members, strict=True):
+        copy_engine.begin(member.job)
+    for copy_engine, member in zip(copiers, members, strict=True):
+        copy_engine.fence()
         assert member.ended.wait(20) and member.error is None
-        copier.close()
+        copy_engine.close()
     assert_any_survivors_have_it_all(placement, {r: m.slot.data for r, m in enumerate(members)}, tensors, 2)
 
 
@@ -198,40 +202,40 @@ def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
     """Step counters, and the state of an optimizer that was offloaded; where there is no device, leaves play the host's."""
     on_host = {"on host", "buffer", "medium", "small"}
     monkeypatch.setattr(
-        share, "_apart", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
+        save_plan, "_apart", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
     )
     tensors = tensors_on("cpu")
     for D, f in ((1, 0), (3, 2), (4, 1)):
-        placement = placement_of(Bindings(tensors, {"buffer"}), D, f)
+        placement = placement_of(TensorIndex(tensors, {"buffer"}), D, f)
         slots = {}
         for rank in range(D):
-            copier = CudaCopier(Inline())
+            copy_engine = CudaCopyEngine(Inline())
             taken = Taken(tensors, {"buffer"}, placement, rank)
             before = bytes_in(tensors["buffer"]).tobytes()
-            copier.begin(taken.job)
+            copy_engine.begin(taken.job)
             tensors["buffer"].add_(1)
-            copier.fence()
+            copy_engine.fence()
             assert taken.ended.wait(20) and taken.error is None and taken.slot.bad_chunks() == []
-            assert taken.riders["buffer"] == before
+            assert taken.inline_leaves["buffer"] == before
             assert D > 1 or taken.bytes_of("medium") == bytes_in(tensors["medium"]).tobytes()
             slots[rank] = taken.slot.data
-            copier.close()
+            copy_engine.close()
         assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
 def test_absent_leaves_are_zeros_and_extra_ones_are_kept(engine):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
-    placement = placement_of(Bindings(tensors, {"buffer"}), 3, 1)
+    placement = placement_of(TensorIndex(tensors, {"buffer"}), 3, 1)
     missing = {"large", "small"}
     grown = {name: tensor for name, tensor in tensors.items() if name not in missing and name != "medium"}
     grown |= {"medium": torch.randn(7, device=device), "new": torch.randn(3000, device=device)}
     slots = {}
     for rank in range(3):
-        taken = Taken(grown, {"buffer"}, placement, rank).by(copier)
-        assert set(taken.share.absent) == missing and set(taken.share.extra) == {"medium", "new"}
+        taken = Taken(grown, {"buffer"}, placement, rank).by(copy_engine)
+        assert set(taken.save_plan.absent) == missing and set(taken.save_plan.unplanned) == {"medium", "new"}
         assert taken.slot.bad_chunks() == []
-        for name in taken.share.extra:
+        for name in taken.save_plan.unplanned:
             assert taken.bytes_of(name) == bytes_in(grown[name]).tobytes()
         slots[rank] = taken.slot.data
     in_cells = {name: tensor for name, tensor in grown.items() if name not in ("medium", "new")}
@@ -239,16 +243,16 @@ def test_absent_leaves_are_zeros_and_extra_ones_are_kept(engine):
 
 
 def test_zeros_are_written_once_into_a_slot_and_again_after_a_failure(engine):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
-    taken = Taken(tensors, {"buffer"}, placement_of(Bindings(tensors, {"buffer"}), 3, 1))
-    padding = [slice(offset, offset + size) for offset, size in taken.share.zeros]
+    taken = Taken(tensors, {"buffer"}, placement_of(TensorIndex(tensors, {"buffer"}), 3, 1))
+    padding = [slice(offset, offset + size) for offset, size in taken.save_plan.zeros]
 
     def begin(error: Exception | None) -> None:
         taken.begin()
         taken.job.intact = lambda: throw(error)
-        copier.begin(taken.job)
-        copier.fence()
+        copy_engine.begin(taken.job)
+        copy_engine.fence()
         assert taken.ended.wait(20) and taken.error is error
 
     widest = max(padding, key=lambda run: run.stop - run.start)
@@ -267,52 +271,52 @@ def throw(error: Exception | None) -> None:
 
 
 def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
-    placement = placement_of(Bindings(tensors, set()), 3, 1)
+    placement = placement_of(TensorIndex(tensors, set()), 3, 1)
     taken = Taken(tensors, set(), placement)
-    assert len(taken.share.columns) > 3
+    assert len(taken.save_plan.columns) > 3
 
     def at_parity(index: int) -> None:
         if index == 3:
             raise ReftError("failpoint")
 
     taken.job.at_parity = at_parity
-    copier.begin(taken.job)
-    copier.fence()
+    copy_engine.begin(taken.job)
+    copy_engine.fence()
     assert taken.ended.wait(20) and "failpoint" in str(taken.error)
     assert taken.slot.reread().state is SlotState.WRITING
-    Taken(tensors, set(), placement).by(copier)
+    Taken(tensors, set(), placement).by(copy_engine)
 
 
 def test_a_failure_while_sealing_is_reported_too(engine):
     """The fence has long been passed: nobody waits for it."""
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
-    placement = placement_of(Bindings(tensors, set()), 3, 1)
+    placement = placement_of(TensorIndex(tensors, set()), 3, 1)
     taken = Taken(tensors, set(), placement)
     taken.job.sealed = lambda digests: throw(OSError("no space left on device"))
-    copier.begin(taken.job)
-    copier.fence()
+    copy_engine.begin(taken.job)
+    copy_engine.fence()
     assert taken.ended.wait(20) and "no space left" in str(taken.error)
     assert taken.slot.reread().state is SlotState.LANDED
-    Taken(tensors, set(), placement).by(copier)
+    Taken(tensors, set(), placement).by(copy_engine)
 
 
 def test_a_slot_is_opened_behind_what_there_may_be_no_memory_for(engine, monkeypatch):
     """What `begin` raises no engine reports, so a slot that was opened by then would never be written again."""
-    copier, device = engine
+    copy_engine, device = engine
     tensors = tensors_on(device)
     opened = []
-    taken = Taken(tensors, set()).by(copier)  # plans are made
+    taken = Taken(tensors, set()).by(copy_engine)  # plans are made
     taken.begin()
     taken.job.open = lambda may_wait: opened.append(may_wait) or taken.slot
     monkeypatch.setattr(torch, "empty", lambda *_, **__: throw(MemoryError()))
     try:
-        copier.begin(taken.job)
+        copy_engine.begin(taken.job)
     except MemoryError:
         assert not opened
-    copier.fence()
+    copy_engine.fence()
     monkeypatch.undo()
     assert not opened or taken.ended.wait(20)
 
@@ -321,12 +325,12 @@ def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
     """Of two threads one could digest a chunk before the other has put the rest of such a leaf into it."""
     tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}
     for D, f in ((1, 0), (3, 1)):
-        placement = placement_of(Bindings(tensors, set()), D, f)
+        placement = placement_of(TensorIndex(tensors, set()), D, f)
         slots = {}
         for rank in range(D):
-            copier = CpuCopier([0, 0])
-            taken = Taken(tensors, set(), placement, rank).by(copier)
-            copier.close()
+            copy_engine = CpuCopyEngine([0, 0])
+            taken = Taken(tensors, set(), placement, rank).by(copy_engine)
+            copy_engine.close()
             assert taken.slot.bad_chunks() == []
             slots[rank] = taken.slot.data
             assert D > 1 or taken.bytes_of("gaps") == bytes_in(tensors["gaps"]).tobytes()
@@ -334,45 +338,45 @@ def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
 
 
 def test_slots_with_other_chunks_than_the_placement_are_refused(engine):
-    copier, device = engine
+    copy_engine, device = engine
     taken = Taken(tensors_on(device), set())
     taken.job.chunk_bytes = 8192
     with pytest.raises(ReftError, match="chunks of 8192 bytes, the placement of 4096"):
-        copier.begin(taken.job)
-    Taken(tensors_on(device), set()).by(copier)
+        copy_engine.begin(taken.job)
+    Taken(tensors_on(device), set()).by(copy_engine)
 
 
 def test_chunks_of_parity_are_not_gone_through_twice():
     tensors = tensors_on("cpu")
-    copier = CpuCopier([0, 0])
-    taken = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, 2)).by(copier)
-    copier.close()
-    assert len(taken.share.parity_chunks) > 10
-    assert set(taken.chunks) == set(range(taken.slot.chunks)) - set(taken.share.parity_chunks)
+    copy_engine = CpuCopyEngine([0, 0])
+    taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, 2)).by(copy_engine)
+    copy_engine.close()
+    assert len(taken.save_plan.parity_chunks) > 10
+    assert set(taken.chunks) == set(range(taken.slot.chunks)) - set(taken.save_plan.parity_chunks)
 
 
 @pytest.mark.parametrize("f", [0, 2])
 def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
     tensors = {"w": torch.randn(1 << 20), "small": torch.randn(5)}
-    share = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, f)).share
-    plan = Plan.of(share, 4096, 1)
+    save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, f)).save_plan
+    plan = CpuCopyPlan.of(save_plan, 4096, 1)
     assert all(0 < sum(len(part.chunks) for part in task) <= TASK_BYTES // 4096 for task in plan.tasks)
     covered = [chunk for task in plan.tasks for part in task for chunk in part.chunks]
-    assert covered == [chunk for chunk in range(plan.chunks) if chunk not in share.parity_chunks]
-    assert len(plan.tasks) <= share.data_bytes // TASK_BYTES + 2 and len(plan.weights) == len(plan.tasks) + len(
-        share.columns
+    assert covered == [chunk for chunk in range(plan.chunks) if chunk not in save_plan.parity_chunks]
+    assert len(plan.tasks) <= save_plan.data_bytes // TASK_BYTES + 2 and len(plan.weights) == len(plan.tasks) + len(
+        save_plan.columns
     )
 
 
 @pytest.mark.parametrize("f", [0, 1])
 def test_what_one_leaf_fills_is_copied_in_one_piece(f):
     tensors = {"w": torch.randn(100_000), "b": torch.randn(2048), "c": torch.randn(1024), "d": torch.randn(9)}
-    share = Taken(tensors, set(), placement_of(Bindings(tensors, set()), 3, f)).share
-    plan = Plan.of(share, 4096, 1)
-    places = {leaf.name: i for i, leaf in enumerate(share.leaves)}
+    save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f)).save_plan
+    plan = CpuCopyPlan.of(save_plan, 4096, 1)
+    places = {leaf.name: i for i, leaf in enumerate(save_plan.leaves)}
     for task in plan.tasks:
         for part in task:
-            end = min(part.chunks.stop * 4096, share.data_bytes)
+            end = min(part.chunks.stop * 4096, save_plan.data_bytes)
             if len(part.chunks) > 1:
                 (run,) = part.runs
                 assert (run.at, run.nbytes) == (part.chunks.start * 4096, end - part.chunks.start * 4096)
@@ -382,7 +386,7 @@ def test_what_one_leaf_fills_is_copied_in_one_piece(f):
             assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two pieces for one"
     runs = [run for task in plan.tasks for part in task for run in part.runs]
     assert [sum(run.nbytes for run in runs if run.leaf == places[name]) for name in ("w", "d")] == [
-        sum(run.nbytes for run in share.runs if run.leaf == places[name]) for name in ("w", "d")
+        sum(run.nbytes for run in save_plan.runs if run.leaf == places[name]) for name in ("w", "d")
     ]
     assert max(run.nbytes for run in runs) > 8 * 4096
 
@@ -391,27 +395,33 @@ def test_what_one_leaf_fills_is_copied_in_one_piece(f):
     ("data_bytes", "joins"), [(5 * 64, [[0, 1], [2], [3], [4]]), (4 * 64 + 60, [[0, 1], [2], [3, 4]])]
 )
 def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, joins):
-    runs = [Run(0, 0, 64, 0), Run(0, 64, 64, 64), Run(1, 128, 64, 128), Run(1, 0, 64, 192), Run(1, 64, 60, 256)]
-    parts = joined([Part(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
+    runs = [
+        WriteItem(0, 0, 64, 0),
+        WriteItem(0, 64, 64, 64),
+        WriteItem(1, 128, 64, 128),
+        WriteItem(1, 0, 64, 192),
+        WriteItem(1, 64, 60, 256),
+    ]
+    parts = joined([CopyPart(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
     assert [list(part.chunks) for part in parts] == joins
     assert [run.nbytes for part in parts for run in part.runs] == [sum(runs[i].nbytes for i in each) for each in joins]
 
 
 def test_threads_share_the_work_evenly():
     tensors = {"w": torch.randn(1 << 22)}
-    plan = Plan.of(Taken(tensors, set(), placement_of(Bindings(tensors, set()), 4, 1)).share, 4096, 2)
+    plan = CpuCopyPlan.of(Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, 1)).save_plan, 4096, 2)
     _, middle, end = plan.bounds(2)
     assert end == len(plan.work) and abs(int(plan.work[middle]) - int(plan.work[-1]) // 2) <= TASK_BYTES
 
 
 def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy():
     device = Inline()
-    copier = CudaCopier(device)
+    copy_engine = CudaCopyEngine(device)
     taken = Taken(tensors_on("cpu"), set())
-    copier.begin(taken.job)
-    copier.fence()
+    copy_engine.begin(taken.job)
+    copy_engine.fence()
     assert taken.ended.wait(20)
-    copier.close()
+    copy_engine.close()
     order = [entry for entry in device.order if not entry.startswith("host")]
     assert order[:2] == ["record compute", "side waits for compute"], "what was gathered"
     last = f"compute waits for side {order.count('record side')}"
@@ -420,20 +430,20 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
 
 def test_replicas_agree_on_their_cells_whatever_the_engine():
     tensors = {name: torch.randn(300, 70) for name in ("a", "b")}
-    placement = placement_of(Bindings(tensors, set()), D=2, f=1)
+    placement = placement_of(TensorIndex(tensors, set()), D=2, f=1)
     taken = [
         Taken(tensors, set(), placement, rank).by(engine)
         for rank in range(2)
-        for engine in (CpuCopier([]), CudaCopier(Inline()))
+        for engine in (CpuCopyEngine([]), CudaCopyEngine(Inline()))
     ]
     assert taken[0].cells and all(each.cells == taken[0].cells for each in taken)
     other = {**tensors, "b": tensors["b"] + 1}
-    assert Taken(other, set(), placement, 1).by(CpuCopier([])).cells != taken[0].cells
+    assert Taken(other, set(), placement, 1).by(CpuCopyEngine([])).cells != taken[0].cells
 
 
 def test_a_device_without_room_is_not_asked_at_each_mark(monkeypatch):
     """Each time torch would give back all memory that it keeps for training first."""
-    copier, tried = CudaCopier(Inline()), []
+    copy_engine, tried = CudaCopyEngine(Inline()), []
     taken = Taken(tensors_on("cpu"), set())
 
     def full(*_: object) -> None:
@@ -444,13 +454,13 @@ def test_a_device_without_room_is_not_asked_at_each_mark(monkeypatch):
     for _ in range(20):
         tried.append(False)
         with pytest.raises(ReftError, match=r"no room .* lower REFT_PARITY_SCRATCH_BYTES"):
-            copier.begin(taken.job)
-        copier.fence()
+            copy_engine.begin(taken.job)
+        copy_engine.fence()
     assert [mark for mark, has_tried in enumerate(tried) if has_tried] == [0, 1, 2, 4, 8, 16]
     monkeypatch.undo()
     for _ in range(20, 32):
         with pytest.raises(ReftError):
-            copier.begin(taken.job)
-        copier.fence()
-    taken.by(copier)
-    copier.close()
+            copy_engine.begin(taken.job)
+        copy_engine.fence()
+    taken.by(copy_engine)
+    copy_engine.close()

@@ -16,7 +16,7 @@ from reft.client.attach.run import Attachment
 from reft.client.link.slots import MappedSlot
 from reft.client.memory.cuda import Device
 from reft.client.session import Session
-from reft.client.snapshot.cuda_engine import CudaCopier
+from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from tests.scenarios.test_state_kinds import state_bytes
 from tests.support.cuda_runtime import Runtime
 from tests.support.streams import Late
@@ -37,7 +37,7 @@ def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def device(monkeypatch) -> Late:
     """What stands for CUDA: its copies are made as late as somebody must wait for them."""
     late = Late()
-    monkeypatch.setattr(Attachment, "_copier", lambda _: CudaCopier(late))
+    monkeypatch.setattr(Attachment, "_copy_engine", lambda _: CudaCopyEngine(late))
     return late
 
 
@@ -64,7 +64,7 @@ def replay(model: torch.nn.Module) -> None:
 def held_up(session: Session) -> Iterator[None]:
     """The engine's thread stands still meanwhile, and so does the side stream unless somebody waits for it."""
     may_go = threading.Event()
-    session._snapshots.copier.submit(lambda: may_go.wait(20))
+    session._snapshots.copy_engine.submit(lambda: may_go.wait(20))
     yield
     may_go.set()
 
@@ -161,7 +161,7 @@ def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
     driver, runtime = Driver(), Runtime()
     runtime.install(monkeypatch)
     monkeypatch.setattr(runtime, "call", driver.note)
-    monkeypatch.setattr(device_module, "_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(device_module, "_mode_exchange", lambda: driver.exchange)
     device = Device(torch.device("cuda", 0))
     driver.modes.clear()
     device.host_waits(device.record_side())

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from reft.client.link import rank_group as exchange_module
 from reft.client.link.rank_group import BROADCAST_BYTES, spoken_alone
-from reft.client.snapshot.replica_check import differing, unequal, value_digests
-from reft.client.state.extract.dtensor import Box
-from reft.client.state.tensors import Bindings
+from reft.client.snapshot.replica_check import find_mismatched, mismatched_names, value_digests
+from reft.client.state.extract.dtensor import Region
+from reft.client.state.tensors import TensorIndex
 from reft.core.layout.cells import divide
 from reft.core.layout.stage_naming import CONSTANT
 from reft.errors import AttachError
@@ -22,18 +22,18 @@ from reft.errors import AttachError
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
 
 
-def bound(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor) -> Bindings:
-    """Bindings of tensors; those named in `pieces` are rows at.. of a whole that is twice as long."""
-    found = Bindings()
+def bound(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor) -> TensorIndex:
+    """TensorIndex of tensors; those named in `pieces` are rows at.. of a whole that is twice as long."""
+    found = TensorIndex()
     for name, tensor in tensors.items():
-        box = Box((2 * tensor.shape[0],), (at,)) if name in pieces else None
+        box = Region((2 * tensor.shape[0],), (at,)) if name in pieces else None
         found.add(f"model.0.{name}", {name: tensor}, name, tensor, box=box)
     return found
 
 
 def said(**tensors: torch.Tensor) -> dict[str, dict[str, str]]:
-    bindings = bound(**tensors)
-    return {"values": value_digests(bindings, bindings.tensors)}
+    tensor_index = bound(**tensors)
+    return {"values": value_digests(tensor_index, tensor_index.tensors)}
 
 
 class Exchange:
@@ -50,7 +50,7 @@ class Exchange:
         vars(mine).update(vars(self), rank=rank, count=0)
         return mine
 
-    def together(self, act):
+    def gather_or_raise(self, act):
         said = act()
         self.barrier.wait(20)
         if self.rank == 0:
@@ -62,17 +62,17 @@ class Exchange:
         return self.rounds[self.count - 1]
 
 
-def compared(ranks: list[Bindings]) -> tuple[list[str], list[list[dict]]]:
+def compared(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
     """What every rank finds, and all that was said."""
-    layouts = [bindings.layout() for bindings in ranks]
+    layouts = [tensor_index.layout() for tensor_index in ranks]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
-    names = {name for bindings in ranks for name in bindings.tensors}
-    exchange = Exchange(len(ranks))
+    names = {name for tensor_index in ranks for name in tensor_index.tensors}
+    rank_group = Exchange(len(ranks))
     with ThreadPoolExecutor(len(ranks)) as pool:
-        act = lambda rank: unequal(exchange.of(rank), division, names, ranks[rank])  # noqa: E731
+        act = lambda rank: find_mismatched(rank_group.of(rank), division, names, ranks[rank])  # noqa: E731
         found = list(pool.map(act, range(len(ranks))))
     assert all(each == found[0] for each in found)
-    return found[0], exchange.rounds
+    return found[0], rank_group.rounds
 
 
 def test_replicas_that_are_alike_need_one_digest_a_cell():
@@ -102,7 +102,7 @@ def test_the_holders_of_a_piece_are_compared_with_one_another_only():
 def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_constants_do_not_prove():
     same = torch.arange(6.0)
     ranks = [said(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)]
-    assert differing(ranks, NAMES) == ["model.0.b", "model.0.w", "optimizer.0.exp_avg.model.0.w"]
+    assert mismatched_names(ranks, NAMES) == ["model.0.b", "model.0.w", "optimizer.0.exp_avg.model.0.w"]
     assert compared([bound(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)])[0] == [
         "model.0.b",
         "model.0.w",
@@ -111,7 +111,7 @@ def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_consta
 
 def test_constants_are_marked_whatever_their_type_and_order():
     tensors = {"a": torch.ones(4, 4).t(), "b": torch.arange(4), "c": torch.empty(0), "d": torch.ones(5)[::2]}
-    found = value_digests(Bindings(tensors, set()), tensors)
+    found = value_digests(TensorIndex(tensors, set()), tensors)
     assert [name for name, digest in found.items() if digest.startswith(CONSTANT)] == ["a", "c", "d"]
 
 
@@ -142,8 +142,8 @@ def test_a_rank_that_does_not_come_is_an_error_of_refts_and_so_ends_no_step_at_a
     def gone(*_: object) -> None:
         raise RuntimeError("Timed out waiting 5000ms")
 
-    exchange = exchange_module.Exchange(5.0)
-    exchange.group, exchange.world = object(), 2
-    monkeypatch.setattr(exchange, "_all_gather", gone)
+    rank_group = exchange_module.RankGroup(5.0)
+    rank_group.group, rank_group.world = object(), 2
+    monkeypatch.setattr(rank_group, "_all_gather", gone)
     with pytest.raises(AttachError, match="not all 2 ranks came within 5 s: Timed out"):
-        exchange.together(dict)
+        rank_group.gather_or_raise(dict)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reft.client.restore.remote_slots import Remote
-from reft.client.snapshot.replica_check import WINDOW_BYTES, are_unlike, compared, compared_before, digest, samples
-from reft.client.snapshot.save_plan import CellRuns, Run
+from reft.client.restore.remote_slots import RemoteSlots
+from reft.client.snapshot.replica_check import WINDOW_BYTES, are_mismatched, compared, compared_before, digest, samples
+from reft.client.snapshot.save_plan import CellRuns, WriteItem
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import Plan
+from reft.core.recovery.recovery import RecoveryPlan
 from reft.errors import RestoreError
 from reft.wire import capsule_format as capsule
 from reft.wire.v1 import daemon_pb2 as pb
@@ -18,7 +18,7 @@ A, B = 3 * WINDOW_BYTES + 100, 77
 
 
 def cell() -> CellRuns:
-    return CellRuns(5, A + 128 + B, (Run(0, 0, A, 0), Run(1, 0, B, A + 128)))
+    return CellRuns(5, A + 128 + B, (WriteItem(0, 0, A, 0), WriteItem(1, 0, B, A + 128)))
 
 
 def bytes_of(seed: int) -> list[np.ndarray]:
@@ -52,7 +52,7 @@ def test_a_missing_leaf_is_a_difference():
 
 
 def test_a_small_cell_is_always_compared_in_whole():
-    small = CellRuns(0, B, (Run(1, 0, B, 0),))
+    small = CellRuns(0, B, (WriteItem(1, 0, B, 0),))
     (sample,) = samples([small], 9, in_whole=False)
     assert sample.runs == small.runs
 
@@ -61,15 +61,15 @@ def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
     one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
         {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
     ))  # fmt: skip
-    assert not are_unlike([one, other, one]) and not are_unlike([other, third])
-    assert are_unlike([one, other, third])
-    assert not are_unlike([one, compared({})]), "a capsule of before says nothing of it"
+    assert not are_mismatched([one, other, one]) and not are_mismatched([other, third])
+    assert are_mismatched([one, other, third])
+    assert not are_mismatched([one, compared({})]), "a capsule of before says nothing of it"
 
 
 def test_what_is_left_of_the_steps_before_is_compared_too():
     """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
 
-    class Daemons(Remote):
+    class Daemons(RemoteSlots):
         def __init__(self):
             pass
 
@@ -79,7 +79,7 @@ def test_what_is_left_of_the_steps_before_is_compared_too():
             return pb.CapsuleRecord(capsule=capsule.encode({"step": version.step, "compared": {7: rank}}))
 
     versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
-    plan = Plan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
+    plan = RecoveryPlan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
     said = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
     assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
-    assert are_unlike(said) and not are_unlike([said[0][:1], said[1]]), "samples of other steps are others"
+    assert are_mismatched(said) and not are_mismatched([said[0][:1], said[1]]), "samples of other steps are others"

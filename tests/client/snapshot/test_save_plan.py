@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.client.snapshot.save_plan import UNIT, Cut, Share, share_of
-from reft.client.state.tensors import Bindings
+from reft.client.snapshot.save_plan import UNIT, ParityTiling, SavePlan, plan_save
+from reft.client.state.tensors import TensorIndex
 from reft.core.coding.placement import Placement, place
 from reft.core.layout.cells import RIDERS_MAX, divide
 from reft.core.layout.layout import Leaf, pack
@@ -24,20 +24,20 @@ def leaf(name: str, nbytes: int, staged: bool = False) -> Leaf:
     return Leaf(name, "uint8", (nbytes,), (1,), nbytes, staged, (nbytes,), (0,))
 
 
-def placed(leaves: list[Leaf], D: int, f: int, each: int = 1, scheme: str = "aec", unequal=()) -> Placement:
+def placed(leaves: list[Leaf], D: int, f: int, each: int = 1, scheme: str = "aec", mismatched=()) -> Placement:
     layout = pack(leaves)
-    division = divide({layout.digest: layout}, [layout.digest] * (D * each), unequal)
+    division = divide({layout.digest: layout}, [layout.digest] * (D * each), mismatched)
     return place(division, [rank // each for rank in range(D * each)], scheme, f, CHUNK)
 
 
-def share(placement: Placement, rank: int, leaves: list[Leaf], cut: Cut | None = None) -> Share:
-    return share_of(placement, rank, leaves, {}, cut or Cut())
+def save_plan(placement: Placement, rank: int, leaves: list[Leaf], cut: ParityTiling | None = None) -> SavePlan:
+    return plan_save(placement, rank, leaves, {}, cut or ParityTiling())
 
 
 LEAVES = [leaf("a", 5), leaf("b", 70000), leaf("c", 300000), leaf("d", 64), leaf("s", 40, staged=True)]
 
 
-def cover(found: Share) -> np.ndarray:
+def cover(found: SavePlan) -> np.ndarray:
     """How often each byte of the slot's data is written."""
     times = np.zeros(found.data_bytes, int)
     for run in found.runs:
@@ -61,7 +61,7 @@ def test_every_byte_of_the_slot_is_written_once(sizes, D, each, f, scheme, data)
     leaves = [leaf(f"leaf{i}", size, staged=i == 3) for i, size in enumerate(sizes)]
     rank = data.draw(st.integers(0, D * each - 1))
     there = [each for each in leaves if data.draw(st.booleans())] + [leaf("extra", 5000)]
-    found = share(placed(leaves, D, f, each, scheme), rank, there, Cut(2048, 4096, 1 << 20))
+    found = save_plan(placed(leaves, D, f, each, scheme), rank, there, ParityTiling(2048, 4096, 1 << 20))
     assert (cover(found) == 1).all()
     assert set(found.absent) == {each.name for each in leaves} - {each.name for each in there}
     assert sum(nbytes for _, nbytes in found.zeros) + found.written_bytes == found.data_bytes
@@ -76,45 +76,45 @@ def test_a_member_writes_what_the_formula_says(D, f):
     k = placement.lanes[0].code.k
     assert k == D - f
     for rank in range(D):
-        found = share(placement, rank, leaves)
+        found = save_plan(placement, rank, leaves)
         assert found.written_bytes == found.data_bytes == nbytes * (k + f) // (D * k)
 
 
 def test_a_process_alone_keeps_everything_one_run_a_leaf():
-    found = share(placed(LEAVES, 1, 0), 0, LEAVES)
-    assert not found.columns and not found.parity_chunks and found.extra == found.absent == ()
+    found = save_plan(placed(LEAVES, 1, 0), 0, LEAVES)
+    assert not found.columns and not found.parity_chunks and found.unplanned == found.absent == ()
     assert sorted(found.leaves[run.leaf].name for run in found.runs) == ["b", "c"]
     assert [run.begin for run in found.runs] == [0, 0]
-    assert sorted(found.leaves[i].name for i in found.riders) == ["a", "d", "s"]
+    assert sorted(found.leaves[i].name for i in found.inline_leaves) == ["a", "d", "s"]
     assert found.written_bytes == 370000
 
 
 @pytest.mark.parametrize("D", [1, 3])
 def test_the_table_says_where_each_leaf_is(D):
     leaves = [*LEAVES, leaf("u", 100_000)]
-    placement = placed(leaves, D, D - 1, unequal=["u"])
-    found = share(placement, 1 % D, [*leaves[1:], leaf("new", 9)])
+    placement = placed(leaves, D, D - 1, mismatched=["u"])
+    found = save_plan(placement, 1 % D, [*leaves[1:], leaf("new", 9)])
     table = table_from(found.table)
-    shared = pb.KEPT if D == 1 else pb.CELL
+    shared = pb.UNREPLICATED if D == 1 else pb.CELL
     places = {
         "b": shared,
         "c": shared,
-        "d": pb.RIDER if D == 1 else pb.CELL,
-        "s": pb.RIDER,
-        "u": pb.KEPT,
-        "new": pb.KEPT,
+        "d": pb.INLINE if D == 1 else pb.CELL,
+        "s": pb.INLINE,
+        "u": pb.UNREPLICATED,
+        "new": pb.UNREPLICATED,
     }
     assert places_from(found.table) == places
     assert {each.name for each in table.leaves} == set(places) and table.data_bytes == found.data_bytes
     for each, offset in zip(table.leaves, table.offsets, strict=True):
-        if places[each.name] == pb.KEPT:
+        if places[each.name] == pb.UNREPLICATED:
             assert any(run == (found.leaves.index(each), 0, each.nbytes, offset) for run in found.runs)
 
 
 def test_columns_keep_to_the_cut():
     placement = placed([leaf("w", 1 << 20)], 4, 2)
-    for cut in (Cut(), Cut(4096, 8192, 1 << 20), Cut(256, 64, 1 << 20)):
-        columns = share(placement, 0, [leaf("w", 1 << 20)], cut).columns
+    for cut in (ParityTiling(), ParityTiling(4096, 8192, 1 << 20), ParityTiling(256, 64, 1 << 20)):
+        columns = save_plan(placement, 0, [leaf("w", 1 << 20)], cut).columns
         assert max(column.nbytes for column in columns) <= cut.register
         assert max(column.nbytes * column.rows for column in columns) <= cut.scratch
 
@@ -122,7 +122,7 @@ def test_columns_keep_to_the_cut():
 def test_columns_get_narrow_where_many_small_leaves_lie():
     leaves = [leaf(f"leaf{i}", 100) for i in range(3_000)]
     placement = placed(leaves, 4, 2)
-    found = share(placement, 0, leaves, Cut(1 << 20, 1 << 20, 64 << 10))
+    found = save_plan(placement, 0, leaves, ParityTiling(1 << 20, 1 << 20, 64 << 10))
     assert max(column.nbytes * column.rows for column in found.columns) <= 64 << 10
     assert (cover(found) == 1).all()
 
@@ -132,13 +132,13 @@ def test_scratch_that_is_too_small_is_refused_with_numbers():
     with pytest.raises(
         ConfigError, match=r"a column of \d+ registers needs \d+ bytes of scratch memory; the limit is 100.*Fix"
     ):
-        share(placed(leaves, 4, 2), 0, leaves, Cut(4096, 4096, 100))
+        save_plan(placed(leaves, 4, 2), 0, leaves, ParityTiling(4096, 4096, 100))
 
 
 def test_columns_begin_at_cache_lines():
-    for column in share(placed([leaf("w", 3 << 20)], 3, 1), 1, [leaf("w", 3 << 20)], Cut(100_000, 200_000)).columns[
-        :-1
-    ]:
+    for column in save_plan(
+        placed([leaf("w", 3 << 20)], 3, 1), 1, [leaf("w", 3 << 20)], ParityTiling(100_000, 200_000)
+    ).columns[:-1]:
         assert column.nbytes % UNIT == 0
 
 
@@ -147,11 +147,11 @@ def test_columns_begin_at_cache_lines():
 
 def test_the_digest_tells_where_bytes_lie():
     placement = placed(LEAVES, 4, 1)
-    first = share(placement, 0, LEAVES)
-    assert first.digest == share(placement, 0, LEAVES[::-1]).digest, "the order of discovery says nothing"
+    first = save_plan(placement, 0, LEAVES)
+    assert first.digest == save_plan(placement, 0, LEAVES[::-1]).digest, "the order of discovery says nothing"
     others = [
-        share(placement, 1, LEAVES), share(placement, 0, LEAVES[1:]), share(placed(LEAVES, 4, 2), 0, LEAVES),
-        share(placed(LEAVES, 4, 1, scheme="arc"), 0, LEAVES), share(placement, 0, [*LEAVES, leaf("new", 1)]),
+        save_plan(placement, 1, LEAVES), save_plan(placement, 0, LEAVES[1:]), save_plan(placed(LEAVES, 4, 2), 0, LEAVES),
+        save_plan(placed(LEAVES, 4, 1, scheme="arc"), 0, LEAVES), save_plan(placement, 0, [*LEAVES, leaf("new", 1)]),
     ]  # fmt: skip
     assert len({first.digest, *(other.digest for other in others)}) == len(others) + 1
     assert first.table == others[0].table, "it is not the table alone"
@@ -159,24 +159,24 @@ def test_the_digest_tells_where_bytes_lie():
 
 def test_a_leaf_of_another_kind_than_predicted_is_kept_and_its_place_is_zeros():
     placement = placed(LEAVES, 3, 1)
-    found = share(placement, 0, [*LEAVES[:2], leaf("c", 4000), *LEAVES[3:]])
-    assert found.extra == ("c",) and found.absent == () and (cover(found) == 1).all()
-    staged = share(placement, 0, [*LEAVES[:2], leaf("c", 300000, staged=True), *LEAVES[3:]])
-    assert staged.extra == ("c",), "forward mutates it, so no rank may code it for another"
+    found = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 4000), *LEAVES[3:]])
+    assert found.unplanned == ("c",) and found.absent == () and (cover(found) == 1).all()
+    staged = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 300000, staged=True), *LEAVES[3:]])
+    assert staged.unplanned == ("c",), "forward mutates it, so no rank may code it for another"
 
 
 def test_riders_that_turn_out_larger_are_kept():
     small = [leaf(f"r{i}", 10, staged=True) for i in range(3)]
     placement = placed(small, 2, 1)
-    found = share(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
-    assert [found.leaves[i].name for i in found.riders] == ["r1", "r2"] and found.extra == ("r0",)
+    found = save_plan(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
+    assert [found.leaves[i].name for i in found.inline_leaves] == ["r1", "r2"] and found.unplanned == ("r0",)
 
 
 def test_the_same_leaves_elsewhere_need_no_new_share():
     tensors = {"w": torch.zeros(100_000), "b": torch.zeros(5)}
-    leaves = Bindings(tensors, set()).layout().leaves
+    leaves = TensorIndex(tensors, set()).layout().leaves
     placement = placed(list(leaves), 3, 1)
-    expected = share_of(placement, 0, leaves, {}, Cut())
+    expected = plan_save(placement, 0, leaves, {}, ParityTiling())
     moved = expected.with_tensors(leaves[::-1], tensors)
     assert moved is not None and moved.columns is expected.columns and moved.tensors is tensors
     assert expected.with_tensors(leaves[:1], tensors) is None

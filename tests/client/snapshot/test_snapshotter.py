@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.snapshot.cpu_engine import CpuCopier
-from reft.client.snapshot.snapshotter import Snapshots
+from reft.client.snapshot.cpu_engine import CpuCopyEngine
+from reft.client.snapshot.snapshotter import Snapshotter
 from reft.client.state.host_state import HostState
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import place
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import Slot, SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
@@ -38,7 +38,7 @@ class Line:
 
     def __init__(self) -> None:
         self.whole: Version | None = None
-        self.answers: dict[int, tuple[Answer, str]] = {}
+        self.answers: dict[int, tuple[StepAnswer, str]] = {}
         self.answered = threading.Semaphore(0)
 
     def voids(self, version):
@@ -53,7 +53,7 @@ class Line:
     def wake(self) -> None:
         """Nobody sleeps."""
 
-    unlike = frozenset()
+    mismatched = frozenset()
 
     def answer(self, step, answer, trouble="", digests=()) -> None:
         self.answers[step] = (answer, trouble)
@@ -80,14 +80,14 @@ class Rank:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(300, 70), nn.BatchNorm1d(70))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.subjects = Subjects({"model.0": self.model}, (self.optimizer,), {})
-        self.leaves = pack([*self.subjects.bind().leaves(), *self.subjects.predict()]).leaves
+        self.tracked = TrackedObjects({"model.0": self.model}, (self.optimizer,), {})
+        self.leaves = pack([*self.tracked.bind().leaves(), *self.tracked.predict()]).leaves
         layout = pack(self.leaves)
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
-        self.copier, self.line = CpuCopier([]), Line()
-        self.snapshots = Snapshots(
-            self.subjects, HostState(self.subjects, state or {}), self.copier, self.line, Failpoints(), 0, NEW, base,
+        self.copy_engine, self.line = CpuCopyEngine([]), Line()
+        self.snapshots = Snapshotter(
+            self.tracked, HostState(self.tracked, state or {}), self.copy_engine, self.line, Failpoints(), 0, NEW, base,
             Room(3, self.placement.part(0).data_bytes).slots, None, self.placement, 0,
         )  # fmt: skip
 
@@ -96,7 +96,7 @@ class Rank:
         self.model(torch.randn(8, 300)).sum().backward()
         self.optimizer.step()
 
-    def take(self, step: int) -> tuple[Answer, str]:
+    def take(self, step: int) -> tuple[StepAnswer, str]:
         self.snapshots.take(step, is_marked=True)
         self.snapshots.fence()
         assert self.line.answered.acquire(timeout=20)
@@ -110,19 +110,19 @@ class Rank:
 def rank():
     rank = Rank()
     yield rank
-    rank.copier.close()
+    rank.copy_engine.close()
 
 
 def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
-    assert rank.take(1) == (Answer.SEALED, "")
+    assert rank.take(1) == (StepAnswer.SEALED, "")
     before = {name: tensor.numpy().tobytes() for name, tensor in rank.model.named_buffers()}
     slot = rank.slot(1)
     tree = capsule_format.decode(slot.capsule())
     assert {name.removeprefix("model.0."): data for name, data in tree["riders"].items()} == before
     assert len(tree["absent"]) == 12 and all(name.startswith("optimizer.0.") for name in tree["absent"])
-    assert set(places_from(slot.table()).values()) == {pb.CELL, pb.RIDER} and not slot.bad_chunks()
+    assert set(places_from(slot.table()).values()) == {pb.CELL, pb.INLINE} and not slot.bad_chunks()
     rank.step()
-    assert rank.take(2) == (Answer.SEALED, "")
+    assert rank.take(2) == (StepAnswer.SEALED, "")
     assert capsule_format.decode(rank.slot(2).capsule())["absent"] == []
     assert rank.slot(2).header.layout != slot.header.layout and rank.slot(2).header.data_bytes == slot.header.data_bytes
 
@@ -131,9 +131,11 @@ def test_a_share_that_was_expected_is_used(rank):
     rank.snapshots.expect(rank.leaves)
     rank.step()
     rank.take(1)
-    held = rank.snapshots._held.share
-    assert held.runs is rank.snapshots._expected.runs and held.extra == held.absent == ()
-    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes + sum(held.leaves[i].nbytes for i in held.riders)
+    held = rank.snapshots._held.save_plan
+    assert held.runs is rank.snapshots._expected.runs and held.unplanned == held.absent == ()
+    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes + sum(
+        held.leaves[i].nbytes for i in held.inline_leaves
+    )
 
 
 def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):
@@ -142,9 +144,9 @@ def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):
     rank.model[0].register_buffer("late", torch.randn(4))
     rank.snapshots.slots[:] = Room(3, 1 << 20).slots
     with caplog.at_level(logging.WARNING, "reft"):
-        assert rank.take(2) == (Answer.SEALED, "")
+        assert rank.take(2) == (StepAnswer.SEALED, "")
     assert "1 leaves were not foreseen by attach and are lost with their node, e.g. model.0.0.late" in caplog.text
-    assert places_from(rank.slot(2).table())["model.0.0.late"] == pb.KEPT
+    assert places_from(rank.slot(2).table())["model.0.0.late"] == pb.UNREPLICATED
     caplog.clear()
     rank.take(3)
     assert not caplog.records, "it is said once"
@@ -154,8 +156,8 @@ def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
     big = SimpleNamespace(state_dict=lambda: {"x": bytes(2 << 20)}, load_state_dict=None)
     rank = Rank(state={"big": big})
     answer, trouble = rank.take(1)
-    assert answer is Answer.VOID and "the capsule has 2" in trouble and "Fix: keep less" in trouble
-    rank.copier.close()
+    assert answer is StepAnswer.VOID and "the capsule has 2" in trouble and "Fix: keep less" in trouble
+    rank.copy_engine.close()
 
 
 def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_dropped():
@@ -164,13 +166,13 @@ def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_drop
     held = rank.snapshots.slots[0].map
     held.begin(Version(OLD, 7), b"x" * 16, b"", 0)
     held.landed()
-    assert rank.take(7) == (Answer.SEALED, "")
+    assert rank.take(7) == (StepAnswer.SEALED, "")
     assert held.header.version == Version(OLD, 7), "the base stays until the new version is whole"
-    assert rank.take(8) == (Answer.SEALED, "")
+    assert rank.take(8) == (StepAnswer.SEALED, "")
     rank.snapshots.discard(8)
     states = {slot.map.header.version: slot.map.header.state for slot in rank.snapshots.slots}
     assert states[Version(NEW, 7)] is SlotState.SEALED and Version(NEW, 8) not in states
-    rank.copier.close()
+    rank.copy_engine.close()
 
 
 def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
@@ -180,17 +182,19 @@ def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
         made.wait(20)
         return larger
 
-    rank.snapshots.leaser = SimpleNamespace(lease=lease)
+    rank.snapshots.leases = SimpleNamespace(lease=lease)
     rank.step()
-    assert rank.take(1) == (Answer.SEALED, "")
+    assert rank.take(1) == (StepAnswer.SEALED, "")
     rank.model[0].register_buffer("late", torch.randn(1 << 10))
-    assert rank.take(2)[0] is Answer.VOID
+    assert rank.take(2)[0] is StepAnswer.VOID
     del rank.model[0].late
     answer, trouble = rank.take(3)
-    assert answer is Answer.VOID and "are being made" in trouble, "it fits again, and the daemon may free it any time"
+    assert answer is StepAnswer.VOID and "are being made" in trouble, (
+        "it fits again, and the daemon may free it any time"
+    )
     made.set()
     rank.snapshots._leasing.join(20)
-    assert rank.take(4) == (Answer.SEALED, "") and rank.snapshots.slots is larger
+    assert rank.take(4) == (StepAnswer.SEALED, "") and rank.snapshots.slots is larger
 
 
 def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, caplog):
@@ -200,20 +204,20 @@ def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, c
         refused.release()
         raise NoRoom("the arena is full.")
 
-    rank.snapshots.leaser = SimpleNamespace(lease=lease)
+    rank.snapshots.leases = SimpleNamespace(lease=lease)
     rank.step()
     rank.model[0].register_buffer("late", torch.randn(1 << 20))
     with caplog.at_level(logging.WARNING, "reft"):
-        assert rank.take(1)[0] is Answer.VOID
+        assert rank.take(1)[0] is StepAnswer.VOID
         rank.snapshots._leasing.join(20)
     assert "rank 0 gets no slots for its new layout: the arena is full." in caplog.text
-    assert rank.take(2)[0] is Answer.VOID
+    assert rank.take(2)[0] is StepAnswer.VOID
     rank.snapshots._leasing.join(20)
     assert refused.acquire(timeout=20) and refused.acquire(timeout=20)
-    rank.snapshots.leaser = SimpleNamespace(lease=lambda *sizes: Room(3, 8 << 20).slots)
-    assert rank.take(3)[0] is Answer.VOID
+    rank.snapshots.leases = SimpleNamespace(lease=lambda *sizes: Room(3, 8 << 20).slots)
+    assert rank.take(3)[0] is StepAnswer.VOID
     rank.snapshots._leasing.join(20)
-    assert rank.take(4) == (Answer.SEALED, "")
+    assert rank.take(4) == (StepAnswer.SEALED, "")
 
 
 @pytest.mark.parametrize("method", ["begin", "put_capsule", "landed", "sealed"])
@@ -223,10 +227,10 @@ def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, c
     broken = pytest.MonkeyPatch()
     broken.setattr(SlotMap, method, lambda *_: 1 / 0)
     with caplog.at_level(logging.WARNING, "reft"):
-        assert [rank.take(step) for step in (1, 2, 3, 4)] == [(Answer.VOID, "division by zero")] * 4
+        assert [rank.take(step) for step in (1, 2, 3, 4)] == [(StepAnswer.VOID, "division by zero")] * 4
     assert caplog.messages == ["rank 0 skips snapshots: division by zero Training goes on."]
     broken.undo()
-    assert [rank.take(step) for step in (5, 6, 7)] == [(Answer.SEALED, "")] * 3
+    assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
 
 
 def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(caplog):
@@ -234,20 +238,20 @@ def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(
     loader = SimpleNamespace(state_dict=lambda: {"at": 1}, load_state_dict=lambda state: None)
     rank = Rank(state={"loader": loader})
     rank.step()
-    assert rank.take(1) == (Answer.SEALED, "")
+    assert rank.take(1) == (StepAnswer.SEALED, "")
     loader.state_dict = lambda: {}["worker"]
     with caplog.at_level(logging.WARNING, "reft"):
-        assert rank.take(2) == (Answer.VOID, "KeyError: 'worker'")
+        assert rank.take(2) == (StepAnswer.VOID, "KeyError: 'worker'")
     assert "Training goes on" in caplog.text
     loader.state_dict = lambda: {"at": 3}
-    assert rank.take(3) == (Answer.SEALED, "")
-    rank.copier.close()
+    assert rank.take(3) == (StepAnswer.SEALED, "")
+    rank.copy_engine.close()
 
 
 def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog):
     rank.line.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
-    rank.snapshots.leaser = SimpleNamespace(give_back=lambda kept: 1 / 0)
+    rank.snapshots.leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
     rank.step()
     with caplog.at_level(logging.WARNING, "reft"):
         rank.take(1)
@@ -258,6 +262,6 @@ def test_who_waits_for_a_step_gives_memory_back_though_no_mark_follows(rank):
     given = []
     rank.line.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
-    rank.snapshots.leaser = SimpleNamespace(give_back=given.append)
+    rank.snapshots.leases = SimpleNamespace(give_back=given.append)
     assert rank.snapshots.wait(1, 20)
     assert [slot.index for slots in given for slot in slots] == [0] and not rank.line.slots_missing

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.state.extract.deepspeed import PARTITIONED, DeepSpeedExtractor
 from reft.client.state.extract.registry import extractor_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import UnsupportedState
 
 
@@ -129,13 +129,13 @@ def step(its: Any) -> None:
 
 @pytest.fixture
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def become(rank: int, world: int) -> tuple[Any, Subjects]:
+    def become(rank: int, world: int) -> tuple[Any, TrackedObjects]:
         monkeypatch.setattr("torch.distributed.get_rank", lambda _=None: rank)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
         torch.manual_seed(0)
         model = two_layers()
         its = partitioned(model, world, rank)
-        return its, Subjects({"model.0": model}, [its], {})
+        return its, TrackedObjects({"model.0": model}, [its], {})
 
     return become
 
@@ -144,9 +144,9 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_runs_of_all_ranks_make_up_each_parameter_its_master_and_moments_and_no_padding(as_rank, world):
     covered: dict[str, list[int]] = {}
     for rank in range(world):
-        its, subjects = as_rank(rank, world)
+        its, tracked = as_rank(rank, world)
         step(its)
-        for leaf in subjects.bind().leaves():
+        for leaf in tracked.bind().leaves():
             if leaf.shape:
                 first, size = leaf.global_offset[0], leaf.shape[0]
                 covered.setdefault(f"{leaf.name} {leaf.global_shape}", []).extend(range(first, first + size))
@@ -158,16 +158,16 @@ def test_the_runs_of_all_ranks_make_up_each_parameter_its_master_and_moments_and
 
 
 def test_state_is_foreseen_made_and_brought_back_where_it_lay(as_rank):
-    its, subjects = as_rank(1, 2)
-    foreseen = sorted(leaf.describe() for leaf in subjects.predict())
+    its, tracked = as_rank(1, 2)
+    foreseen = sorted(leaf.describe() for leaf in tracked.predict())
     step(its)
-    held = subjects.bind()
+    held = tracked.bind()
     moments = [leaf for leaf in held.leaves() if not leaf.name.startswith(("model.", "optimizer.0.master."))]
     assert foreseen == sorted(leaf.describe() for leaf in moments)
-    saved = subjects.capture(subjects.names())
+    saved = tracked.capture(tracked.names())
     fresh, again = as_rank(1, 2)
     fresh.optimizer.optimizer.param_groups[0]["lr"] = 7.0
-    again.make(held.leaves(), Room(0))
+    again.make(held.leaves(), HugePageBuffer(0))
     bound = again.bind()
     assert list(bound.tensors) == list(held.tensors)
     for name, tensor in bound.tensors.items():
@@ -185,13 +185,13 @@ def test_state_is_foreseen_made_and_brought_back_where_it_lay(as_rank):
 
 @pytest.fixture
 def as_rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def become(name: str, rank: int, world: int, alignment: int = 1) -> tuple[Any, Subjects]:
+    def become(name: str, rank: int, world: int, alignment: int = 1) -> tuple[Any, TrackedObjects]:
         monkeypatch.setattr("torch.distributed.get_rank", lambda _=None: rank)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
         torch.manual_seed(0)
         model = two_layers()
         its = fragmented(name, model, world, rank, alignment)
-        return its, Subjects({"model.0": model}, [its], {})
+        return its, TrackedObjects({"model.0": model}, [its], {})
 
     return become
 
@@ -206,10 +206,10 @@ def test_runs_of_flat_masters_and_moments_are_those_of_their_parameters_and_no_p
     whole = {each: value.detach().flatten() for each, value in two_layers().named_parameters()}
     held = {each: torch.zeros(value.numel()) for each, value in whole.items()}
     for rank in range(world):
-        its, subjects = as_rank_of(name, rank, world, alignment)
-        before = {each: tensor.detach().clone() for each, tensor in subjects.bind().tensors.items()}
+        its, tracked = as_rank_of(name, rank, world, alignment)
+        before = {each: tensor.detach().clone() for each, tensor in tracked.bind().tensors.items()}
         step_all(its, lambda master: master.nan_to_num(7.0))
-        bound = subjects.bind()
+        bound = tracked.bind()
         for leaf in bound.leaves():
             key, _, owner = leaf.name.removeprefix("optimizer.0.").rpartition("optimizer.0.master.")
             if key == "exp_avg.":
@@ -224,16 +224,16 @@ def test_runs_of_flat_masters_and_moments_are_those_of_their_parameters_and_no_p
 
 @pytest.mark.parametrize("name", PARTITIONED)
 def test_state_of_flat_masters_is_foreseen_and_goes_on_in_a_fresh_engine(as_rank_of, name):
-    its, subjects = as_rank_of(name, 1, 2, 4)
-    foreseen = sorted(leaf.describe() for leaf in subjects.predict())
-    before = set(subjects.bind().tensors)
+    its, tracked = as_rank_of(name, 1, 2, 4)
+    foreseen = sorted(leaf.describe() for leaf in tracked.predict())
+    before = set(tracked.bind().tensors)
     step_all(its, torch.ones_like)
-    held = subjects.bind()
+    held = tracked.bind()
     assert foreseen == sorted(leaf.describe() for leaf in held.leaves() if leaf.name not in before)
-    saved = subjects.capture(subjects.names())
+    saved = tracked.capture(tracked.names())
     fresh, again = as_rank_of(name, 1, 2, 4)
     fresh.global_steps = 99
-    again.make(held.leaves(), Room(0))
+    again.make(held.leaves(), HugePageBuffer(0))
     bound = again.bind()
     assert list(bound.tensors) == list(held.tensors)
     for leaf_name, tensor in bound.tensors.items():
@@ -247,12 +247,12 @@ def test_state_of_flat_masters_is_foreseen_and_goes_on_in_a_fresh_engine(as_rank
 
 
 def test_a_master_whose_memory_moved_is_noticed(as_rank):
-    its, subjects = as_rank(0, 2)
-    bound = subjects.bind()
-    assert bound.hold()
+    its, tracked = as_rank(0, 2)
+    bound = tracked.bind()
+    assert bound.is_current()
     master = its.optimizer.fp32_partitioned_groups_flat[0]
     master.data = master.detach().clone()
-    assert not bound.hold()
+    assert not bound.is_current()
 
 
 def test_the_window_ends_before_the_engines_own_step_and_the_mark_follows_all_of_it():

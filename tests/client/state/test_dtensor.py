@@ -18,13 +18,13 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from reft.client.memory.huge_pages import Room
+from reft.client.memory.huge_pages import HugePageBuffer
 from reft.client.restore.materialize import live_tensors
-from reft.client.state.extract.dtensor import Box, box_of, is_strided, local_piece
+from reft.client.state.extract.dtensor import Region, is_strided, local_piece, region_of
 from reft.client.state.extract.optimizers import OptimizerExtractor
-from reft.client.state.parameters import Named
-from reft.client.state.tensors import Bindings, leaf_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.parameters import NamedParameter
+from reft.client.state.tensors import TensorIndex, leaf_of
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.coding.placement import exposed, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
@@ -72,7 +72,7 @@ def test_pieces_are_what_torch_cuts_and_equal_boxes_hold_equal_elements(case):
     leaves: dict[tuple[object, ...], torch.Tensor] = {}
     for coordinate in itertools.product(*(range(size) for size in mesh)):
         piece = cut(whole, mesh, coordinate, placements)
-        local, box = box_of(shape, mesh, coordinate, placements)
+        local, box = region_of(shape, mesh, coordinate, placements)
         assert local == tuple(piece.shape)
         if not piece.numel():
             continue
@@ -94,8 +94,8 @@ def test_cells_have_for_holders_exactly_the_ranks_with_the_same_elements(case):
     layouts, pieces = [], []
     for coordinate in itertools.product(*(range(size) for size in mesh)):
         piece = cut(torch.arange(math.prod(shape)).reshape(shape), mesh, coordinate, placements).contiguous()
-        _, box = box_of(shape, mesh, coordinate, placements)
-        found = Bindings()
+        _, box = region_of(shape, mesh, coordinate, placements)
+        found = TensorIndex()
         found.add("w", {"w": piece}, "w", piece, box=box)
         layouts.append(found.layout())
         pieces.append(piece.numpy().tobytes() if piece.numel() else b"")
@@ -106,7 +106,7 @@ def test_cells_have_for_holders_exactly_the_ranks_with_the_same_elements(case):
 
 
 def test_an_uneven_strided_piece_is_named_by_its_rows():
-    local, box = box_of((9,), (4,), (0,), [_StridedShard(0, split_factor=2)])
+    local, box = region_of((9,), (4,), (0,), [_StridedShard(0, split_factor=2)])
     assert local == (3,) and box.tag == "[0:2+5:6 of 9]"
     assert np.array_equal(cut(torch.arange(9), (4,), (0,), [_StridedShard(0, split_factor=2)]), [0, 1, 5])
 
@@ -114,7 +114,7 @@ def test_an_uneven_strided_piece_is_named_by_its_rows():
 def test_pending_sums_are_refused_by_name(rank_zero_of_four):
     tensor = DTensor.from_local(torch.ones(4), rank_zero_of_four, [Replicate(), Partial()], run_check=False)
     with pytest.raises(UnsupportedState, match=r"optimizer\.0\.sum is placed .*Partial"):
-        Bindings().add("optimizer.0.sum", {}, "sum", tensor)
+        TensorIndex().add("optimizer.0.sum", {}, "sum", tensor)
 
 
 def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_of_four):
@@ -127,15 +127,15 @@ def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_o
 
 def test_a_local_tensor_that_was_replaced_is_seen(rank_zero_of_four):
     tensor = DTensor.from_local(torch.ones(2, 2), rank_zero_of_four, [Shard(0), Replicate()], run_check=False)
-    found = Bindings()
+    found = TensorIndex()
     found.add("w", {"w": tensor}, "w", tensor)
     before = found.versions()
-    assert found.hold()
+    assert found.is_current()
     with torch.no_grad():
         tensor.add_(1)
-    assert found.hold() and found.versions() != before
+    assert found.is_current() and found.versions() != before
     tensor._local_tensor = torch.ones(2, 2)
-    assert not found.hold()
+    assert not found.is_current()
 
 
 OPTIMIZERS = [  # Rprop and Adafactor of torch 2.13 have no step for DTensors
@@ -164,14 +164,14 @@ def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four
         ]
 
     module, optimizer = build()
-    subjects = Subjects({"model.0": module}, [optimizer], {})
-    foreseen = [*subjects.bind().leaves(), *subjects.predict()]
+    tracked = TrackedObjects({"model.0": module}, [optimizer], {})
+    foreseen = [*tracked.bind().leaves(), *tracked.predict()]
     module.weight.grad = torch.ones_like(module.weight)
     optimizer.step()
-    held = subjects.bind().leaves()
+    held = tracked.bind().leaves()
     assert described(foreseen) == described(held)
     other, another = build()
-    fresh = Subjects({"model.0": other}, [another], {})
+    fresh = TrackedObjects({"model.0": other}, [another], {})
     tensors = live_tensors(held, fresh, fresh.bind())
     assert kinds(another) == kinds(optimizer)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in held}
@@ -180,7 +180,7 @@ def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four
 def layout_at(mesh, coordinate, placements):
     """A rank's layout of one parameter of 1024 x 64 floats and its two moments, and of a whole scalar."""
     names = ["model.0.w", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg_sq.model.0.w"]
-    local, box = box_of((1024, 64), mesh, coordinate, placements)
+    local, box = region_of((1024, 64), mesh, coordinate, placements)
     leaves = [leaf_of(name, torch.empty(local), False, box) for name in names]
     return pack([*leaves, leaf_of("optimizer.0.step.model.0.w", torch.empty(()), False)])
 
@@ -217,9 +217,12 @@ def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has
     for local in (turned, columns):
         parameter, real = nn.Parameter(local), nn.Parameter(local)
         optimizer, other = (torch.optim.AdamW([each], fused=True) for each in (parameter, real))
-        extractor, names = OptimizerExtractor(), {id(parameter): Named("model.0.w", parameter, parameter, None)}
+        extractor, names = (
+            OptimizerExtractor(),
+            {id(parameter): NamedParameter("model.0.w", parameter, parameter, None)},
+        )
         extractor.make(
-            "optimizer.0", optimizer, list(extractor.predict("optimizer.0", optimizer, names)), names, Room(0)
+            "optimizer.0", optimizer, list(extractor.predict("optimizer.0", optimizer, names)), names, HugePageBuffer(0)
         )
         real.grad = torch.zeros_like(real)
         other.step()
@@ -232,8 +235,8 @@ def test_what_adagrad_makes_of_a_piece_without_elements_is_not_held():
     found = []
     for shape, offset in (((0,), (8,)), ((3,), (5,))):
         parameter = nn.Parameter(torch.zeros(shape))
-        optimizer, bindings = torch.optim.Adagrad([parameter]), Bindings()
-        names = {id(parameter): Named("model.0.w", parameter, parameter, Box((8,), offset))}
-        OptimizerExtractor().bind(bindings, "optimizer.0", optimizer, names)
-        found.append(sorted(bindings.tensors))
+        optimizer, tensor_index = torch.optim.Adagrad([parameter]), TensorIndex()
+        names = {id(parameter): NamedParameter("model.0.w", parameter, parameter, Region((8,), offset))}
+        OptimizerExtractor().bind(tensor_index, "optimizer.0", optimizer, names)
+        found.append(sorted(tensor_index.tensors))
     assert found == [[], ["optimizer.0.step.model.0.w", "optimizer.0.sum.model.0.w"]]

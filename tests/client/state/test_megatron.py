@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from reft.client.memory.huge_pages import Room
-from reft.client.schedule.hooks.megatron import Timers
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.schedule.hooks.megatron import IdleTimers
 from reft.client.state.extract import megatron
 from reft.client.state.extract.megatron import MegatronExtractor
 from reft.client.state.extract.megatron_modules import MegatronModuleExtractor
 from reft.client.state.extract.registry import extractor_of
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import LayoutChanged, UnsupportedState
 from reft.integrations.megatron import RandomStates
 
@@ -118,15 +118,15 @@ def distributed(chunk: Chunk, runs: dict[str, tuple[int, int]], view: str = "", 
     )  # fmt: skip
 
 
-def subjects(model: Any, *optimizers: Any) -> Subjects:
+def tracked(model: Any, *optimizers: Any) -> TrackedObjects:
     models = model if isinstance(model, list) else [model]
-    found = Subjects({f"model.{i}": each for i, each in enumerate(models)}, optimizers, {})
+    found = TrackedObjects({f"model.{i}": each for i, each in enumerate(models)}, optimizers, {})
     for prefix, value, its in found.items():
         its.check(prefix, value)
     return found
 
 
-def places(value: Subjects) -> dict[str, tuple[Any, Any, Any]]:
+def places(value: TrackedObjects) -> dict[str, tuple[Any, Any, Any]]:
     """Name → shape of the piece, of the whole, offset."""
     return {leaf.name: (leaf.shape, leaf.global_shape, leaf.global_offset) for leaf in value.bind().leaves()}
 
@@ -134,7 +134,7 @@ def places(value: Subjects) -> dict[str, tuple[Any, Any, Any]]:
 def test_names_and_places_of_a_model_are_those_of_the_whole_one():
     chunk = wrapped(Chunk())
     assert isinstance(extractor_of(chunk), MegatronModuleExtractor)
-    assert places(subjects(chunk)) == {
+    assert places(tracked(chunk)) == {
         "model.0.layers.1.norm": ((3,), (3,), (0,)),
         "model.0.layers.1.rows": ((2, 3), (4, 3), (2, 0)),
         "model.0.layers.1.columns": ((4, 3), (4, 6), (0, 3)),
@@ -147,37 +147,37 @@ def test_names_and_places_of_a_model_are_those_of_the_whole_one():
 
 
 def test_buffers_are_staged():
-    assert subjects(Chunk()).bind().staged == {"model.0.layers.1.bias", "model.0.layers.0.cache[pp 1 of 2]"}
+    assert tracked(Chunk()).bind().staged == {"model.0.layers.1.bias", "model.0.layers.0.cache[pp 1 of 2]"}
 
 
 def test_the_chunk_says_nothing_in_the_name():
     other = BASE()
     other.sharded_state_dict = lambda prefix, metadata: {}
-    assert places(subjects([other, wrapped(Chunk())])).keys() >= {"model.0.layers.1.rows", "model.0.embedding"}
+    assert places(tracked([other, wrapped(Chunk())])).keys() >= {"model.0.layers.1.rows", "model.0.embedding"}
 
 
 def test_what_is_gated_among_experts_belongs_to_their_ranks():
     chunk = Chunk()
     chunk.layers[0].gated.allreduce = False
-    assert "model.0.layers.1.gated[tp 0 of 1, ep 3 of 4]" in places(subjects(chunk))
+    assert "model.0.layers.1.gated[tp 0 of 1, ep 3 of 4]" in places(tracked(chunk))
 
 
 def test_a_parameter_that_the_model_does_not_tell_of_is_refused():
     chunk = Chunk()
     chunk.extra = nn.Parameter(torch.rand(2))
     with pytest.raises(UnsupportedState, match=r"extra is not in Chunk\.sharded_state_dict"):
-        subjects(chunk).bind()
+        tracked(chunk).bind()
 
 
 def test_models_that_were_not_tried_are_refused(parallel_state):
     fsdp = type("FullyShardedDataParallel", (BASE,), {})()
     with pytest.raises(UnsupportedState, match="FullyShardedDataParallel"):
-        subjects(fsdp)
+        tracked(fsdp)
     with pytest.raises(UnsupportedState, match="has no 'sharded_state_dict'"):
-        subjects(BASE())
+        tracked(BASE())
     parallel_state.model_parallel_is_initialized = lambda: False
     with pytest.raises(UnsupportedState, match="initialize_model_parallel"):
-        subjects(Chunk())
+        tracked(Chunk())
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -196,7 +196,7 @@ def test_main_parameters_in_fp32_have_the_place_of_the_models():
         float16_groups=[[layer.rows, layer.gated]], fp32_from_float16_groups=[mains],
     )  # fmt: skip
     step(low.optimizer)
-    found = places(subjects(chunk, low))
+    found = places(tracked(chunk, low))
     assert found["optimizer.0.0.main.model.0.layers.1.rows"] == ((2, 3), (4, 3), (2, 0))
     assert found["optimizer.0.0.exp_avg.optimizer.0.0.main.model.0.layers.1.rows"] == ((2, 3), (4, 3), (2, 0))
     assert "optimizer.0.0.exp_avg.optimizer.0.0.main.model.0.layers.1.gated[tp 1 of 2]" in found
@@ -208,7 +208,7 @@ def test_a_distributed_optimizer_has_runs():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4), "columns": (2, 7), "gated": (0, 3)})
     step(value.optimizer)
-    found = places(subjects(chunk, value))
+    found = places(tracked(chunk, value))
     main = "optimizer.0.0.main.model.0.layers.1."
     assert found[f"{main}rows.flat"] == ((3,), (12,), (7,))
     assert found[f"{main}columns.flat[of 0:4,3:6]"] == ((5,), (12,), (2,))
@@ -221,7 +221,7 @@ def test_a_view_of_an_fp32_parameter_is_no_leaf_but_its_moments_are():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4)}, view="rows")
     step(value.optimizer)
-    found = places(subjects(chunk, value))
+    found = places(tracked(chunk, value))
     assert [name for name in found if name.endswith(".flat")] == [
         f"optimizer.0.0.{key}.model.0.layers.1.rows.flat" for key in ("step", "exp_avg", "exp_avg_sq")
     ]
@@ -232,7 +232,7 @@ def test_a_range_that_is_not_the_main_parameters_is_refused():
     value = distributed(chunk, {"rows": (1, 4)})
     value._get_model_param_range_map = lambda model: {"param": SimpleNamespace(start=1, end=3)}
     with pytest.raises(UnsupportedState, match="has 3 elements, and Megatron says that it is 1 to 3"):
-        subjects(chunk, value).bind()
+        tracked(chunk, value).bind()
 
 
 def chained(*values: Any) -> Any:
@@ -242,7 +242,7 @@ def chained(*values: Any) -> Any:
 def test_moments_are_foreseen_and_made_in_the_member_that_has_them():
     dense, experts = Chunk(), Chunk()
     before = chained(distributed(dense, {"rows": (1, 4)}), distributed(dense, {"expert": (0, 3)}))
-    live = subjects(dense, before)
+    live = tracked(dense, before)
     foreseen = live.predict()
     for each in before.chained_optimizers:
         step(each.optimizer)
@@ -252,8 +252,8 @@ def test_moments_are_foreseen_and_made_in_the_member_that_has_them():
     }
     assert all(leaf in bound.leaves() for leaf in foreseen)
     fresh = chained(distributed(experts, {"rows": (1, 4)}), distributed(experts, {"expert": (0, 3)}))
-    other = subjects(experts, fresh)
-    other.make(foreseen, Room(0))
+    other = tracked(experts, fresh)
+    other.make(foreseen, HugePageBuffer(0))
     assert other.bind().tensors.keys() == bound.tensors.keys()
     for name, tensor in other.bind().tensors.items():
         tensor.detach().copy_(bound.tensors[name])
@@ -268,7 +268,7 @@ def test_groups_come_back_by_what_they_are_whoever_holds_their_parameters():
     chunk = Chunk()
     value, rest = distributed(chunk, {"rows": (1, 4)}), distributed(chunk, {"columns": (0, 2)})
     value.optimizer.param_groups[0]["lr"] = 0.25
-    held, other = subjects(chunk, value), subjects(chunk, rest)
+    held, other = tracked(chunk, value), tracked(chunk, rest)
     saved = held.capture(held.names())
     assert saved == {**saved, "optimizer.0": {**saved["optimizer.0"]}} and "rows" not in repr(saved)
     other.restore(saved, other.names())
@@ -285,11 +285,11 @@ def test_the_loss_scale_is_a_leaf_and_its_trackers_come_back():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4)})
     value.grad_scaler = scaler(5)
-    found = subjects(chunk, value)
+    found = tracked(chunk, value)
     assert "optimizer.0.0.scale" in found.bind().staged
     saved = found.capture(found.names())
     value.grad_scaler = scaler(0)
-    assert not found.bind().hold() or found.bind().tensors["optimizer.0.0.scale"] is value.grad_scaler._scale
+    assert not found.bind().is_current() or found.bind().tensors["optimizer.0.0.scale"] is value.grad_scaler._scale
     found.restore(saved, found.names())
     assert value.grad_scaler._growth_tracker == 5
     value.grad_scaler = None
@@ -321,7 +321,7 @@ def test_what_was_not_tried_is_refused_by_name(kind, values, said):
 def test_a_member_without_parameters_holds_nothing():
     chunk = Chunk()
     idle = of_kind(megatron.FP32, is_stub_optimizer=True, config=SimpleNamespace(), optimizer=None)
-    found = subjects(chunk, chained(idle, distributed(chunk, {"rows": (1, 4)})))
+    found = tracked(chunk, chained(idle, distributed(chunk, {"rows": (1, 4)})))
     assert {name[:12] for name in found.bind().tensors if name.startswith("opt")} == {"optimizer.0."}
     assert all(name.startswith("optimizer.0.1.") for name in found.bind().tensors if name.startswith("opt"))
 
@@ -349,7 +349,7 @@ def test_waits_for_neighbours_are_idle_and_the_users_timers_go_on():
     own = lambda name, log_level: SimpleNamespace(  # noqa: E731
         start=lambda barrier=False: said.append(f"start {name}"), stop=lambda: said.append(f"stop {name}")
     )
-    for timers in (Timers(idle, own), Timers(idle)):
+    for timers in (IdleTimers(idle, own), IdleTimers(idle)):
         for name in ("forward-recv", "forward-compute", "forward-send-backward-recv", "forward-send"):
             timers(name, log_level=2).start()
             timers(name, log_level=2).stop()

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from reft.client.state.tracked_objects import Subjects
+from reft.client.state.tracked_objects import TrackedObjects
 from reft.errors import UnsupportedState
 
 
@@ -37,7 +37,7 @@ def averaged():
 
 
 def leaves(model, optimizer=()):
-    found = Subjects({"model.0": model}, optimizer, {}).bind().leaves()
+    found = TrackedObjects({"model.0": model}, optimizer, {}).bind().leaves()
     return sorted((leaf.name, leaf.describe()) for leaf in found)
 
 
@@ -113,7 +113,7 @@ class Stateless(nn.Linear):
 
 def test_a_module_that_declares_to_have_no_extra_state_has_none():
     model = nn.Sequential(Scaled(2, 2), Stateless(2, 2))
-    assert [*Subjects({"model.0": model}, [], {}).extra_states()] == ["model.0.0.extra_state"]
+    assert [*TrackedObjects({"model.0": model}, [], {}).extra_states()] == ["model.0.0.extra_state"]
 
 
 def test_extra_state_comes_back(attach):

@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from reft.client.state.extract.optimizers import OptimizerExtractor
-from reft.client.state.extract.wrapping import Wrapped
+from reft.client.state.extract.wrapping import WrappedMethod
 
 torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps the step of a class when its first object is made
 
@@ -348,7 +348,7 @@ def test_any_method_is_wrapped_with_its_arguments_result_and_error():
         calls.append((owner, args, kwargs))
         return 10 * call(*args, **kwargs)
 
-    wrapped = Wrapped(engine, "train", around)
+    wrapped = WrappedMethod(engine, "train", around)
     assert engine.train(1) == engine.train(by=1) == 20
     assert calls == [(engine, (1,), {}), (engine, (), {"by": 1})]
     engine.fails = True
@@ -361,7 +361,7 @@ def test_any_method_is_wrapped_with_its_arguments_result_and_error():
 
 def test_ours_passes_calls_on_once_removed_from_below_another():
     engine, calls = Engine(), []
-    wrapped = Wrapped(engine, "train", lambda owner, call, by: calls.append(by) or call(by))
+    wrapped = WrappedMethod(engine, "train", lambda owner, call, by: calls.append(by) or call(by))
     ours = engine.train
     engine.train = lambda by: ours(by)
     assert engine.train(1) == 2 and calls == [1]

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.coding import erasure
-from reft.core.coding.erasure import SHARDS_MAX, Code, Op, Program, Step, code_for, decode_program, encode_program, run
+from reft.core.coding.erasure import (
+    SHARDS_MAX,
+    ErasureCode,
+    XorOp,
+    XorProgram,
+    XorStep,
+    code_for,
+    decode_program,
+    encode_program,
+    run,
+)
 
 SHAPES = [(domains - f, f) for domains in range(2, 9) for f in range(1, 5 if domains >= 6 else 4) if f < domains]
 KINDS = {1: "xor", 2: "evenodd", 3: "star", 4: "cauchy"}
@@ -24,7 +34,7 @@ def stale(count: int, nbytes: int) -> list[np.ndarray]:
     return [np.full(nbytes, STALE, np.uint8) for _ in range(count)]
 
 
-def execute(program: Program, shards: np.ndarray) -> list[np.ndarray]:
+def execute(program: XorProgram, shards: np.ndarray) -> list[np.ndarray]:
     """Outputs of the program; `shards` are all k + f, as [shard, packet, byte], and stay as they are."""
     shards.flags.writeable = False
     outputs = stale(len(program.outputs), shards.shape[2])
@@ -32,7 +42,7 @@ def execute(program: Program, shards: np.ndarray) -> list[np.ndarray]:
     return outputs
 
 
-def stripe(code: Code, nbytes: int, seed: int = 0) -> np.ndarray:
+def stripe(code: ErasureCode, nbytes: int, seed: int = 0) -> np.ndarray:
     """Random data and its parities, by the table alone."""
     shards = np.random.default_rng(seed).integers(0, 256, (code.k + code.f, code.w, nbytes), dtype=np.uint8)
     for j, r in itertools.product(range(code.f), range(code.w)):
@@ -40,12 +50,12 @@ def stripe(code: Code, nbytes: int, seed: int = 0) -> np.ndarray:
     return shards
 
 
-def split(code: Code, lost: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def split(code: ErasureCode, lost: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """Data shards among the lost, and the parities that are not."""
     return [i for i in lost if i < code.k], [j for j in range(code.f) if code.k + j not in lost]
 
 
-def check_decode(code: Code, shards: np.ndarray, lost: tuple[int, ...]) -> Program:
+def check_decode(code: ErasureCode, shards: np.ndarray, lost: tuple[int, ...]) -> XorProgram:
     gone, have = split(code, lost)
     program = decode_program(code, gone, have)
     assert program.outputs == tuple((i, r) for i in gone for r in range(code.w))
@@ -56,7 +66,7 @@ def check_decode(code: Code, shards: np.ndarray, lost: tuple[int, ...]) -> Progr
     return program
 
 
-def xors(program: Program) -> int:
+def xors(program: XorProgram) -> int:
     return sum(step.right is not None for step in program.steps)
 
 
@@ -125,7 +135,7 @@ def test_more_parities_than_needed_are_left_alone():
 
 
 def test_nothing_lost_needs_nothing():
-    assert decode_program(code_for(4, 2), (), (0, 1)) == Program((), (), 0, ())
+    assert decode_program(code_for(4, 2), (), (0, 1)) == XorProgram((), (), 0, ())
 
 
 # What the tables look like
@@ -200,13 +210,13 @@ def test_programs_write_before_they_read_and_never_write_inputs(k, f):
 
 
 def test_a_copy_and_the_first_xor_are_one_step():
-    assert encode_program(code_for(3, 1), 0).steps == (Step(3, 0, 1), Step(3, 3, 2))
-    assert encode_program(code_for(1, 1), 0).steps == (Step(1, 0, None),)
+    assert encode_program(code_for(3, 1), 0).steps == (XorStep(3, 0, 1), XorStep(3, 3, 2))
+    assert encode_program(code_for(1, 1), 0).steps == (XorStep(1, 0, None),)
 
 
 def test_a_copy_is_made_before_it_is_read_or_its_source_changes():
-    copied = Program(((0, 0),), ((1, 0), (1, 1)), 0, (Op(1, 0, True), Op(2, 1, True), Op(1, 0, False)))
-    assert copied.steps == (Step(1, 0, None), Step(2, 1, None), Step(1, 1, 0))
+    copied = XorProgram(((0, 0),), ((1, 0), (1, 1)), 0, (XorOp(1, 0, True), XorOp(2, 1, True), XorOp(1, 0, False)))
+    assert copied.steps == (XorStep(1, 0, None), XorStep(2, 1, None), XorStep(1, 1, 0))
 
 
 # Refusals
@@ -239,7 +249,7 @@ def test_numbers_out_of_range_are_refused():
 
 def test_a_code_that_loses_data_is_refused():
     twice = (frozenset({(0, 0), (1, 0)}),)
-    code = Code("xor", 2, 2, 1, (twice, twice), (frozenset(), frozenset()))
+    code = ErasureCode("xor", 2, 2, 1, (twice, twice), (frozenset(), frozenset()))
     with pytest.raises(ValueError, match="1 packets depend on no parity at hand"):
         decode_program(code, [0, 1], [0, 1])
 

@@ -153,9 +153,9 @@ def test_blocks_of_a_rank_do_not_overlap_and_sections_begin_at_chunks(placement)
         for block in parity:
             assert block.offset == end and block.shard >= placement.lanes[block.lane].code.k
             end += block.nbytes
-        assert part.kept_offset % CHUNK == 0 and end <= part.kept_offset < end + CHUNK
-        assert part.kept == placement.division.kept[placement.division.layout_of[rank]]
-        assert part.data_bytes == part.kept_offset + part.kept.data_bytes
+        assert part.unreplicated_offset % CHUNK == 0 and end <= part.unreplicated_offset < end + CHUNK
+        assert part.unreplicated == placement.division.unreplicated[placement.division.layout_of[rank]]
+        assert part.data_bytes == part.unreplicated_offset + part.unreplicated.data_bytes
         begins = [(block.lane, *placement.lanes[block.lane].data_range(block.stripe, block.shard)) for block in data]
         assert begins == sorted(begins)  # a rank reads its cells from front to back
 
@@ -299,7 +299,7 @@ def test_kept_leaves_are_exposed_and_riders_are_not():
     [entry] = exposed(place(division, [0, 1], "auto", None, CHUNK))
     assert (entry.reason, entry.ranks, entry.nbytes) == ("kept", (0, 1), 2 * large)
     part = place(division, [0, 1], "auto", None, CHUNK).part(0)
-    assert [each.name for each in part.kept.leaves] == ["big0"] and part.kept.offsets == (0,)
+    assert [each.name for each in part.unreplicated.leaves] == ["big0"] and part.unreplicated.offsets == (0,)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, 4), st.randoms(use_true_random=False))
@@ -375,4 +375,4 @@ def test_thousands_of_ranks():
     assert Counter(lane.D for lane in placement.lanes).keys() == {128, 256}
     part = placement.part(12345)
     assert len(division.cells_of[layout_of[12345]]) == 127
-    assert part.data_bytes == part.kept_offset == -(-part.data_bytes // CHUNK) * CHUNK > 0
+    assert part.data_bytes == part.unreplicated_offset == -(-part.data_bytes // CHUNK) * CHUNK > 0

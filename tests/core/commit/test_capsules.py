@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from reft.core.commit.capsules import Deposits, surplus
+from reft.core.commit.capsules import CapsuleAcks, surplus
 from reft.core.commit.decision import Decision, counts
-from reft.core.commit.round import UNDECIDED_MAX, Outcome, Said
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepReport
 from reft.core.commit.version import Epoch, Version
 from tests.support.saying import SEALED, VOID, says
 
@@ -18,122 +18,124 @@ NOW, BEFORE, OTHER = Epoch(2, b"n" * 16), Epoch(1, b"b" * 16), Epoch(1, b"o" * 1
 # What is owed
 
 
-def pending(*steps: int, until: int | None = None) -> Said:
-    return Said(until=max(steps) if until is None else until, pending=frozenset(steps))
+def pending(*steps: int, until: int | None = None) -> StepReport:
+    return StepReport(until=max(steps) if until is None else until, pending=frozenset(steps))
 
 
 def test_without_holders_every_answer_counts_at_once():
-    deposits = Deposits(())
-    assert deposits.hear_rank(0, says({1: SEALED, 2: VOID})) == says({1: SEALED, 2: VOID})
-    assert deposits.owed(0) == []
+    capsule_acks = CapsuleAcks(())
+    assert capsule_acks.hear_rank(0, says({1: SEALED, 2: VOID})) == says({1: SEALED, 2: VOID})
+    assert capsule_acks.owed(0) == []
 
 
 def test_sealed_counts_once_every_holder_has_it():
-    deposits = Deposits((4, 7))
-    assert deposits.hear_rank(0, says({1: SEALED})) == pending(1)
-    assert deposits.owed(4) == deposits.owed(7) == [(0, 1)]
-    assert deposits.acknowledge(7, [(0, 1)]) == {}
-    assert deposits.owed(7) == [] and deposits.owed(4) == [(0, 1)]
-    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
-    assert deposits.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # said again, it still counts
+    capsule_acks = CapsuleAcks((4, 7))
+    assert capsule_acks.hear_rank(0, says({1: SEALED})) == pending(1)
+    assert capsule_acks.owed(4) == capsule_acks.owed(7) == [(0, 1)]
+    assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
+    assert capsule_acks.owed(7) == [] and capsule_acks.owed(4) == [(0, 1)]
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
+    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # said again, it still counts
 
 
 def test_a_void_counts_at_once_and_is_owed_to_nobody():
-    deposits = Deposits((4,))
-    assert deposits.hear_rank(0, says({1: VOID})) == says({1: VOID})
-    assert deposits.hear_rank(0, says({1: SEALED})) == says({1: VOID})
-    assert deposits.owed(4) == []
+    capsule_acks = CapsuleAcks((4,))
+    assert capsule_acks.hear_rank(0, says({1: VOID})) == says({1: VOID})
+    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: VOID})
+    assert capsule_acks.owed(4) == []
 
 
 def test_the_first_answer_holds():
-    deposits = Deposits((4,))
-    deposits.hear_rank(0, says({1: SEALED}))
-    assert deposits.hear_rank(0, says({1: VOID})) == pending(1)
-    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
+    capsule_acks = CapsuleAcks((4,))
+    capsule_acks.hear_rank(0, says({1: SEALED}))
+    assert capsule_acks.hear_rank(0, says({1: VOID})) == pending(1)
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
 
 
 def test_acknowledgements_that_are_late_repeated_or_of_strangers_change_nothing():
-    deposits = Deposits((4, 7))
-    deposits.hear_rank(0, says({1: SEALED}))
-    assert deposits.acknowledge(4, [(0, 1), (0, 9), (5, 1)]) == {}
-    assert deposits.acknowledge(4, [(0, 1)]) == deposits.acknowledge(9, [(0, 1)]) == {}
-    assert deposits.owed(7) == [(0, 1)]
-    assert deposits.acknowledge(7, [(0, 1)]) == {0: says({1: SEALED})}
-    assert deposits.acknowledge(7, [(0, 1)]) == {}
+    capsule_acks = CapsuleAcks((4, 7))
+    capsule_acks.hear_rank(0, says({1: SEALED}))
+    assert capsule_acks.acknowledge(4, [(0, 1), (0, 9), (5, 1)]) == {}
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == capsule_acks.acknowledge(9, [(0, 1)]) == {}
+    assert capsule_acks.owed(7) == [(0, 1)]
+    assert capsule_acks.acknowledge(7, [(0, 1)]) == {0: says({1: SEALED})}
+    assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
 
 
 def test_what_is_decided_is_owed_no_more_and_not_again():
-    deposits = Deposits((4,))
-    deposits.hear_rank(0, says({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
-    deposits.settle(Outcome(2, 4, frozenset({3})))
-    assert deposits.owed(4) == [(0, 3)]
-    assert deposits.hear_rank(0, says({1: SEALED, 4: SEALED})) == Said(2, 4, pending=frozenset({3}))
-    assert deposits.owed(4) == [(0, 3)]
-    assert deposits.acknowledge(4, [(0, 2)]) == {}
+    capsule_acks = CapsuleAcks((4,))
+    capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
+    capsule_acks.settle(Outcome(2, 4, frozenset({3})))
+    assert capsule_acks.owed(4) == [(0, 3)]
+    assert capsule_acks.hear_rank(0, says({1: SEALED, 4: SEALED})) == StepReport(2, 4, pending=frozenset({3}))
+    assert capsule_acks.owed(4) == [(0, 3)]
+    assert capsule_acks.acknowledge(4, [(0, 2)]) == {}
 
 
 def test_digests_enter_the_round_with_the_answer_and_go_with_it():
-    deposits = Deposits((4,))
-    deposits.hear_rank(0, says({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
-    deposits.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer holds
-    assert deposits.acknowledge(4, [(0, 1)]) == {0: Said(-1, 2, frozenset({1}), frozenset({2}))}
-    assert deposits.digests_of(0)[1] == {7: 11} and not deposits.digests_of(5)
-    deposits.settle(Outcome(1, 1))
-    assert deposits.digests_of(0) == {2: {7: 12}}
+    capsule_acks = CapsuleAcks((4,))
+    capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
+    capsule_acks.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer holds
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: StepReport(-1, 2, frozenset({1}), frozenset({2}))}
+    assert capsule_acks.digests_of(0)[1] == {7: 11} and not capsule_acks.digests_of(5)
+    capsule_acks.settle(Outcome(1, 1))
+    assert capsule_acks.digests_of(0) == {2: {7: 12}}
 
 
 def test_what_the_slots_lost_never_counts_unless_it_is_found_again():
     """A memfd that a restarted daemon does not have yet: the rank says sealed, and gives the slot back a moment later."""
-    deposits = Deposits((4,))
-    deposits.hear_rank(0, says({1: SEALED}))
-    deposits.forget(0, 1)
-    deposits.forget(3, 1)
-    assert deposits.owed(4) == [] and deposits.acknowledge(4, [(0, 1)]) == {}
-    assert deposits.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void: that could not be taken back"
-    assert deposits.hear_rank(0, Said(sealed=frozenset({1}))) == pending(1, until=2)
-    assert deposits.owed(4) == [(0, 1)]
-    assert deposits.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED, 2: VOID})}
+    capsule_acks = CapsuleAcks((4,))
+    capsule_acks.hear_rank(0, says({1: SEALED}))
+    capsule_acks.forget(0, 1)
+    capsule_acks.forget(3, 1)
+    assert capsule_acks.owed(4) == [] and capsule_acks.acknowledge(4, [(0, 1)]) == {}
+    assert capsule_acks.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void: that could not be taken back"
+    assert capsule_acks.hear_rank(0, StepReport(sealed=frozenset({1}))) == pending(1, until=2)
+    assert capsule_acks.owed(4) == [(0, 1)]
+    assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED, 2: VOID})}
 
 
 def test_a_capsule_of_before_a_long_silence_still_counts_once_it_is_kept():
-    deposits = Deposits((4,))
+    capsule_acks = CapsuleAcks((4,))
     for newest in range(10, 1000):
-        deposits.hear_rank(0, says({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
-    assert [step for _, step in deposits.owed(4)] == [1, 7]
-    assert deposits.acknowledge(4, [(0, 1), (0, 7)]) == {0: says({1: SEALED, 7: SEALED, 999: VOID})}
-    assert deposits.digests_of(0) == {1: {0: 11}, 7: {0: 22}}
+        capsule_acks.hear_rank(0, says({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
+    assert [step for _, step in capsule_acks.owed(4)] == [1, 7]
+    assert capsule_acks.acknowledge(4, [(0, 1), (0, 7)]) == {0: says({1: SEALED, 7: SEALED, 999: VOID})}
+    assert capsule_acks.digests_of(0) == {1: {0: 11}, 7: {0: 22}}
 
 
 def test_the_oldest_step_of_all_ranks_goes_first_and_the_list_is_bounded():
-    deposits = Deposits((4,))
-    deposits.hear_rank(1, says({5: SEALED, 3: SEALED}))
-    deposits.hear_rank(0, says({5: SEALED}))
-    assert deposits.owed(4) == [(1, 3), (0, 5), (1, 5)]
-    deposits.hear_rank(0, says(dict.fromkeys(range(10, 90), SEALED)))
-    assert len([pair for pair in deposits.owed(4) if pair[0] == 0]) == UNDECIDED_MAX
+    capsule_acks = CapsuleAcks((4,))
+    capsule_acks.hear_rank(1, says({5: SEALED, 3: SEALED}))
+    capsule_acks.hear_rank(0, says({5: SEALED}))
+    assert capsule_acks.owed(4) == [(1, 3), (0, 5), (1, 5)]
+    capsule_acks.hear_rank(0, says(dict.fromkeys(range(10, 90), SEALED)))
+    assert len([pair for pair in capsule_acks.owed(4) if pair[0] == 0]) == UNDECIDED_MAX
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_lost_or_repeated_an_answer_counts_exactly_if_all_holders_have_the_capsule(seed):
     chance = random.Random(seed)
     holders, ranks, steps = (1, 2, 3), range(3), range(6)
-    deposits = Deposits(holders)
+    capsule_acks = CapsuleAcks(holders)
     kept: dict[int, set[tuple[int, int]]] = {holder: set() for holder in holders}
     counted: set[tuple[int, int]] = set()
     for _ in range(300):
         rank, step, holder = chance.choice(ranks), chance.choice(steps), chance.choice(holders)
         if chance.random() < 0.3:
-            counted |= {(rank, step) for step in deposits.hear_rank(rank, Said(sealed=frozenset({step}))).sealed}
-        sent = deposits.owed(holder)[: chance.randrange(4)]
+            counted |= {
+                (rank, step) for step in capsule_acks.hear_rank(rank, StepReport(sealed=frozenset({step}))).sealed
+            }
+        sent = capsule_acks.owed(holder)[: chance.randrange(4)]
         if chance.random() < 0.5:  # else the message is lost
             kept[holder] |= set(sent)
             if chance.random() < 0.5:  # else the acknowledgement is
-                due = deposits.acknowledge(holder, sent)
+                due = capsule_acks.acknowledge(holder, sent)
                 counted |= {(rank, step) for rank, said in due.items() for step in said.sealed}
         for pair in counted:
             assert all(pair in kept[each] for each in holders)
     for holder in holders:
-        for rank, said in deposits.acknowledge(holder, deposits.owed(holder)).items():
+        for rank, said in capsule_acks.acknowledge(holder, capsule_acks.owed(holder)).items():
             counted |= {(rank, step) for step in said.sealed}
     assert counted == {(rank, step) for rank in ranks for step in steps}
 

@@ -5,47 +5,57 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.commit.lag_backoff import MEMORY, RECENT, SPACING_MAX, Delays, spacing
+from reft.core.commit.lag_backoff import MEMORY, RECENT, SPACING_MAX, OutcomeDelays, backoff_interval
 
 LAGS, SLOTS = st.integers(0, 10_000), st.integers(1, 8)
 
 
 def test_every_step_is_taken_while_the_round_follows():
-    assert all(spacing(lag, 0, 9, 3) == 1 for lag in range(5))
+    assert all(backoff_interval(lag, 0, 9, 3) == 1 for lag in range(5))
 
 
 def test_as_many_steps_as_slots_last_until_their_outcome():
-    assert [spacing(lag, 0, 9, 3) for lag in (4, 5, 8, 9, 16, 17, 32, 33, 1000)] == [1, 2, 2, 4, 4, 8, 8, 16, 16]
-    assert [spacing(lag, 0, 9, 2) for lag in (2, 3, 4, 5, 8, 9)] == [1, 2, 2, 4, 4, 8]
-    assert spacing(1, 0, 9, 1) == 1
+    assert [backoff_interval(lag, 0, 9, 3) for lag in (4, 5, 8, 9, 16, 17, 32, 33, 1000)] == [
+        1,
+        2,
+        2,
+        4,
+        4,
+        8,
+        8,
+        16,
+        16,
+    ]
+    assert [backoff_interval(lag, 0, 9, 2) for lag in (2, 3, 4, 5, 8, 9)] == [1, 2, 2, 4, 4, 8]
+    assert backoff_interval(1, 0, 9, 1) == 1
 
 
 @given(LAGS, SLOTS, st.one_of(st.none(), st.integers(RECENT + 1, 10**6)))
 def test_a_silence_alone_leaves_no_step_out(lag, slots, in_vain):
     """A daemon that was away: when it is back, the next step counts."""
-    assert spacing(lag, in_vain, lag, slots) == 1
+    assert backoff_interval(lag, in_vain, lag, slots) == 1
 
 
 @given(LAGS, SLOTS)
 def test_a_rank_whose_snapshots_fail_makes_the_others_leave_none_out(lag, slots):
     """They hear at once that theirs were in vain, so they are in step with it as soon as it takes some again."""
-    assert spacing(lag, 0, 0, slots) == 1
+    assert backoff_interval(lag, 0, 0, slots) == 1
 
 
 @given(LAGS, LAGS, SLOTS, SLOTS, st.integers(0, RECENT))
 def test_ranks_that_know_of_different_lags_meet(lag, other, slots, others, in_vain):
-    pair = sorted((spacing(lag, in_vain, lag, slots), spacing(other, 0, 2, others)))
+    pair = sorted((backoff_interval(lag, in_vain, lag, slots), backoff_interval(other, 0, 2, others)))
     assert pair[1] % pair[0] == 0 and pair[1] <= SPACING_MAX
 
 
 @given(LAGS, st.integers(2, 8))
 def test_no_more_steps_are_left_out_than_the_slots_call_for(lag, slots):
-    each = spacing(lag, 0, 9, slots)
+    each = backoff_interval(lag, 0, 9, slots)
     assert each == 1 or (slots - 1) * each < lag
 
 
 def test_the_longest_of_the_last_few_delays_counts_and_of_the_one_that_is_waited_for():
-    delays = Delays()
+    delays = OutcomeDelays()
     assert delays.worst(5, None) == 0 and delays.in_vain is None
     delays.decided(3, 8, is_void=False)
     assert delays.worst(9, None) == 5 and delays.in_vain is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.commit import round as round_module
-from reft.core.commit.round import UNDECIDED_MAX, Outcome, Round, Said, children_of, parent_of
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, Round, StepReport, children_of, parent_of
 from reft.core.commit.slots import Slot, SlotState, choose
 from reft.core.commit.version import Epoch, Version
 from tests.support.saying import SEALED, VOID, says, voids
@@ -58,11 +58,11 @@ def test_repeated_and_late_answers_change_nothing():
     one = coordinator()
     for rank in (0, 1):
         one.hear_rank(rank, says({3: SEALED}))
-    before = (one.outcome, one.said())
+    before = (one.outcome, one.report())
     assert not one.hear_rank(0, says({3: SEALED}))
     assert not one.hear_rank(1, says({1: VOID, 2: SEALED}))
-    assert not one.hear_rank(1, Said())
-    assert (one.outcome, one.said()) == before
+    assert not one.hear_rank(1, StepReport())
+    assert (one.outcome, one.report()) == before
 
 
 def test_a_newer_whole_step_settles_all_older_ones():
@@ -77,7 +77,7 @@ def test_a_newer_whole_step_settles_all_older_ones():
 
 def test_a_step_that_is_pending_is_not_void():
     one = coordinator()
-    one.hear_rank(0, Said(-1, 9, frozenset(), frozenset({4, 8})))
+    one.hear_rank(0, StepReport(-1, 9, frozenset(), frozenset({4, 8})))
     one.hear_rank(1, says({4: SEALED, 9: VOID}))
     assert one.outcome == Outcome(-1, 9, frozenset({4}))
     assert one.hear_rank(0, says({4: SEALED, 9: VOID}))
@@ -85,7 +85,7 @@ def test_a_step_that_is_pending_is_not_void():
 
 
 def test_who_knows_a_whole_step_says_nothing_of_it():
-    said = Said(3, 6, frozenset({5}), frozenset({4}))
+    said = StepReport(3, 6, frozenset({5}), frozenset({4}))
     assert [said.answer(step) for step in range(2, 8)] == [None, None, None, SEALED, VOID, None]
 
 
@@ -116,13 +116,13 @@ def test_strangers_are_refused():
 def test_a_node_says_what_is_known_of_its_whole_subtree():
     leaf = Round(1, 2, frozenset({2, 3}))
     leaf.hear_rank(2, says({1: SEALED, 2: SEALED, 5: SEALED, 6: VOID}))
-    assert leaf.said() == Said(-1, 6, frozenset(), frozenset({1, 2, 5}))
+    assert leaf.report() == StepReport(-1, 6, frozenset(), frozenset({1, 2, 5}))
     leaf.hear_rank(3, says({2: SEALED, 3: VOID}))
-    assert leaf.said() == Said(-1, 6, frozenset({2}), frozenset({5}))
+    assert leaf.report() == StepReport(-1, 6, frozenset({2}), frozenset({5}))
     assert leaf.outcome == Outcome()  # only the coordinator decides
     assert leaf.has_news and leaf.is_open
     assert leaf.hear_outcome(Outcome(2, 6))
-    assert leaf.said() == Said(2, 6)
+    assert leaf.report() == StepReport(2, 6)
     assert not leaf.has_news and not leaf.is_open
 
 
@@ -132,17 +132,17 @@ def test_a_void_of_a_step_that_is_open_above_is_news():
     leaf.hear_rank(2, says({10: SEALED, 15: VOID}))
     leaf.hear_outcome(Outcome(1, 15, frozenset({10})))
     leaf.hear_rank(3, says({15: VOID}, since=1))
-    assert leaf.said() == Said(1, 15) and leaf.has_news
+    assert leaf.report() == StepReport(1, 15) and leaf.has_news
     leaf.hear_outcome(Outcome(1, 15))
     assert not leaf.has_news
 
 
 def test_what_a_restarted_daemon_finds_sealed_says_nothing_of_other_steps():
     leaf = Round(1, 2, frozenset({1, 2}))
-    leaf.hear_rank(1, Said(sealed=frozenset({7, 9})))
-    assert leaf.said() == Said() and not leaf.has_news
-    leaf.hear_rank(2, Said(sealed=frozenset({7, 8})))
-    assert leaf.said() == Said(sealed=frozenset({7})) and leaf.has_news
+    leaf.hear_rank(1, StepReport(sealed=frozenset({7, 9})))
+    assert leaf.report() == StepReport() and not leaf.has_news
+    leaf.hear_rank(2, StepReport(sealed=frozenset({7, 8})))
+    assert leaf.report() == StepReport(sealed=frozenset({7})) and leaf.has_news
 
 
 def test_outcomes_are_merged_and_never_go_back():
@@ -174,7 +174,7 @@ def test_a_merged_outcome_decides_what_either_did_and_nothing_else(one, other):
 
 
 SAID = st.builds(
-    lambda until, sealed, waiting: Said(-1, until, sealed, frozenset(s for s in waiting - sealed if s <= until)),
+    lambda until, sealed, waiting: StepReport(-1, until, sealed, frozenset(s for s in waiting - sealed if s <= until)),
     st.integers(-1, 12),
     st.frozensets(STEPS),
     st.frozensets(STEPS),
@@ -192,9 +192,11 @@ def test_what_was_said_first_stays_and_what_was_open_is_answered(first, second):
 def test_undecided_steps_are_bounded():
     one = coordinator()
     one.hear_rank(0, says(dict.fromkeys(range(10_000), SEALED)))
-    assert one.said().pending == set(range(10_000 - UNDECIDED_MAX, 10_000)) == one.outcome.open
-    one.hear_rank(0, Said(-1, 10_000 + UNDECIDED_MAX, frozenset(), frozenset(range(10_000, 10_000 + UNDECIDED_MAX))))
-    assert len(one.said().pending) <= 2 * UNDECIDED_MAX
+    assert one.report().pending == set(range(10_000 - UNDECIDED_MAX, 10_000)) == one.outcome.open
+    one.hear_rank(
+        0, StepReport(-1, 10_000 + UNDECIDED_MAX, frozenset(), frozenset(range(10_000, 10_000 + UNDECIDED_MAX)))
+    )
+    assert len(one.report().pending) <= 2 * UNDECIDED_MAX
 
 
 def test_ranks_that_sealed_other_steps_during_a_long_silence_get_their_slots_back():
@@ -224,7 +226,7 @@ class Rank:
 
     def __init__(self, slots: int) -> None:
         self.slots: list[int | None] = [None] * slots
-        self.said, self.outcome = Said(), Outcome()
+        self.said, self.outcome = StepReport(), Outcome()
         self.sealed: set[int] = set()  # ever
 
     def take(self, step: int, fails: bool) -> None:
@@ -240,7 +242,7 @@ class Rank:
             self.slots[chosen.index] = step
             self.sealed.add(step)
             sealed = sealed | {step}
-        self.said = Said(self.outcome.whole, step, sealed).without(self.outcome)
+        self.said = StepReport(self.outcome.whole, step, sealed).without(self.outcome)
 
     def hear(self, outcome: Outcome) -> None:
         self.outcome = self.outcome.then(outcome)
@@ -269,7 +271,7 @@ class Job:
         self.rounds[node] = self._fresh(node, len(self.rounds))
         for rank in self.rounds[node].ranks:
             held = frozenset(step for step in self.ranks[rank].slots if step is not None)
-            self.rounds[node].hear_rank(rank, Said(sealed=held))
+            self.rounds[node].hear_rank(rank, StepReport(sealed=held))
 
     def send(self, *message: object) -> None:
         if self.chance.random() < self.trouble:
@@ -283,7 +285,7 @@ class Job:
             self.send("news", rank, self.rounds[self.homes[rank]].outcome)
         for each in self.rounds[1:]:
             if each.has_news:
-                self.send("up", each.index, each.said())
+                self.send("up", each.index, each.report())
         for each in self.rounds:
             for child in children_of(each.index, len(self.rounds)):
                 self.send("down", child, each.outcome)
@@ -317,7 +319,7 @@ class Job:
         held = set.intersection(*(set(rank.slots) for rank in self.ranks)) - {None}
         assert max(held, default=-1) >= self.announced
         for each in self.rounds:
-            assert len(each.said().sealed | each.said().pending) <= len(self.ranks[0].slots) * len(self.ranks)
+            assert len(each.report().sealed | each.report().pending) <= len(self.ranks[0].slots) * len(self.ranks)
 
     def heal(self) -> None:
         """No more trouble: everything that is said is heard."""
@@ -423,7 +425,7 @@ def test_with_two_slots_a_restarted_coordinator_lets_nobody_wait_for_what_the_on
             rank.take(step, fails=False)
     job.rounds[0].hear_rank(0, job.ranks[0].said)
     job.rounds[1].hear_rank(1, job.ranks[1].said)
-    job.rounds[0].hear_node(1, job.rounds[1].said())
+    job.rounds[0].hear_node(1, job.rounds[1].report())
     job.ranks[0].hear(job.rounds[0].outcome)
     assert (job.ranks[0].outcome.whole, job.ranks[1].outcome.whole) == (2, -1)
     for rank in job.ranks:
@@ -453,7 +455,7 @@ def test_equal_replicas_make_a_whole_step():
 
 
 def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
-    assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(-1, 1, unlike=frozenset({3}))
+    assert both_sealed({3: 7, 4: 1}, {3: 8, 4: 1}).outcome == Outcome(-1, 1, mismatched=frozenset({3}))
 
 
 def test_after_a_difference_no_later_step_becomes_whole():
@@ -461,7 +463,7 @@ def test_after_a_difference_no_later_step_becomes_whole():
     node = both_sealed({3: 7}, {3: 8})
     for rank in (0, 1):
         node.hear_rank(rank, says({2: SEALED}), {2: {3: 1}})
-    assert node.outcome == Outcome(-1, 2, unlike=frozenset({3}))
+    assert node.outcome == Outcome(-1, 2, mismatched=frozenset({3}))
 
 
 def test_ranks_of_other_cells_are_not_compared():
@@ -472,24 +474,24 @@ def test_replicas_on_two_nodes_are_compared_by_the_coordinator():
     above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1}))
     below.hear_rank(1, says({1: SEALED}), {1: {0: 5}})
     above.hear_rank(0, says({1: SEALED}), {1: {0: 6}})
-    assert above.hear_node(1, below.said(), below.digests(), below.outcome.unlike)
-    assert above.outcome.voids(1) and above.outcome.unlike == {0}
-    assert below.hear_outcome(above.outcome) and below.outcome.unlike == {0}
+    assert above.hear_node(1, below.report(), below.digests(), below.outcome.mismatched)
+    assert above.outcome.voids(1) and above.outcome.mismatched == {0}
+    assert below.hear_outcome(above.outcome) and below.outcome.mismatched == {0}
 
 
 def test_a_difference_found_below_is_told_above():
     above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1, 2}))
     for rank in (1, 2):
         below.hear_rank(rank, says({1: SEALED}), {1: {9: rank}})
-    assert below.said() == says({1: VOID}) and below.digests() == {}
-    assert above.hear_node(1, below.said(), below.digests(), below.outcome.unlike)
-    assert above.outcome == Outcome(-1, 1, unlike=frozenset({9}))
+    assert below.report() == says({1: VOID}) and below.digests() == {}
+    assert above.hear_node(1, below.report(), below.digests(), below.outcome.mismatched)
+    assert above.outcome == Outcome(-1, 1, mismatched=frozenset({9}))
 
 
 def test_a_difference_is_passed_on_though_it_is_all_the_news():
     middle = Round(1, 18, frozenset({1}))
-    assert middle.hear_node(17, Said(), unlike={9}) and middle.outcome.unlike == {9}
-    assert not middle.hear_node(17, Said(), unlike={9})
+    assert middle.hear_node(17, StepReport(), mismatched={9}) and middle.outcome.mismatched == {9}
+    assert not middle.hear_node(17, StepReport(), mismatched={9})
 
 
 def test_a_repeated_answer_is_not_compared_with_itself():

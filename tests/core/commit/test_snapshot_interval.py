@@ -15,20 +15,20 @@ from reft.core.commit.snapshot_interval import (
     MEASURED,
     PRIOR_S,
     SKIPPED,
-    Cadence,
-    Controls,
-    Frequency,
-    History,
-    Pace,
+    DueSteps,
+    FailureHistory,
+    IntervalEstimator,
+    OverheadMeter,
+    SnapshotInterval,
     daly,
     is_control,
     is_due,
-    next_pace,
+    next_interval,
 )
 
 
 def measured(stall_s, step_s, budget=0.001, mtbf_s=0.0, snapshots=40):
-    frequency = Frequency(budget, mtbf_s)
+    frequency = IntervalEstimator(budget, mtbf_s)
     for _ in range(snapshots):
         frequency.observe(step_s, stall_s)
     return frequency
@@ -38,24 +38,24 @@ def measured(stall_s, step_s, budget=0.001, mtbf_s=0.0, snapshots=40):
     ("stall_ms", "every"), [(0.0, 1), (0.4, 1), (1.0, 1), (1.01, 2), (5.0, 5), (30.0, 30), (1e9, EVERY_MAX)]
 )
 def test_each_step_is_taken_while_the_stall_is_within_the_budget(stall_ms, every):
-    assert measured(stall_ms / 1000, 1.0).wish() == every
+    assert measured(stall_ms / 1000, 1.0).requested_every() == every
 
 
 def test_the_first_snapshots_of_a_process_say_nothing():
-    frequency = Frequency(0.001)
+    frequency = IntervalEstimator(0.001)
     for index in range(MEASURED):
-        assert frequency.wish() == 0
+        assert frequency.requested_every() == 0
         frequency.observe(1.0, 10.0 if index < SKIPPED else 0.002)
         frequency.observe(1.0, None)  # an iteration without a snapshot is none
-    assert frequency.wish() == 2
+    assert frequency.requested_every() == 2
 
 
 def test_a_known_mtbf_asks_for_dalys_interval_if_that_is_longer():
     hours = 3 * 3600.0
     assert daly(0.010, hours) == pytest.approx(math.sqrt(2 * 0.010 * hours), rel=0.01)
-    assert measured(0.010, 1.0, budget=0.01).wish() == 1
-    assert measured(0.010, 1.0, budget=0.01, mtbf_s=hours).wish() == 15
-    assert measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).wish() == 100  # the budget is the stricter one
+    assert measured(0.010, 1.0, budget=0.01).requested_every() == 1
+    assert measured(0.010, 1.0, budget=0.01, mtbf_s=hours).requested_every() == 15
+    assert measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).requested_every() == 100  # the budget is the stricter one
     assert daly(10.0, 4.0) == 4.0  # a snapshot that takes longer than training lasts
 
 
@@ -72,10 +72,10 @@ def test_dalys_interval_loses_the_least_time(cost):
 
 
 def test_the_measured_mtbf_comes_from_failures_over_training_time():
-    assert History().after(1e6, False).mtbf_s == 0.0, "nothing has failed yet: the budget alone decides"
-    young = History().after(600.0, True)
-    assert young == History(600.0, 1) and young.mtbf_s == pytest.approx(PRIOR_S / 2, rel=0.01)
-    old = History()
+    assert FailureHistory().after(1e6, False).mtbf_s == 0.0, "nothing has failed yet: the budget alone decides"
+    young = FailureHistory().after(600.0, True)
+    assert young == FailureHistory(600.0, 1) and young.mtbf_s == pytest.approx(PRIOR_S / 2, rel=0.01)
+    old = FailureHistory()
     for _ in range(300):
         old = old.after(3 * 3600.0, True)
     assert old.mtbf_s == pytest.approx(3 * 3600.0, rel=0.03)
@@ -84,26 +84,26 @@ def test_the_measured_mtbf_comes_from_failures_over_training_time():
 
 def test_a_wish_rises_at_once_and_falls_only_by_half():
     frequency = measured(0.010, 1.0)
-    assert frequency.wish() == 10
+    assert frequency.requested_every() == 10
     for _ in range(200):
         frequency.observe(1.0, 0.012)
-    assert frequency.wish() == 12
+    assert frequency.requested_every() == 12
     for _ in range(400):
         frequency.observe(1.0, 0.008)
-    assert frequency.wish() == 12
+    assert frequency.requested_every() == 12
     for _ in range(400):
         frequency.observe(1.0, 0.003)
-    assert frequency.wish() <= 6
+    assert frequency.requested_every() <= 6
 
 
 def test_a_pace_begins_some_way_ahead_and_one_after_the_other():
-    assert next_pace(Pace(), 0, 100) == Pace()
-    pace = next_pace(Pace(), 5, 100)
-    assert pace == Pace(100 + LEAD, 5)
-    assert next_pace(pace, 7, 100 + LEAD - 1) == pace  # not before the last one has begun
-    assert next_pace(pace, 5, 500) == pace
-    assert next_pace(pace, 7, 500) == Pace(500 + LEAD, 7)
-    assert next_pace(pace, 1 << 40, 500).every == EVERY_MAX
+    assert next_interval(SnapshotInterval(), 0, 100) == SnapshotInterval()
+    pace = next_interval(SnapshotInterval(), 5, 100)
+    assert pace == SnapshotInterval(100 + LEAD, 5)
+    assert next_interval(pace, 7, 100 + LEAD - 1) == pace  # not before the last one has begun
+    assert next_interval(pace, 5, 500) == pace
+    assert next_interval(pace, 7, 500) == SnapshotInterval(500 + LEAD, 7)
+    assert next_interval(pace, 1 << 40, 500).every == EVERY_MAX
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,8 +112,8 @@ def test_ranks_that_know_the_paces_take_the_same_steps(changes, chance):
     paces, start = [], 0
     for ahead, every in changes:
         start += ahead
-        paces.append(Pace(start, every))
-    prompt, repeated = Cadence(1, True), Cadence(1, True)
+        paces.append(SnapshotInterval(start, every))
+    prompt, repeated = DueSteps(1, True), DueSteps(1, True)
     for pace in paces:
         assert prompt.hear(pace)
         assert repeated.hear(pace)
@@ -125,8 +125,8 @@ def test_ranks_that_know_the_paces_take_the_same_steps(changes, chance):
 
 
 def test_a_fixed_interval_is_taken_as_it_is():
-    cadence = Cadence(3, False)
-    assert not cadence.hear(Pace(10, 7))
+    cadence = DueSteps(3, False)
+    assert not cadence.hear(SnapshotInterval(10, 7))
     assert [step for step in range(1, 400) if cadence.due(step)] == list(range(3, 400, 3))
 
 
@@ -139,7 +139,7 @@ def test_control_steps_are_few_and_in_no_rhythm():
 
 
 def controls_of(steps, cost, noise, drift=0.0, every=1, seed=0):
-    chance, controls = random.Random(seed), Controls()
+    chance, controls = random.Random(seed), OverheadMeter()
     for step in range(steps):
         has = is_due(step, every)
         controls.observe(1.0 + drift * step + chance.gauss(0, noise) + (cost if has else 0), has)

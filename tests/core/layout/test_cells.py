@@ -19,10 +19,10 @@ def leaf(name: str, nbytes: int = 128, dtype: str = "uint8", staged: bool = Fals
     return Leaf(name, dtype, nbytes=nbytes, staged=staged, **facts)
 
 
-def job(*ranks: list[Leaf], unequal=()):
+def job(*ranks: list[Leaf], mismatched=()):
     """A division of ranks that have these leaves."""
     layouts = [pack(leaves) for leaves in ranks]
-    return divide({each.digest: each for each in layouts}, [each.digest for each in layouts], unequal)
+    return divide({each.digest: each for each in layouts}, [each.digest for each in layouts], mismatched)
 
 
 def shared(division) -> dict[tuple[int, ...], list[str]]:
@@ -33,7 +33,7 @@ def shared(division) -> dict[tuple[int, ...], list[str]]:
 def own(division, rank: int) -> tuple[tuple[str, ...], list[str]]:
     """Riders and kept leaves of a rank."""
     digest = division.layout_of[rank]
-    return division.riders[digest], [each.name for each in division.kept[digest].leaves]
+    return division.inline_leaves[digest], [each.name for each in division.unreplicated[digest].leaves]
 
 
 def test_leaves_meet_by_who_holds_them():
@@ -70,7 +70,7 @@ def test_a_cell_is_packed_small_leaves_first_and_by_name():
 
 def test_what_may_differ_by_rank_is_no_cell():
     leaves = [leaf("w"), leaf("staged", staged=True), leaf("big", LARGE), leaf("unequal", LARGE), leaf("empty", 0)]
-    division = job(leaves, leaves, unequal=["unequal", "never seen"])
+    division = job(leaves, leaves, mismatched=["unequal", "never seen"])
     assert shared(division) == {(0, 1): ["w", "big"]}
     assert own(division, 0) == (("empty", "staged"), ["unequal"])
 
@@ -137,13 +137,13 @@ def divided(pool, kinds, order: random.Random):
 def test_each_leaf_of_each_rank_is_in_one_place(pool, kinds, order):
     layouts, division = divided(pool, kinds, order)
     for rank, kind in enumerate(kinds):
-        riders, kept = own(division, rank)
+        inline_leaves, kept = own(division, rank)
         cells = [division.cells[index] for index in division.cells_of[layouts[kind].digest]]
         assert cells == [cell for cell in division.cells if rank in cell.holders]
-        names = [*riders, *kept, *(each.name for cell in cells for each in cell.leaves)]
+        names = [*inline_leaves, *kept, *(each.name for cell in cells for each in cell.leaves)]
         assert sorted(names) == sorted(each.name for each in layouts[kind].leaves)
         sizes = {each.name: each.nbytes for each in layouts[kind].leaves}
-        assert sum(sizes[name] for name in riders) <= RIDERS_MAX
+        assert sum(sizes[name] for name in inline_leaves) <= RIDERS_MAX
     for cell in division.cells:
         assert len(cell.holders) >= 2 and list(cell.holders) == sorted(set(cell.holders))
         assert not any(each.staged or each.name in ("leaf00", "leaf07") or not each.nbytes for each in cell.leaves)
@@ -164,4 +164,7 @@ def test_the_order_of_leaves_and_layouts_does_not_matter(pool, kinds, order):
     for kind in set(kinds):
         here, there = one_layouts[kind].digest, other_layouts[kind].digest
         assert one.cells_of[here] == other.cells_of[there]
-        assert one.riders[here] == other.riders[there] and one.kept[here] == other.kept[there]
+        assert (
+            one.inline_leaves[here] == other.inline_leaves[there]
+            and one.unreplicated[here] == other.unreplicated[there]
+        )

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from reft.core.layout.flat_ranges import placed, run_of
+from reft.core.layout.flat_ranges import flat_range, placed
 
 WHOLES = [(), (1,), (6,), (2, 3), (3, 1), (1, 3), (4, 1, 2), (2, 3, 2), (1, 2, 3), (2, 1, 3)]
 
@@ -33,7 +33,7 @@ def test_equal_identities_are_equal_elements_and_runs_of_the_whole_say_nothing_o
         own = elements(whole, piece, offset)
         is_run = own == list(range(own[0], own[0] + len(own)))
         for first, stop in itertools.combinations(range(len(own) + 1), 2):
-            found = run_of(piece, whole, offset, first)
+            found = flat_range(piece, whole, offset, first)
             assert (found.tag == "") == is_run
             if is_run:
                 assert found.whole == math.prod(whole)
@@ -48,14 +48,14 @@ def test_the_same_elements_have_one_identity_whoever_shares_them_out():
     whole, found = (8, 3), set()
     for tp in (1, 2, 4):
         rows = 8 // tp
-        element = {run_of((rows, 3), whole, (rows * r, 0), i) for r in range(tp) for i in range(rows * 3)}
+        element = {flat_range((rows, 3), whole, (rows * r, 0), i) for r in range(tp) for i in range(rows * 3)}
         found.add(frozenset(element))
     assert found == {frozenset(("", 24, i) for i in range(24))}
 
 
 def test_columns_say_of_which_piece_they_are():
-    assert run_of((4, 3), (4, 6), (0, 3), 1) == ("[of 0:4,3:6]", 12, 1)
-    assert run_of((4, 3), (4, 6), (0, 0), 1) == ("[of 0:4,0:3]", 12, 1)
+    assert flat_range((4, 3), (4, 6), (0, 3), 1) == ("[of 0:4,3:6]", 12, 1)
+    assert flat_range((4, 3), (4, 6), (0, 0), 1) == ("[of 0:4,0:3]", 12, 1)
 
 
 def test_axes_that_count_tensors_are_names():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reft.core.layout.layout import Leaf
-from reft.core.layout.regions import Copy, Shelf, overlap
+from reft.core.layout.regions import RegionCopy, RegionIndex, overlap
 
 
 def leaf(whole, offset, shape, order, item):
@@ -73,9 +73,9 @@ def test_every_common_element_is_copied_once_and_no_other(seed):
 def test_rows_are_one_run_and_columns_as_many_as_rows():
     whole = (1000, 64)
     piece = leaf(whole, (0, 0), whole, (0, 1), 4)
-    assert overlap(piece, leaf(whole, (500, 0), (500, 64), (0, 1), 4)) == Copy(500 * 256, 0, 500 * 256)
+    assert overlap(piece, leaf(whole, (500, 0), (500, 64), (0, 1), 4)) == RegionCopy(500 * 256, 0, 500 * 256)
     columns = overlap(piece, leaf(whole, (0, 32), (1000, 32), (0, 1), 4))
-    assert columns == Copy(128, 0, 128, (1000,), (256,), (128,))
+    assert columns == RegionCopy(128, 0, 128, (1000,), (256,), (128,))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_dimensions_are_one_only_if_they_follow_one_another_in_both_pieces(sizes
     """Columns 4 to 8 of both pieces, whose planes have as many rows as `sizes` says."""
     whole = (4, 6, 12)
     old, new = (leaf(whole, (0, 0, at), (4, rows, 8), (0, 1, 2), 1) for rows, at in zip(sizes, (0, 4), strict=True))
-    assert overlap(old, new) == Copy(4, 0, 4, counts, *steps)
+    assert overlap(old, new) == RegionCopy(4, 0, 4, counts, *steps)
 
 
 def test_a_range_of_a_piece_costs_what_lies_in_it():
@@ -113,7 +113,7 @@ def test_a_shelf_finds_what_touches_and_nothing_else(seed):
         pieces = [random_piece(rng, whole, 4) for _ in range(rng.randint(0, 12))]
         wanted = random_piece(rng, whole, 4)
         touching = [i for i, piece in enumerate(pieces) if overlap(piece, wanted)]
-        assert Shelf(dict(enumerate(pieces))).touching(wanted) == touching
+        assert RegionIndex(dict(enumerate(pieces))).touching(wanted) == touching
     empty = leaf((6,), (6,), (0,), (0,), 4)
-    assert Shelf({0: empty}).touching(leaf((6,), (0,), (6,), (0,), 4)) == []
-    assert Shelf({0: leaf((6,), (0,), (6,), (0,), 4)}).touching(empty) == []
+    assert RegionIndex({0: empty}).touching(leaf((6,), (0,), (6,), (0,), 4)) == []
+    assert RegionIndex({0: leaf((6,), (0,), (6,), (0,), 4)}).touching(empty) == []

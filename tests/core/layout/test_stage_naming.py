@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reft.core.layout.stage_naming import CONSTANT, Naming, Stage, candidates, naming
+from reft.core.layout.stage_naming import CONSTANT, StageNames, StageNaming, candidates, naming
 
 W, V = "float32 [8, 8]", "float32 [4]"
 
 
-def named(stages: dict[int, Stage], values=None, together=()) -> Naming:
+def named(stages: dict[int, StageNames], values=None, together=()) -> StageNaming:
     """The naming; by default bytes are equal and not constant."""
     possible = candidates(stages, together)
     return naming(
@@ -18,13 +18,13 @@ def named(stages: dict[int, Stage], values=None, together=()) -> Naming:
     )
 
 
-def stage(*names: str, buffers=(), **kinds: str) -> Stage:
-    return Stage(dict.fromkeys(names, W) | kinds, frozenset(buffers))
+def stage(*names: str, buffers=(), **kinds: str) -> StageNames:
+    return StageNames(dict.fromkeys(names, W) | kinds, frozenset(buffers))
 
 
 def test_names_of_the_whole_model_stay():
     stages = {0: stage("embed.weight", "layers.0.weight"), 1: stage("layers.1.weight"), 2: stage("head.weight")}
-    assert named(stages) == Naming(True)
+    assert named(stages) == StageNaming(True)
 
 
 def test_lists_that_are_numbered_anew_get_the_stage_though_their_bytes_are_equal():
@@ -41,7 +41,7 @@ def test_tied_embeddings_are_one_leaf_and_leave_the_names_of_the_whole_model_alo
         2: stage("embed.weight", "norm.weight"),
     }
     assert candidates(stages) == {"embed.weight"}
-    assert named(stages) == Naming(True, frozenset({"embed.weight"}))
+    assert named(stages) == StageNaming(True, frozenset({"embed.weight"}))
 
 
 def test_tied_embeddings_stay_one_where_all_else_is_numbered_anew():
@@ -83,7 +83,7 @@ def test_buffers_that_stages_repeat_get_the_stage_and_only_they():
 
 
 def test_one_stage_is_no_pipeline():
-    assert named({0: stage("0.weight")}) == Naming(True) and named({}) == Naming(True)
+    assert named({0: stage("0.weight")}) == StageNaming(True) and named({}) == StageNaming(True)
 
 
 NAMES = st.sampled_from(["embed", "norm", "0.w", "layers.0.w", "head", "freqs"])
@@ -96,7 +96,7 @@ STAGES = st.lists(
 @given(STAGES, st.dictionaries(NAMES, st.tuples(*[st.sampled_from(["x", "y", CONSTANT + "x"])] * 4)), st.randoms())
 def test_no_two_tensors_get_one_name_unless_they_are_a_tie(rows, digests, order):
     stages = {
-        i: Stage({n: k for n, k in kinds.items() if n not in buffers}, buffers)
+        i: StageNames({n: k for n, k in kinds.items() if n not in buffers}, buffers)
         for i, (kinds, buffers) in enumerate(rows)
     }
     shuffled = list(stages)

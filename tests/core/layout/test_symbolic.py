@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reft.core.layout.cells import RIDERS_MAX, divide
 from reft.core.layout.layout import SMALL_BYTES, Leaf, pack
-from reft.core.layout.symbolic import WHOLE, Cut, expand, of
+from reft.core.layout.symbolic import WHOLE, AxisCut, expand, of
 
 U64 = st.integers(0, (1 << 64) - 1)
 NUMBERS = st.lists(U64, max_size=3).map(tuple)
@@ -68,7 +68,7 @@ def test_ranks_that_differ_in_their_pieces_only_share_a_table():
     forms = [of(rank(i)) for i in range(16)]
     assert len({form.table for form in forms}) == 1
     assert forms[0].table.axes == (1000, 96, 10)
-    assert forms[3].cuts == (Cut(189, 63), Cut(18, 6), Cut(3, 1)) and forms[15].cuts[2] == Cut(10, 0)
+    assert forms[3].cuts == (AxisCut(189, 63), AxisCut(18, 6), AxisCut(3, 1)) and forms[15].cuts[2] == AxisCut(10, 0)
     assert [pattern.axes for pattern in forms[0].table.patterns] == [
         (0, WHOLE), (0, WHOLE), (WHOLE, 1), (2,), (WHOLE,),
     ]  # fmt: skip
@@ -97,7 +97,7 @@ def test_rows_are_no_columns_though_both_are_cut_alike():
     digests = [pack(leaves).digest for leaves in ranks]
     division = divide({digest: of(leaves) for digest, leaves in zip(digests, ranks, strict=True)}, digests, (), 0)
     assert [[leaf.name for leaf in cell.leaves] for cell in division.cells] == [["norm"]]
-    assert [division.kept[digest].leaves for digest in digests] == [(ranks[0][0],), (ranks[1][0],)]
+    assert [division.unreplicated[digest].leaves for digest in digests] == [(ranks[0][0],), (ranks[1][0],)]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def ranks_of(mesh: list[int], rows) -> list[list[Leaf]]:
     return ranks
 
 
-def by_leaves(ranks: list[list[Leaf]], unequal: set[str]) -> tuple[dict[tuple[int, ...], set[str]], list[set[str]]]:
+def by_leaves(ranks: list[list[Leaf]], mismatched: set[str]) -> tuple[dict[tuple[int, ...], set[str]], list[set[str]]]:
     """What `divide` must find, from the leaves themselves: names by holders, and each rank's own names."""
     plain = [{leaf.name: replace(leaf, staged=False) for leaf in leaves} for leaves in ranks]
     staged = {plain[rank][leaf.name] for rank, leaves in enumerate(ranks) for leaf in leaves if leaf.staged}
@@ -157,7 +157,7 @@ def by_leaves(ranks: list[list[Leaf]], unequal: set[str]) -> tuple[dict[tuple[in
     cells: dict[tuple[int, ...], set[str]] = defaultdict(set)
     own: list[set[str]] = [set() for _ in ranks]
     for leaf, found in holders.items():
-        if len(found) > 1 and leaf.nbytes and leaf not in staged and leaf.name not in unequal:
+        if len(found) > 1 and leaf.nbytes and leaf not in staged and leaf.name not in mismatched:
             cells[tuple(found)].add(leaf.name)
         else:
             for rank in found:
@@ -167,17 +167,17 @@ def by_leaves(ranks: list[list[Leaf]], unequal: set[str]) -> tuple[dict[tuple[in
 
 @settings(deadline=None, max_examples=60)
 @given(MESHES, LEAVES, st.sampled_from([0, 100, RIDERS_MAX]))
-def test_the_division_is_that_of_the_leaves(mesh, rows, riders_max):
+def test_the_division_is_that_of_the_leaves(mesh, rows, inline_bytes_max):
     ranks = ranks_of(mesh, rows)
-    unequal = {"leaf03"}
+    mismatched = {"leaf03"}
     layouts = {pack(leaves).digest: of(leaves) for leaves in ranks}
-    division = divide(layouts, [pack(leaves).digest for leaves in ranks], unequal, riders_max)
-    cells, own = by_leaves(ranks, unequal)
+    division = divide(layouts, [pack(leaves).digest for leaves in ranks], mismatched, inline_bytes_max)
+    cells, own = by_leaves(ranks, mismatched)
     assert {cell.holders: {leaf.name for leaf in cell.leaves} for cell in division.cells} == cells
     for rank, digest in enumerate(division.layout_of):
-        kept = division.kept[digest]
-        assert {*division.riders[digest], *(leaf.name for leaf in kept.leaves)} == own[rank]
-        assert division.kept_bytes[digest] == kept.payload_bytes
+        kept = division.unreplicated[digest]
+        assert {*division.inline_leaves[digest], *(leaf.name for leaf in kept.leaves)} == own[rank]
+        assert division.unreplicated_bytes[digest] == kept.payload_bytes
         held = [leaf for index in division.cells_of[digest] for leaf in division.cells[index].leaves]
         assert all(leaf in ranks[rank] for leaf in (*held, *kept.leaves))
 

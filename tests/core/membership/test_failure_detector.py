@@ -17,12 +17,12 @@ from reft.core.membership.failure_detector import (
     JOIN_S,
     LATE_S,
     MISSES,
-    Agent,
-    Facts,
-    Lookout,
-    Sign,
+    AgentPhase,
+    FailureDetector,
+    NodeFacts,
+    NodeReport,
     Signal,
-    word_of,
+    self_report,
 )
 from reft.core.membership.gossip_targets import REACH
 from reft.core.membership.progress import Stall
@@ -38,8 +38,8 @@ class Cluster:
     def __init__(self, count: int, agents: bool = True, seed: int = 0) -> None:
         self.nodes = [f"n{i}" for i in range(count)]
         self.now_s = 100.0
-        self.lookouts = {n: Lookout(n, {m: m for m in self.nodes}, self.now_s) for n in self.nodes}
-        self.facts = {n: Facts(agent=Agent.TRAINING if agents else None) for n in self.nodes}
+        self.lookouts = {n: FailureDetector(n, {m: m for m in self.nodes}, self.now_s) for n in self.nodes}
+        self.facts = {n: NodeFacts(agent=AgentPhase.TRAINING if agents else None) for n in self.nodes}
         self.daemon_down: set[str] = set()
         self.agent_down: set[str] = set() if agents else set(self.nodes)
         self.cut: set[frozenset[str]] = set()
@@ -57,8 +57,8 @@ class Cluster:
     def isolate(self, node: str) -> None:
         self.cut |= {frozenset((node, other)) for other in self.nodes if other != node}
 
-    def word(self, node: str) -> Sign:
-        return word_of(node, self.facts[node])
+    def word(self, node: str) -> NodeReport:
+        return self_report(node, self.facts[node])
 
     def reaches(self, a: str, b: str) -> bool:
         return frozenset((a, b)) not in self.cut
@@ -67,8 +67,8 @@ class Cluster:
         if source in self.daemon_down or target in self.daemon_down or not self.reaches(source, target):
             return
         one, other = self.lookouts[source], self.lookouts[target]
-        news = other.spoke(source, one.signs(self.word(source)), one.heard_s(self.now_s), self.now_s)
-        back = one.answered(target, other.signs(self.word(target)), other.heard_s(self.now_s), self.now_s)
+        news = other.spoke(source, one.reports(self.word(source)), one.heard_s(self.now_s), self.now_s)
+        back = one.answered(target, other.reports(self.word(target)), other.heard_s(self.now_s), self.now_s)
         for node, changes in ((target, news), (source, back)):
             self.passed_on(node, changes)
 
@@ -131,21 +131,21 @@ def test_every_transition_is_the_greater_of_two_final_signals_or_the_newest_word
 def test_news_in_any_order_and_any_number_ends_the_same(said, chance):
     ends = set()
     for _ in range(4):
-        lookout = Lookout("a", {"a": "a", "b": "b"}, 0.0)
+        detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
         order = said * 2
         chance.shuffle(order)
         for each in order:
-            lookout.told(Sign("b", each), 1.0)
-        ends.add(lookout.members["b"].signal)
+            detector.told(NodeReport("b", each), 1.0)
+        ends.add(detector.members["b"].signal)
     assert ends == {max(said)}
 
 
 def test_nothing_soft_is_taken_from_hearsay():
-    lookout = Lookout("a", {"a": "a", "b": "b", "c": "c"}, 0.0)
+    detector = FailureDetector("a", {"a": "a", "b": "b", "c": "c"}, 0.0)
     for signal in (Signal.JOINING, *WELL, Signal.SUSPECT):
-        assert lookout.spoke("b", [Sign("b", Signal.HEALTHY), Sign("c", signal)], {}, 1.0) == []
-    assert lookout.members["c"].signal is Signal.JOINING
-    assert lookout.told(Sign("nobody", Signal.OFFLINE), 1.0) == []
+        assert detector.spoke("b", [NodeReport("b", Signal.HEALTHY), NodeReport("c", signal)], {}, 1.0) == []
+    assert detector.members["c"].signal is Signal.JOINING
+    assert detector.told(NodeReport("nobody", Signal.OFFLINE), 1.0) == []
 
 
 # What a node says of itself
@@ -154,23 +154,23 @@ def test_nothing_soft_is_taken_from_hearsay():
 @pytest.mark.parametrize(
     ("facts", "signal", "text"),
     [
-        (Facts(), Signal.HEALTHY, ""),
-        (Facts(snaps=True), Signal.SNAP, ""),
-        (Facts(died=((3, 42),)), Signal.UNHEALTHY, "the trainer of rank 3, process 42, died."),
-        (Facts(died=((3, 42),), agent=Agent.TRAINING), Signal.UNHEALTHY, "died"),
-        (Facts(died=((3, 42),), agent=Agent.STOPPING), Signal.HEALTHY, ""),
-        (Facts(agent=Agent.DEAD, agent_pid=7), Signal.UNHEALTHY, "its agent, process 7, has ended."),
-        (Facts(agent=Agent.FAILED), Signal.UNHEALTHY, "a worker failed"),
-        (Facts(agent=Agent.FINISHED, died=((3, 42),)), Signal.COMPLETED, "its training has ended."),
-        (Facts(closed=True), Signal.COMPLETED, "ended"),
-        (Facts(late_s=1.25), Signal.SUSPECT, "1.2 s late"),
-        (Facts(stall=Stall(5, 17, 12.0, 0.25, True)), Signal.SUSPECT,
+        (NodeFacts(), Signal.HEALTHY, ""),
+        (NodeFacts(snaps=True), Signal.SNAP, ""),
+        (NodeFacts(died=((3, 42),)), Signal.UNHEALTHY, "the trainer of rank 3, process 42, died."),
+        (NodeFacts(died=((3, 42),), agent=AgentPhase.TRAINING), Signal.UNHEALTHY, "died"),
+        (NodeFacts(died=((3, 42),), agent=AgentPhase.STOPPING), Signal.HEALTHY, ""),
+        (NodeFacts(agent=AgentPhase.DEAD, agent_pid=7), Signal.UNHEALTHY, "its agent, process 7, has ended."),
+        (NodeFacts(agent=AgentPhase.FAILED), Signal.UNHEALTHY, "a worker failed"),
+        (NodeFacts(agent=AgentPhase.FINISHED, died=((3, 42),)), Signal.COMPLETED, "its training has ended."),
+        (NodeFacts(closed=True), Signal.COMPLETED, "ended"),
+        (NodeFacts(late_s=1.25), Signal.SUSPECT, "1.2 s late"),
+        (NodeFacts(stall=Stall(5, 17, 12.0, 0.25, True)), Signal.SUSPECT,
          "rank 5 stands still at step 17: no step for 12 s, 0.25 s are usual; its process is stopped."),
-        (Facts(left_behind="round 1 is over."), Signal.OFFLINE, "round 1 is over."),
+        (NodeFacts(left_behind="round 1 is over."), Signal.OFFLINE, "round 1 is over."),
     ],
 )  # fmt: skip
 def test_a_nodes_own_word(facts, signal, text):
-    word = word_of("a", facts)
+    word = self_report("a", facts)
     assert word.signal is signal and text in word.reason
     assert (word.stall is not None) == (facts.stall is not None)
 
@@ -253,15 +253,15 @@ def test_after_a_short_cut_nobody_else_is_lost_whoever_is_heard_first(is_daemon,
     """Connections come back one by one. The first to speak may be an agent, or a daemon that hears none of the others."""
     cluster = Cluster(40, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
-    lookout = cluster.lookouts["n3"]
-    first, other = lookout.watched()[:2]
+    detector = cluster.lookouts["n3"]
+    first, other = detector.watched()[:2]
     while cluster.kind("n3", other) != "alone":
         cluster.tick()
     for _ in range(5 if is_daemon else 30):
         if is_daemon:
-            lookout.answered(first, [], {}, cluster.now_s)
+            detector.answered(first, [], {}, cluster.now_s)
         else:
-            lookout.agent_spoke(first, Agent.TRAINING, cluster.now_s)
+            detector.agent_spoke(first, AgentPhase.TRAINING, cluster.now_s)
         cluster.tick()
     cluster.cut.clear()
     cluster.run(3)
@@ -283,23 +283,28 @@ def test_after_a_cut_the_one_who_was_given_up_takes_nobody_along(count):
 
 def test_news_from_afar_do_not_keep_silent_neighbours_alive():
     names = [f"n{i}" for i in range(40)]
-    lookout = Lookout("n0", {node: node for node in names}, 0.0)
-    near = lookout.watched()
+    detector = FailureDetector("n0", {node: node for node in names}, 0.0)
+    near = detector.watched()
     far = next(node for node in names[1:] if node not in near)
     for node in near:
-        lookout.spoke(node, [Sign(node, Signal.HEALTHY)], {}, 0.1)
-        lookout.agent_spoke(node, Agent.TRAINING, 0.1)
+        detector.spoke(node, [NodeReport(node, Signal.HEALTHY)], {}, 0.1)
+        detector.agent_spoke(node, AgentPhase.TRAINING, 0.1)
     for tick in range(1, round((CUT_OFF_S + 2) / TICK_S)):
-        lookout.spoke(far, [], {}, tick * TICK_S)
-        lookout.look(tick * TICK_S, 0.0, Sign("n0", Signal.HEALTHY), False)
-    assert {lookout.members[node].signal for node in near} == {Signal.OFFLINE}
+        detector.spoke(far, [], {}, tick * TICK_S)
+        detector.look(tick * TICK_S, 0.0, NodeReport("n0", Signal.HEALTHY), False)
+    assert {detector.members[node].signal for node in near} == {Signal.OFFLINE}
 
 
 def test_who_was_given_up_is_believed_about_himself_and_the_listener_alone():
-    lookout = Lookout("a", {node: node for node in "abc"}, 0.0)
-    lookout.told(Sign("b", Signal.OFFLINE), 1.0)
-    lookout.spoke("b", [Sign("b", Signal.COMPLETED), Sign("c", Signal.OFFLINE), Sign("a", Signal.OFFLINE)], {}, 2.0)
-    signals = {node: each.signal for node, each in lookout.members.items()}
+    detector = FailureDetector("a", {node: node for node in "abc"}, 0.0)
+    detector.told(NodeReport("b", Signal.OFFLINE), 1.0)
+    detector.spoke(
+        "b",
+        [NodeReport("b", Signal.COMPLETED), NodeReport("c", Signal.OFFLINE), NodeReport("a", Signal.OFFLINE)],
+        {},
+        2.0,
+    )
+    signals = {node: each.signal for node, each in detector.members.items()}
     assert signals == {"a": Signal.OFFLINE, "b": Signal.COMPLETED, "c": Signal.JOINING}
 
 
@@ -368,12 +373,12 @@ def test_who_was_late_does_not_take_his_own_patience_for_a_sign_of_life():
 
 
 def test_a_slow_node_earns_patience_and_a_brisk_one_does_not():
-    slow, brisk = Lookout("a", {"a": "a", "b": "b"}, 0.0), Lookout("a", {"a": "a", "b": "b"}, 0.0)
-    for lookout, gap_s in ((slow, 0.8), (brisk, BEAT_S)):
+    slow, brisk = FailureDetector("a", {"a": "a", "b": "b"}, 0.0), FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
+    for detector, gap_s in ((slow, 0.8), (brisk, BEAT_S)):
         for i in range(1, 6):
-            lookout.spoke("b", [Sign("b", Signal.HEALTHY)], {}, i * gap_s)
-    for lookout, last_s in ((slow, 4.0), (brisk, 5 * BEAT_S)):
-        lookout.look(last_s + 1.2, 0.0, Sign("a", Signal.HEALTHY), False)
+            detector.spoke("b", [NodeReport("b", Signal.HEALTHY)], {}, i * gap_s)
+    for detector, last_s in ((slow, 4.0), (brisk, 5 * BEAT_S)):
+        detector.look(last_s + 1.2, 0.0, NodeReport("a", Signal.HEALTHY), False)
     assert (slow.members["b"].signal, brisk.members["b"].signal) == (Signal.HEALTHY, Signal.SUSPECT)
 
 
@@ -418,22 +423,22 @@ def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():
 
 
 def test_a_half_open_link_is_told_from_a_silent_daemon():
-    lookout = Lookout("a", {"a": "a", "b": "b"}, 0.0)
-    healthy = [Sign("b", Signal.HEALTHY)]
-    lookout.spoke("b", healthy, {}, 1.0)
-    lookout.answered("b", healthy, {}, 1.0)
+    detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
+    healthy = [NodeReport("b", Signal.HEALTHY)]
+    detector.spoke("b", healthy, {}, 1.0)
+    detector.answered("b", healthy, {}, 1.0)
     for i in range(6):
-        lookout.answered("b", healthy, {}, 1.3 + i * BEAT_S)
-    lookout.look(2.9, 0.0, Sign("a", Signal.HEALTHY), False)
-    assert lookout.members["b"].signal is Signal.SUSPECT
-    assert lookout.members["b"].reason == "the link is half open: its daemon answers, but its own calls do not arrive."
-    lookout.look(5.0, 0.0, Sign("a", Signal.HEALTHY), False)
-    assert lookout.members["b"].kind.startswith("daemon")
+        detector.answered("b", healthy, {}, 1.3 + i * BEAT_S)
+    detector.look(2.9, 0.0, NodeReport("a", Signal.HEALTHY), False)
+    assert detector.members["b"].signal is Signal.SUSPECT
+    assert detector.members["b"].reason == "the link is half open: its daemon answers, but its own calls do not arrive."
+    detector.look(5.0, 0.0, NodeReport("a", Signal.HEALTHY), False)
+    assert detector.members["b"].kind.startswith("daemon")
 
 
 def test_a_worker_that_died_is_known_to_all_at_once():
     cluster = Cluster(9).run(3)
-    cluster.facts["n4"] = Facts(died=((4, 1),))
+    cluster.facts["n4"] = NodeFacts(died=((4, 1),))
     cluster.run(TICK_S)
     assert cluster.anywhere(Signal.UNHEALTHY) == {(o, "n4") for o in cluster.nodes}
     cluster.lose("n4")
@@ -443,7 +448,7 @@ def test_a_worker_that_died_is_known_to_all_at_once():
 
 def test_who_has_completed_may_vanish():
     cluster = Cluster(4).run(3)
-    cluster.facts["n3"] = Facts(agent=Agent.FINISHED)
+    cluster.facts["n3"] = NodeFacts(agent=AgentPhase.FINISHED)
     cluster.run(1)
     cluster.lose("n3")
     cluster.run(30)

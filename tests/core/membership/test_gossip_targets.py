@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.membership.gossip_targets import REACH, neighbours, passers, ring_of
+from reft.core.membership.gossip_targets import REACH, gossip_targets, neighbours, ring_of
 
 NODES = st.integers(1, 70).map(lambda n: [f"node-{i}" for i in range(n)])
 
@@ -23,10 +23,10 @@ def test_news_reach_everybody_within_the_logarithm(nodes):
     ring = ring_of(nodes)
     reached, hops = {ring[0]}, 0
     while len(reached) < len(ring):
-        reached |= {other for own in reached for other in passers(own, ring)}
+        reached |= {other for own in reached for other in gossip_targets(own, ring)}
         hops += 1
     assert hops <= max(len(ring) - 1, 1).bit_length()
-    assert len(passers(ring[0], ring)) <= 2 * (REACH + len(ring).bit_length())
+    assert len(gossip_targets(ring[0], ring)) <= 2 * (REACH + len(ring).bit_length())
 
 
 def test_a_rack_does_not_stand_together():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reft.core.membership.job_identity import JOB_NAME, Job, check_name, identify
+from reft.core.membership.job_identity import JOB_NAME, JobIdentity, check_name, identify
 from reft.errors import ConfigError
 
 BAD = [
@@ -15,7 +15,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def who(**changes: str) -> Job:
+def who(**changes: str) -> JobIdentity:
     facts = {"chosen": "", "run_id": "", "slurm_job": "", "script": "/data/train.py", "launch": "boot/1/2"}
     return identify(**{**facts, **changes}, user=1000)
 
@@ -33,8 +33,8 @@ def test_a_good_name_is_kept(name):
 
 
 def test_a_job_without_a_name_is_called_what_its_rendezvous_calls_it_and_stays_unnamed():
-    assert who(unnamed="train-1") == Job("train-1", False)
-    assert who(unnamed="train-1", run_id="run").named and who(unnamed="train-1", chosen="me") == Job("me", True)
+    assert who(unnamed="train-1") == JobIdentity("train-1", False)
+    assert who(unnamed="train-1", run_id="run").named and who(unnamed="train-1", chosen="me") == JobIdentity("me", True)
 
 
 @given(st.text(max_size=80))
@@ -47,9 +47,9 @@ def test_an_allowed_name_is_one_plain_path_component(name):
 
 
 def test_who_names_the_job():
-    assert who(chosen="mine", run_id="42", slurm_job="7") == Job("mine", True)
-    assert who(run_id="42", slurm_job="7") == Job("42", True)
-    assert who(run_id="none", slurm_job="7") == Job("slurm-7", True)
+    assert who(chosen="mine", run_id="42", slurm_job="7") == JobIdentity("mine", True)
+    assert who(run_id="42", slurm_job="7") == JobIdentity("42", True)
+    assert who(run_id="none", slurm_job="7") == JobIdentity("slurm-7", True)
     assert not who().named
 
 

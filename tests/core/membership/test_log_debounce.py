@@ -5,26 +5,26 @@ What is said of a trouble that comes and goes.
 
 from __future__ import annotations
 
-from reft.core.membership.failure_detector import Change, Lookout, Signal
-from reft.core.membership.log_debounce import AGAIN_S, LASTED_S, REMEMBERED_MAX, Complaints, Teller
+from reft.core.membership.failure_detector import FailureDetector, Signal, SignalChange
+from reft.core.membership.log_debounce import AGAIN_S, LASTED_S, REMEMBERED_MAX, SignalLog, TroubleLog
 
 
 class Log:
     """A node b as its neighbour a tells of it; moments in seconds."""
 
     def __init__(self) -> None:
-        self.lookout = Lookout("a", {"a": "a", "b": "b"}, 0.0)
-        self.teller = Teller(self.lookout)
+        self.detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
+        self.signal_log = SignalLog(self.detector)
 
     def becomes(self, now_s: float, signal: Signal, kind: str = "") -> list[tuple[str, str]]:
-        member = self.lookout.members["b"]
-        change = Change("b", member.signal, signal)
+        member = self.detector.members["b"]
+        change = SignalChange("b", member.signal, signal)
         member.signal, member.kind = signal, kind
-        self.teller.heard([change], now_s)
+        self.signal_log.heard([change], now_s)
         return self.says(now_s)
 
     def says(self, now_s: float) -> list[tuple[str, str]]:
-        return [(each.before.name, each.after.name) for each in self.teller.due(now_s)]
+        return [(each.before.name, each.after.name) for each in self.signal_log.due(now_s)]
 
 
 def well() -> Log:
@@ -67,28 +67,28 @@ def test_snapshots_are_not_told():
     assert log.says(100.0) == []
 
 
-def said(complaints: Complaints, *troubles: tuple[float, str]) -> list[str]:
-    return [trouble for now_s, trouble in troubles if complaints.heard(trouble, now_s)]
+def said(trouble_log: TroubleLog, *troubles: tuple[float, str]) -> list[str]:
+    return [trouble for now_s, trouble in troubles if trouble_log.heard(trouble, now_s)]
 
 
 def test_a_trouble_is_said_once_and_its_end_too():
-    assert said(Complaints(), (0, ""), (1, "a"), (2, "a"), (3, "b"), (4, ""), (5, "")) == ["a", "b", ""]
+    assert said(TroubleLog(), (0, ""), (1, "a"), (2, "a"), (3, "b"), (4, ""), (5, "")) == ["a", "b", ""]
 
 
 def test_one_that_flickers_is_said_again_only_after_a_while():
-    complaints = Complaints()
+    trouble_log = TroubleLog()
     flicker = [(float(i), "a" if i % 2 else "") for i in range(int(AGAIN_S))]
-    assert said(complaints, *flicker) == ["a", ""]
-    assert said(complaints, (AGAIN_S, "")) == []
-    assert said(complaints, (AGAIN_S + 1, "a"), (AGAIN_S + 2, "")) == ["a", ""]
+    assert said(trouble_log, *flicker) == ["a", ""]
+    assert said(trouble_log, (AGAIN_S, "")) == []
+    assert said(trouble_log, (AGAIN_S + 1, "a"), (AGAIN_S + 2, "")) == ["a", ""]
 
 
 def test_another_trouble_between_is_not_hidden_and_its_end_is_said():
-    complaints = Complaints()
-    assert said(complaints, (0, "a"), (1, ""), (2, "a"), (3, "b"), (4, "a"), (5, "")) == ["a", "", "b", ""]
+    trouble_log = TroubleLog()
+    assert said(trouble_log, (0, "a"), (1, ""), (2, "a"), (3, "b"), (4, "a"), (5, "")) == ["a", "", "b", ""]
 
 
 def test_it_remembers_a_bounded_number():
-    complaints = Complaints()
-    said(complaints, *((0.0, str(i)) for i in range(10 * REMEMBERED_MAX)))
-    assert len(complaints._said_s) == REMEMBERED_MAX
+    trouble_log = TroubleLog()
+    said(trouble_log, *((0.0, str(i)) for i in range(10 * REMEMBERED_MAX)))
+    assert len(trouble_log._said_s) == REMEMBERED_MAX

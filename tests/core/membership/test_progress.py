@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from reft.core.membership.progress import GAPS, HUNG_FACTOR, HUNG_MIN_S, Pace, Stall, laggard
+from reft.core.membership.progress import GAPS, HUNG_FACTOR, HUNG_MIN_S, Stall, StepProgress, laggard
 
 
-def paced(gap_s: float, steps: int = 10) -> tuple[Pace, float]:
-    pace, now_s = Pace(), 0.0
+def paced(gap_s: float, steps: int = 10) -> tuple[StepProgress, float]:
+    pace, now_s = StepProgress(), 0.0
     for step in range(steps):
         now_s = step * gap_s
         pace.saw(step, now_s)

@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.membership.sticky_ranks import Member, Place, assign
+from reft.core.membership.sticky_ranks import Participant, PreviousRank, assign
 
-A, B, C, D = (Member(f"agent-{name}", f"node-{name}") for name in "abcd")
-NEW = Member("agent-0", "node-0")  # sorts first
+A, B, C, D = (Participant(f"agent-{name}", f"node-{name}") for name in "abcd")
+NEW = Participant("agent-0", "node-0")  # sorts first
 
 
 def places(*members):
-    return [Place(rank, member) for rank, member in enumerate(members)]
+    return [PreviousRank(rank, member) for rank, member in enumerate(members)]
 
 
 def test_a_first_round_goes_in_order():
@@ -21,18 +21,22 @@ def test_who_was_there_keeps_his_rank_and_a_newcomer_takes_the_hole():
 
 
 def test_a_node_keeps_its_rank_under_a_new_agent():
-    again = Member("another agent", C.home)
+    again = Participant("another agent", C.home)
     assert assign([again, A, B, NEW], places(A, B, C, D)) == {A: 0, B: 1, again: 2, NEW: 3}
 
 
 def test_the_agent_itself_comes_before_another_one_of_its_node():
-    twin = Member("agent-0", B.home)
+    twin = Participant("agent-0", B.home)
     assert assign([twin, B], places(A, B)) == {B: 1, twin: 0}
 
 
 def test_two_agents_of_one_node_take_its_two_places():
-    first, second, third = (Member(f"new-{i}", "node-a") for i in range(3))
-    before = [Place(0, Member("x", "node-a")), Place(1, B), Place(2, Member("y", "node-a"))]
+    first, second, third = (Participant(f"new-{i}", "node-a") for i in range(3))
+    before = [
+        PreviousRank(0, Participant("x", "node-a")),
+        PreviousRank(1, B),
+        PreviousRank(2, Participant("y", "node-a")),
+    ]
     assert assign([first, second, B], before) == {first: 0, B: 1, second: 2}
     assert assign([first, second, third, B], before) == {first: 0, B: 1, second: 2, third: 3}
 
@@ -42,12 +46,12 @@ def test_when_the_job_shrinks_those_beyond_its_end_fill_the_holes_before_newcome
 
 
 def test_an_unknown_node_is_nobodys_heir():
-    nameless = Member("agent-0")
-    assert assign([nameless, B], [Place(0, B), Place(1, Member("gone"))]) == {B: 0, nameless: 1}
+    nameless = Participant("agent-0")
+    assert assign([nameless, B], [PreviousRank(0, B), PreviousRank(1, Participant("gone"))]) == {B: 0, nameless: 1}
 
 
 MEMBERS = st.lists(
-    st.builds(Member, st.sampled_from("pqrstuvw"), st.sampled_from(["", "n1", "n2", "n3"])),
+    st.builds(Participant, st.sampled_from("pqrstuvw"), st.sampled_from(["", "n1", "n2", "n3"])),
     unique_by=lambda member: member.agent, max_size=8,
 )  # fmt: skip
 

@@ -31,7 +31,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import pack
 from reft.core.recovery import recovery
-from reft.core.recovery.recovery import Held
+from reft.core.recovery.recovery import HeldSlot
 
 WRITING, TORN, SEALED = 1, 2, 3  # TORN: the header says WRITING, and nobody writes any more
 EMPTY = (0, 0, 0)
@@ -113,7 +113,7 @@ def planned(
         for i, kept in enumerate(slots):
             version = version_of(kept) if rules.keyed_by_epoch else Version(EPOCHS[0], kept[1])
             if kept != EMPTY:
-                found.append(Held("node", rank, f"{rank}.{i}", STATES[kept[2]], version))
+                found.append(HeldSlot("node", rank, f"{rank}.{i}", STATES[kept[2]], version))
     decision = Decision(EPOCHS[epoch], Version(EPOCHS[base[0]], base[1]) if base else None)
     is_filtered = rules.reads_decision and rules.keyed_by_epoch
     plan = recovery.plan(found, (), dict.fromkeys(EPOCHS, alone(len(held))), decision if is_filtered else None)

@@ -40,7 +40,7 @@ from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery import recovery
 from reft.core.recovery.lineage import histories, written_by
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.core.recovery.survey_timeout import is_settled
 from tests.core.model import commit_model
 from tests.core.model.commit_model import (
@@ -155,13 +155,13 @@ def planned(
     """What recovery loads, (rank, slot) of what is emptied, and by which of the rules `settles` it is settled."""
     count = len(slots)
     held = [
-        Held(f"n{rank}", rank, f"{i}", STATES[kept[2]], version_of(kept))
+        HeldSlot(f"n{rank}", rank, f"{i}", STATES[kept[2]], version_of(kept))
         for rank, own in enumerate(slots)
         for i, kept in enumerate(own)
         if kept != EMPTY
     ]
     kept_copies = [
-        Copy(f"n{(rank + 1) % count}", rank, version_of((*pair, SEALED)), 0)
+        HeldCapsule(f"n{(rank + 1) % count}", rank, version_of((*pair, SEALED)), 0)
         for rank, own in enumerate(copies)
         for pair in own
     ]
@@ -169,11 +169,13 @@ def planned(
     if ghost is not None:
         index, old_slots, old_copies, torn = ghost
         held += [
-            Held(f"old{index}", index, f"{i}", STATES[kept[2]], version_of(kept))
+            HeldSlot(f"old{index}", index, f"{i}", STATES[kept[2]], version_of(kept))
             for i, kept in enumerate(old_slots)
             if kept != EMPTY
         ]
-        kept_copies += [Copy(f"old{index}", (index - 1) % count, version_of((*p, SEALED)), 0) for p in old_copies]
+        kept_copies += [
+            HeldCapsule(f"old{index}", (index - 1) % count, version_of((*p, SEALED)), 0) for p in old_copies
+        ]
         if torn is not None:
             in_force = in_force_of(decision, count, lost, ghost, written_by(held, kept_copies) if heeds_written else ())
     known = in_force if reads_decision else None

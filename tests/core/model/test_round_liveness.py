@@ -1,4 +1,4 @@
-"""Snapshots go on however slow the round is: ranks, slots and messages in time, with the functions that reft decides with.
+"""Snapshotter go on however slow the round is: ranks, slots and messages in time, with the functions that reft decides with.
 
 A step lasts one unit. A copy is sealed 0.3 after its mark; a rank without a slot waits for one until the fence, 0.6 after
 the mark, and then says void. Every message takes as long as the network of the case says, and overtakes others.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 import pytest
 
 from reft.core.commit import lag_backoff as spacing_module
-from reft.core.commit.lag_backoff import Delays, spacing
-from reft.core.commit.round import Outcome, Round, Said
+from reft.core.commit.lag_backoff import OutcomeDelays, backoff_interval
+from reft.core.commit.round import Outcome, Round, StepReport
 from reft.core.commit.slots import Slot, SlotState, choose
 from reft.core.commit.version import Epoch, Version
 
@@ -31,13 +31,13 @@ class Rank:
         self.outcome = Outcome()
         self.until = -1
         self.sealed: set[int] = set()
-        self.delays = Delays()
+        self.delays = OutcomeDelays()
         self.waits: int | None = None
 
     def is_in_turn(self, step: int) -> bool:
         passed = None if self.delays.in_vain is None else step - self.delays.in_vain
         delay = self.delays.worst(step, min(self.sealed, default=None))
-        return step % spacing(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
+        return step % backoff_interval(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
 
     def begin(self, step: int) -> int | None:
         """The slot that the step is copied to; None if there is none."""
@@ -51,11 +51,11 @@ class Rank:
         self.busy.add(chosen.index)
         return chosen.index
 
-    def answer(self, step: int, is_sealed: bool) -> Said:
+    def answer(self, step: int, is_sealed: bool) -> StepReport:
         self.until = max(self.until, step)
         if is_sealed:
             self.sealed.add(step)
-        return Said(self.outcome.whole, self.until, frozenset(self.sealed))
+        return StepReport(self.outcome.whole, self.until, frozenset(self.sealed))
 
     def hear(self, outcome: Outcome) -> None:
         self.outcome = self.outcome.then(outcome)
@@ -113,10 +113,10 @@ class Training:
             self.ranks[rank].waits = None
             self.say(now, rank, self.ranks[rank].answer(step, False))
 
-    def say(self, now: float, rank: int, said: Said) -> None:
+    def say(self, now: float, rank: int, said: StepReport) -> None:
         self.at(now + self.network(self.chance, rank, now), lambda now: self.hear(now, rank, said))
 
-    def hear(self, now: float, rank: int, said: Said) -> None:
+    def hear(self, now: float, rank: int, said: StepReport) -> None:
         before = self.coordinator.outcome
         self.coordinator.hear_rank(rank, said)
         outcome = self.coordinator.outcome

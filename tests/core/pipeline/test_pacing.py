@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reft.core.pipeline.bubbles import Gap
-from reft.core.pipeline.pacing import AT_MARK, LEFT_OVER, Rates, Tier, Window, plan, windows
+from reft.core.pipeline.pacing import AT_MARK, LEFT_OVER, CopyRates, CopyWindow, Tier, plan, windows
 
 MiB = 1 << 20
 TINY = 1e-8  # what sums of floats may be off
@@ -33,7 +33,7 @@ def cut_times(draw):
     cut_times(),
     st.lists(st.integers(0, 16 * MiB), max_size=60),
     st.lists(st.integers(1, 16 * MiB), max_size=10),
-    st.builds(Rates, st.sampled_from([10e6, 1e9, 20e9]), rates_of, rates_of, st.sampled_from([10e6, 1e9])),
+    st.builds(CopyRates, st.sampled_from([10e6, 1e9, 20e9]), rates_of, rates_of, st.sampled_from([10e6, 1e9])),
     st.sampled_from([0.0, 0.0003, 0.01]),
 )
 def test_a_plan_keeps_what_it_promises(cut, chunks, parity, rates, guard_s):
@@ -60,7 +60,7 @@ def test_a_plan_keeps_what_it_promises(cut, chunks, parity, rates, guard_s):
 @given(cut_times(), st.integers(0, 200), st.sampled_from([0.0, 0.001]))
 def test_a_later_tier_takes_only_what_earlier_ones_can_not(cut, count, guard_s):
     found, deadline, *_ = cut
-    size, rates = MiB, Rates(1e9, 0.5e9, 0.25e9, 1e9)
+    size, rates = MiB, CopyRates(1e9, 0.5e9, 0.25e9, 1e9)
     made = plan([size] * count, [], found, rates, guard_s, deadline)
     room = dict.fromkeys(Tier, 0)  # chunks that each tier could hold
     for window in found:
@@ -78,12 +78,12 @@ def test_gaps_first_then_compute_then_collectives_then_the_optimizer_waits():
     gaps = [Gap(0, None, 0.0, 0.010), Gap(4, None, 0.030, 0.010)]
     found = windows(gaps, 0.060, forbidden=[(0.040, 0.050)], collectives=[(0.050, 0.060)])
     assert found == (
-        Window(Tier.GAP, 0.0, 0.010),
-        Window(Tier.COMPUTE, 0.010, 0.030),
-        Window(Tier.GAP, 0.030, 0.040),
-        Window(Tier.COLLECTIVE, 0.050, 0.060),
+        CopyWindow(Tier.GAP, 0.0, 0.010),
+        CopyWindow(Tier.COMPUTE, 0.010, 0.030),
+        CopyWindow(Tier.GAP, 0.030, 0.040),
+        CopyWindow(Tier.COLLECTIVE, 0.050, 0.060),
     )
-    rates = Rates(1e9, 0.5e9, 1e9, 1e9)  # 10, 10, 10 and 10 chunks of 1 MB
+    rates = CopyRates(1e9, 0.5e9, 1e9, 1e9)  # 10, 10, 10 and 10 chunks of 1 MB
     for chunks, by_tier, left in (
         (15, (15, 0, 0), 0),
         (25, (20, 5, 0), 0),
@@ -97,7 +97,7 @@ def test_gaps_first_then_compute_then_collectives_then_the_optimizer_waits():
 
 def test_what_lies_beside_compute_is_spread_over_all_of_it():
     found = windows([], 1.0, forbidden=[(0.4, 0.5)])
-    made = plan([MiB] * 90, [], found, Rates(1e9, 1e9, 0, 1e9), 0.0, 1.0)
+    made = plan([MiB] * 90, [], found, CopyRates(1e9, 1e9, 0, 1e9), 0.0, 1.0)
     starts = np.sort(made.start)
     assert np.all(np.diff(starts) > 0.8 * 0.01)  # 0.9 s for 90 chunks
     assert (len(made.tasks(0)), len(made.tasks(1))) == (40, 50)
@@ -105,7 +105,7 @@ def test_what_lies_beside_compute_is_spread_over_all_of_it():
 
 def test_parity_is_computed_in_gaps_or_at_the_mark_and_before_copies():
     found = windows([Gap(1, None, 0.5, 0.1)], 1.0)
-    made = plan([50_000_000] * 3, [30_000_000] * 4, found, Rates(1e9, 1e9, 0, 0.5e9), 0.0, 1.0)
+    made = plan([50_000_000] * 3, [30_000_000] * 4, found, CopyRates(1e9, 1e9, 0, 0.5e9), 0.0, 1.0)
     assert made.tasks(1).tolist() == [3]  # 60 ms of parity; neither another one nor a copy fits behind it
     assert made.tasks(AT_MARK).tolist() == [4, 5, 6]
     assert sorted([*made.tasks(0), *made.tasks(2)]) == [0, 1, 2]
@@ -113,7 +113,7 @@ def test_parity_is_computed_in_gaps_or_at_the_mark_and_before_copies():
 
 def test_a_task_that_no_gap_holds_does_not_keep_the_others_out():
     found = windows([Gap(0, None, 0.0, 0.010)], 0.1)
-    made = plan([20_000_000, 5_000_000], [], found, Rates(1e9, 1e9, 0, 1e9), 0.0, 0.1)
+    made = plan([20_000_000, 5_000_000], [], found, CopyRates(1e9, 1e9, 0, 1e9), 0.0, 0.1)
     assert made.tasks(0).tolist() == [1]
     assert made.tasks(1).tolist() == [0]
 
@@ -121,7 +121,7 @@ def test_a_task_that_no_gap_holds_does_not_keep_the_others_out():
 def test_a_plan_of_ten_thousand_chunks_is_made_in_milliseconds():
     gaps = [Gap(i, None, 0.04 * i, 0.02) for i in range(60)]
     found = windows(gaps, 2.5)
-    chunks, rates = [8 * MiB] * 10_000, Rates(50e9, 40e9, 0, 50e9)
+    chunks, rates = [8 * MiB] * 10_000, CopyRates(50e9, 40e9, 0, 50e9)
     took = []
     for _ in range(5):
         began = time.process_time()

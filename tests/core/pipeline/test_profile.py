@@ -5,9 +5,9 @@ import random
 import pytest
 
 from reft.core.pipeline import actions, bubbles
-from reft.core.pipeline.actions import Kind, Times
+from reft.core.pipeline.actions import ActionKind, ActionTimes
 from reft.core.pipeline.bubbles import Gap
-from reft.core.pipeline.profile import FIRST, Comparison, Difference, Estimate, Profile, compare
+from reft.core.pipeline.profile import FIRST, Estimate, GapComparison, GapDifference, StageProfile, compare
 
 
 def noisy(mean, share, count, seed=0):
@@ -57,12 +57,12 @@ def test_values_that_never_differ_do_not_lock_it():
 
 
 def profile_of(order, gaps, times, share, steps):
-    profile = Profile()
+    profile = StageProfile()
     chance = random.Random(1)
-    lengths = {gap.place: (gap.start, gap.length) for gap in gaps}
+    durations = {gap.place: (gap.start, gap.length) for gap in gaps}
     for _ in range(steps):
         for place in range(len(order) + 1):
-            start, length = lengths.get(place, (0.0, 0.0))
+            start, length = durations.get(place, (0.0, 0.0))
             profile.observe(place, start, start + length * (1 + share * chance.uniform(-1, 1)))
         for action in order:
             profile.observe_action(action.kind, times.of(action.kind) * (1 + share * chance.uniform(-1, 1)))
@@ -71,7 +71,7 @@ def profile_of(order, gaps, times, share, steps):
 
 @pytest.mark.parametrize("stage", range(4))
 def test_a_profile_finds_the_closed_form_in_noise(stage):
-    times = Times(0.010, 0.020)
+    times = ActionTimes(0.010, 0.020)
     order, closed = actions.one_f_one_b(stage, 4, 8), bubbles.one_f_one_b(stage, 4, 8, times)
     profile = profile_of(order, closed, times, 0.10, 60)
     measured = profile.gaps(order, least=0.0003)
@@ -83,11 +83,11 @@ def test_a_profile_finds_the_closed_form_in_noise(stage):
 
 
 def test_times_of_a_backward_in_two_parts():
-    profile = Profile()
+    profile = StageProfile()
     assert profile.times() is None
-    for kind, seconds in ((Kind.FORWARD, 1.0), (Kind.INPUT, 1.25), (Kind.WEIGHT, 0.75)):
+    for kind, seconds in ((ActionKind.FORWARD, 1.0), (ActionKind.INPUT, 1.25), (ActionKind.WEIGHT, 0.75)):
         profile.observe_action(kind, seconds)
-    assert profile.times() == Times(1.0, 2.0, 0.75)
+    assert profile.times() == ActionTimes(1.0, 2.0, 0.75)
     assert profile.times().input == 1.25
 
 
@@ -95,14 +95,14 @@ def test_a_comparison_counts_what_nobody_foresaw():
     foreseen = [Gap(0, None, 0, 2.0), Gap(3, None, 5, 2.0)]
     measured = [Gap(0, None, 0, 2.2), Gap(4, None, 7, 0.8)]
     found = compare(foreseen, measured)
-    assert found == Comparison(
-        (Difference(0, 2.0, 2.2), Difference(3, 2.0, 0.0), Difference(4, 0.0, 0.8)), 1.0, pytest.approx(0.25)
+    assert found == GapComparison(
+        (GapDifference(0, 2.0, 2.2), GapDifference(3, 2.0, 0.0), GapDifference(4, 0.0, 0.8)), 1.0, pytest.approx(0.25)
     )
     assert compare([], measured).worst == 0
 
 
 def test_a_gap_that_was_never_measured_counts_nothing():
-    profile = Profile()
+    profile = StageProfile()
     for _ in range(FIRST):
         profile.observe(2, 1.0, 1.5)
     assert profile.length(2).mean == 0.5

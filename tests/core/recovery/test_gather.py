@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reft.core.coding.erasure import Code
+from reft.core.coding.erasure import ErasureCode
 from reft.core.coding.placement import Lane
-from reft.core.recovery.gather import StripeRead, alike, lost_shards, readers, stripe_reads, undecodable
+from reft.core.recovery.gather import StripeRead, alike, assign_readers, lost_shards, stripe_reads, undecodable
 
 
 class Lanes(NamedTuple):
@@ -22,7 +22,7 @@ class Lanes(NamedTuple):
 
 
 def lane(members, k, f):
-    return Lane(0, 0, 1 << 20, tuple(members), Code("test", k, f, 1, (), ()), 1 << 12)
+    return Lane(0, 0, 1 << 20, tuple(members), ErasureCode("test", k, f, 1, (), ()), 1 << 12)
 
 
 def test_without_a_loss_data_is_read_and_nothing_decoded():
@@ -92,16 +92,16 @@ def test_lanes_with_the_same_members_are_judged_once():
 
 
 def test_ranks_read_their_own_slots():
-    assert readers({0: "a", 1: "a", 2: "b"}, {"a": [0, 1], "b": [2]}) == {0: 0, 1: 1, 2: 2}
+    assert assign_readers({0: "a", 1: "a", 2: "b"}, {"a": [0, 1], "b": [2]}) == {0: 0, 1: 1, 2: 2}
 
 
 def test_slots_of_ranks_that_moved_are_read_where_they_lie():
-    assert readers({0: "a", 1: "a", 2: "b", 3: "b"}, {"a": [2, 3], "b": [0, 1]}) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert readers({0: "a", 1: "b", 2: "a", 3: "a"}, {"a": [0, 1], "b": [2, 3]}) == {0: 0, 1: 2, 2: 1, 3: 0}
+    assert assign_readers({0: "a", 1: "a", 2: "b", 3: "b"}, {"a": [2, 3], "b": [0, 1]}) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert assign_readers({0: "a", 1: "b", 2: "a", 3: "a"}, {"a": [0, 1], "b": [2, 3]}) == {0: 0, 1: 2, 2: 1, 3: 0}
 
 
 def test_slots_where_nobody_runs_are_read_from_afar():
-    assert readers({0: "spare", 1: "a", 2: "idle"}, {"a": [0, 1], "idle": []}) == {0: 0, 1: 1, 2: 2}
+    assert assign_readers({0: "spare", 1: "a", 2: "idle"}, {"a": [0, 1], "idle": []}) == {0: 0, 1: 1, 2: 2}
 
 
 @given(
@@ -110,10 +110,10 @@ def test_slots_where_nobody_runs_are_read_from_afar():
 )  # fmt: skip
 def test_readers_are_near_and_evenly_loaded(sources, where, shuffle):
     nodes = {node: [rank for rank in range(10) if where[rank] == node] for node in "abc"}
-    found = readers(sources, nodes)
+    found = assign_readers(sources, nodes)
     assert found.keys() == sources.keys()
     mixed = {node: shuffle.sample(ranks, len(ranks)) for node, ranks in shuffle.sample(list(nodes.items()), 3)}
-    assert readers(dict(shuffle.sample(list(sources.items()), len(sources))), mixed) == found
+    assert assign_readers(dict(shuffle.sample(list(sources.items()), len(sources))), mixed) == found
     for old, new in found.items():
         here = nodes.get(sources[old], [])
         assert new in here or (not here and new == old)

@@ -6,10 +6,10 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.slots import SlotState
-from reft.core.commit.snapshot_interval import History
+from reft.core.commit.snapshot_interval import FailureHistory
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.inventory import Inventory, ManifestFacts, Member, NodeInventory
-from reft.core.recovery.recovery import Held
+from reft.core.recovery.inventory import Inventory, ManifestFacts, ManifestNode, NodeInventory
+from reft.core.recovery.recovery import HeldSlot
 from reft.errors import AttachError
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
@@ -18,13 +18,13 @@ TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # of all three, and o
 OTHER = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
 
 
-def facts(members: str, token: bytes = b"token", history: History | None = None) -> ManifestFacts:
-    return ManifestFacts(token, tuple(Member(each, each) for each in members), history or History())
+def facts(members: str, token: bytes = b"token", history: FailureHistory | None = None) -> ManifestFacts:
+    return ManifestFacts(token, tuple(ManifestNode(each, each) for each in members), history or FailureHistory())
 
 
 def report(node: str, decision: Decision | None, *steps: int, **facts: object) -> NodeInventory:
     held = tuple(
-        Held(node, 0, f"s{step}", SlotState.SEALED, Version(decision.epoch, step)) for step in steps if decision
+        HeldSlot(node, 0, f"s{step}", SlotState.SEALED, Version(decision.epoch, step)) for step in steps if decision
     )
     return NodeInventory(node, decision, held, **facts)
 
@@ -59,9 +59,9 @@ def test_nodes_that_did_not_answer_are_absent_unless_they_take_part():
 
 
 def test_two_nodes_of_one_name_are_told_apart():
-    members = (Member("1" * 32, "host"), Member("2" * 32, "host", "rack"), Member("3" * 32, "other"))
+    members = (ManifestNode("1" * 32, "host"), ManifestNode("2" * 32, "host", "rack"), ManifestNode("3" * 32, "other"))
     found = Inventory(
-        {members[0].id: report("host", CARRIED)}, {CARRIED.epoch: ManifestFacts(b"t", members, History())}
+        {members[0].id: report("host", CARRIED)}, {CARRIED.epoch: ManifestFacts(b"t", members, FailureHistory())}
     )
     assert sorted(found.names.values()) == ["host#111111", "host#222222", "other"]
     assert found.nodes_of("rack") == ["host#222222"] and found.nodes_of("none") == []
@@ -69,10 +69,10 @@ def test_two_nodes_of_one_name_are_told_apart():
 
 
 def test_a_history_grows_by_the_longest_training_and_a_failure_that_anyone_saw():
-    manifests = {CARRIED.epoch: facts("bc", history=History(100.0, 2))}
+    manifests = {CARRIED.epoch: facts("bc", history=FailureHistory(100.0, 2))}
     reports = {"b": report("b", CARRIED, trained_s=5.0), "c": report("c", CARRIED, trained_s=7.0)}
-    assert Inventory(reports, manifests).history == History(100.0, 2).after(7.0, False)
-    assert Inventory(reports, manifests, silent=("d",)).history == History(100.0, 2).after(7.0, True)
+    assert Inventory(reports, manifests).history == FailureHistory(100.0, 2).after(7.0, False)
+    assert Inventory(reports, manifests, silent=("d",)).history == FailureHistory(100.0, 2).after(7.0, True)
     failed = {**reports, "c": report("c", CARRIED, trained_s=7.0, failed=True)}
-    assert Inventory(failed, manifests).history == History(100.0, 2).after(7.0, True)
-    assert Inventory({}, {}).history == History()
+    assert Inventory(failed, manifests).history == FailureHistory(100.0, 2).after(7.0, True)
+    assert Inventory({}, {}).history == FailureHistory()

@@ -11,7 +11,7 @@ from reft.core.commit.decision import KNOWN_MAX, Decision
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.recovery.lineage import histories, known_to, next_epoch, written_by
-from reft.core.recovery.recovery import Copy, Held
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 
 ONE, TWO, THREE = (Epoch(n, bytes([n]) * 16) for n in (1, 2, 3))
 TWIN = Epoch(2, b"x" * 16)  # of equal counter, the greater id
@@ -95,12 +95,12 @@ def test_a_decision_names_so_many_attaches_and_ends_older_ones_by_their_counters
 def test_a_new_epoch_is_above_everything_that_was_seen():
     assert next_epoch([], [], b"i" * 16) == Epoch(1, b"i" * 16)
     held = [
-        Held("a", 0, "s", SlotState.SEALED, at(3, THREE)),
-        Held("a", 0, "t", SlotState.EMPTY, None),
+        HeldSlot("a", 0, "s", SlotState.SEALED, at(3, THREE)),
+        HeldSlot("a", 0, "t", SlotState.EMPTY, None),
     ]
     assert next_epoch([FRESH], held, b"i" * 16).counter == 4
     assert next_epoch([Decision(THREE, None)], held[1:], b"i" * 16).counter == 4
-    assert written_by(held, [Copy("b", 0, at(1, TWO), 0)]) == {TWO, THREE}
+    assert written_by(held, [HeldCapsule("b", 0, at(1, TWO), 0)]) == {TWO, THREE}
 
 
 @st.composite

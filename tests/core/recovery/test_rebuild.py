@@ -13,7 +13,7 @@ from reft.core.coding.erasure import encode_program, run
 from reft.core.coding.placement import Lane, Placement, place
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.rebuild import RANGE_UNIT, Maker, bands, costs, lane_at, stripes
+from reft.core.recovery.rebuild import RANGE_UNIT, ShardRebuilder, bands, costs, lane_at, stripes
 
 
 def placed(D: int, f: int, nbytes: int, scheme: str = "aec", each: int = 1) -> Placement:
@@ -51,7 +51,7 @@ def made(
     """The slots of `lost`, made again without those that are `gone` too."""
     have = {rank: data for rank, data in slots.items() if rank not in (*lost, *gone)}
     found = {rank: np.zeros_like(slots[rank]) for rank in lost}
-    maker = Maker(placement)
+    maker = ShardRebuilder(placement)
     for stripe in stripes(placement, have, lost):
         lane = placement.lanes[stripe.lane]
         for band in bands(placement, stripe, limit):
@@ -127,7 +127,7 @@ def test_whatever_leaves_in_groups_up_to_64(D, f, rows, scheme, chance):
     assert sum(leaf.nbytes for leaf in cell.leaves) == sum(leaf.nbytes for leaf in leaves)
     lost = chance.sample(range(D), chance.randint(1, min(f, D - 1)))
     every = list(stripes(placement, set(range(D)) - set(lost), lost))
-    maker = Maker(placement)
+    maker = ShardRebuilder(placement)
     for stripe in chance.sample(every, min(2, len(every))):
         lane = placement.lanes[stripe.lane]
         whole = {

@@ -17,7 +17,7 @@ from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
 from reft.core.recovery import recovery
-from reft.core.recovery.recovery import Copy, Held, Plan, Shortfall, describe
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, RecoveryPlan, Shortfall, describe
 
 ONE, TWO, THREE = (Epoch(n, bytes([n]) * 16) for n in (1, 2, 3))
 TWIN = Epoch(2, b"x" * 16)
@@ -31,12 +31,12 @@ def at(step: int, epoch: Epoch = ONE) -> Version:
 
 def held(
     rank: int, step: int | None, state: SlotState = SEALED, epoch: Epoch = ONE, node: str = "a", n: int = 0
-) -> Held:
+) -> HeldSlot:
     version = None if step is None else at(step, epoch)
-    return Held(node, rank, f"rank-{rank}.slot-{n}", state, version)
+    return HeldSlot(node, rank, f"rank-{rank}.slot-{n}", state, version)
 
 
-def both(step: int, epoch: Epoch = ONE, n: int = 0) -> list[Held]:
+def both(step: int, epoch: Epoch = ONE, n: int = 0) -> list[HeldSlot]:
     return [held(rank, step, epoch=epoch, n=n) for rank in (0, 1)]
 
 
@@ -52,12 +52,12 @@ def placed(domains: Collection[int], f: int = 0, scheme: str = "none", leaves: i
 
 
 def plan(
-    slots: Collection[Held],
+    slots: Collection[HeldSlot],
     world: int,
     decision: Decision | None,
     erased: Collection[tuple[str, str, Version]] = (),
-    copies: Collection[Copy] = (),
-) -> Plan:
+    copies: Collection[HeldCapsule] = (),
+) -> RecoveryPlan:
     """Where nothing is shared: each rank needs its own slot, or its capsule."""
     alone = placed([0] * world, leaves=0)
     return recovery.plan(slots, copies, dict.fromkeys(EPOCHS, alone), decision, erased)
@@ -70,8 +70,8 @@ def lacking(
 
 
 def test_nothing_held_is_a_fresh_start():
-    assert plan([], 2, None) == Plan(None)
-    assert plan([held(0, None, EMPTY)], 2, FRESH) == Plan(None)
+    assert plan([], 2, None) == RecoveryPlan(None)
+    assert plan([held(0, None, EMPTY)], 2, FRESH) == RecoveryPlan(None)
 
 
 def test_the_newest_version_that_every_rank_sealed():
@@ -159,7 +159,7 @@ def test_without_a_decision_every_epoch_counts():
 def test_what_is_left_of_the_steps_before_the_base_is_named():
     """Of its epoch alone: a slot rather than a capsule, nothing damaged, of the base nothing."""
     slots = [*both(3, n=1), held(0, 2, n=2), held(1, 2, WRITING, n=2), *both(1, epoch=TWO, n=3)]
-    copies = [Copy("b", rank, at(step), 0) for rank in (0, 1) for step in (1, 2, 3)]
+    copies = [HeldCapsule("b", rank, at(step), 0) for rank in (0, 1) for step in (1, 2, 3)]
     found = plan(slots, 2, FRESH, {("b", "capsule-1", at(1))}, copies)
     assert found.base == at(3)
     assert found.earlier == {0: ((at(1), "b"), (at(2), "a")), 1: ((at(2), "b"),)}
@@ -174,7 +174,7 @@ def test_a_damaged_slot_is_an_erasure():
     other_version = {("a", "rank-1.slot-1", at(9))}
     assert plan(slots, 2, FRESH, other_version).base == at(3)
     all_bad = {(slot.node, slot.slot, slot.version) for slot in slots}
-    assert plan(slots, 2, FRESH, all_bad) == Plan(None, dropped=tuple(sorted(slots, key=lambda s: s.slot)))
+    assert plan(slots, 2, FRESH, all_bad) == RecoveryPlan(None, dropped=tuple(sorted(slots, key=lambda s: s.slot)))
 
 
 def test_a_rank_that_moved_is_found_on_its_old_node():
@@ -201,7 +201,7 @@ DECISIONS = st.one_of(
 
 COPIES = st.lists(
     st.builds(
-        Copy, st.sampled_from(["a", "b", "c"]), st.integers(0, 2), st.builds(at, st.integers(0, 4), EPOCH),
+        HeldCapsule, st.sampled_from(["a", "b", "c"]), st.integers(0, 2), st.builds(at, st.integers(0, 4), EPOCH),
         st.sampled_from([0, 0, 0, 9]),
     ),
     max_size=8, unique_by=lambda copy: (copy.node, copy.rank, copy.version),
@@ -241,7 +241,7 @@ def test_against_a_dumb_twin(slots, copies, placements, decision):
             if base is None or version.epoch != base.epoch or version.step > base.step:
                 continue
         have = {slot.rank for slot in slots if slot.version == version and slot.state is SEALED}
-        small = {copy.rank for copy in copies if copy.version == version and not copy.kept_bytes}
+        small = {copy.rank for copy in copies if copy.version == version and not copy.unreplicated_bytes}
         if version.epoch in placements and {0, 1, 2} <= have | small and decodable(placements[version.epoch], have):
             whole.append((version.epoch.counter, version.step, version.epoch.ident))
     found = recovery.plan(slots, copies, placements, decision)
@@ -250,7 +250,7 @@ def test_against_a_dumb_twin(slots, copies, placements, decision):
     for rank, slot in found.sources.items():
         assert slot.rank == rank and slot.version == found.base and slot.state is SEALED
     for rank, copy in found.capsules.items():
-        assert copy.rank == rank and copy.version == found.base and not copy.kept_bytes
+        assert copy.rank == rank and copy.version == found.base and not copy.unreplicated_bytes
     assert sorted([*found.sources, *found.capsules]) == ([0, 1, 2] if base else [])
     kept = [slot for slot in slots if slot not in found.dropped]
     assert all(slot.state is SEALED for slot in kept)
@@ -273,7 +273,7 @@ def ring(placement: Placement, f: int, step: int = 1, lost: Collection[int] = ()
     world = len(placement.domains)
     slots = [held(rank, step, node=f"n{rank}") for rank in range(world) if rank not in lost]
     holders = [(rank, (rank + i) % world) for rank in range(world) for i in range(1, f + 1)]
-    return slots, [Copy(f"n{node}", rank, at(step), kept) for rank, node in holders if node not in lost]
+    return slots, [HeldCapsule(f"n{node}", rank, at(step), kept) for rank, node in holders if node not in lost]
 
 
 CODED = [(scheme, D, f) for scheme in ("aec", "arc") for D in range(2, 9) for f in range(1, min(D, 4))]
@@ -290,7 +290,7 @@ def test_every_loss_of_f_nodes_is_survived_and_of_f_and_one_is_refused_by_name(s
                 assert found.base == at(1) and found.partial == ()
                 assert sorted(found.capsules) == list(lost) and len(found.sources) == D - count
             elif count == D:
-                assert found == Plan(None)
+                assert found == RecoveryPlan(None)
             else:
                 # a copy lies on f + 1 members in a row, so apart from each other f + 1 losses may be survived
                 apart = scheme == "arc" and decodable(placement, set(range(D)) - set(lost))
@@ -310,7 +310,7 @@ def test_a_torn_stale_or_damaged_slot_is_a_lost_one():
     slots, copies = ring(placement, 1)
     for bad in (held(2, 1, WRITING, node="n2"), held(2, 0, node="n2"), held(2, 1, LANDED, node="n2")):
         found = recovery.plan([*slots[:2], bad, slots[3]], copies, {ONE: placement}, FRESH)
-        assert found.base == at(1) and found.capsules == {2: Copy("n3", 2, at(1), 0)}
+        assert found.base == at(1) and found.capsules == {2: HeldCapsule("n3", 2, at(1), 0)}
     erased = {("n2", slots[2].slot, at(1))}
     found = recovery.plan(slots, copies, {ONE: placement}, FRESH, erased)
     assert found.base == at(1) and sorted(found.sources) == [0, 1, 3] and found.dropped == (slots[2],)
@@ -357,7 +357,11 @@ def test_capsules_of_a_dead_history_do_not_count():
 def test_nodes_may_have_other_names_and_a_rank_two_slots():
     placement = placed(range(3), 1, "aec")
     slots = [held(0, 1, node="x"), held(1, 1, node="z"), held(1, 1, node="y", n=1), held(1, 1, node="y", n=0)]
-    copies = [Copy("z", 2, at(1), 0), Copy("x", 2, at(1), 0), Copy("a", 2, at(1), 9)]  # the last stands in for no slot
+    copies = [
+        HeldCapsule("z", 2, at(1), 0),
+        HeldCapsule("x", 2, at(1), 0),
+        HeldCapsule("a", 2, at(1), 9),
+    ]  # the last stands in for no slot
     for given_slots, given_copies in itertools.product(itertools.permutations(slots), itertools.permutations(copies)):
         found = recovery.plan(given_slots, given_copies, {ONE: placement}, FRESH)
         assert found.sources == {0: slots[0], 1: slots[3]} and found.capsules == {2: copies[1]}

@@ -11,7 +11,16 @@ import pytest
 
 from reft.core.layout.layout import Leaf
 from reft.core.recovery.regather import readers_of
-from reft.core.recovery.shard_matching import Own, Piece, Seat, Where, is_same, match, pieces_of, wanted_leaves
+from reft.core.recovery.shard_matching import (
+    PieceLocation,
+    PieceSource,
+    TensorPiece,
+    UnforeseenLeaves,
+    is_same,
+    match,
+    pieces_of,
+    wanted_leaves,
+)
 from tests.support.shapes import placement_for
 
 
@@ -20,12 +29,12 @@ def rows(name: str, begin: int, count: int, whole: int = 8, width: int = 4, dtyp
     return Leaf(name, dtype, (count, width), (width, 1), 4 * count * width, False, (whole, width), (begin, 0))
 
 
-def at(leaf: Leaf, *ranks: int) -> Piece:
-    return Piece(leaf, tuple(Seat(Where.SLOT, rank, 64) for rank in ranks))
+def at(leaf: Leaf, *ranks: int) -> TensorPiece:
+    return TensorPiece(leaf, tuple(PieceLocation(PieceSource.SLOT, rank, 64) for rank in ranks))
 
 
-def in_cell(leaf: Leaf) -> Piece:
-    return Piece(leaf, (Seat(Where.CELL, 0, 0),))
+def in_cell(leaf: Leaf) -> TensorPiece:
+    return TensorPiece(leaf, (PieceLocation(PieceSource.CELL, 0, 0),))
 
 
 def test_rows_of_four_ranks_become_those_of_three():
@@ -40,7 +49,7 @@ def test_rows_of_four_ranks_become_those_of_three():
 
 def test_replicas_of_a_cell_come_from_the_cell():
     found = match([in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]] * 3)
-    assert [(need.seat.where, need.receivers) for need in found.needs] == [(Where.CELL, (0, 1, 2))]
+    assert [(need.seat.where, need.receivers) for need in found.needs] == [(PieceSource.CELL, (0, 1, 2))]
 
 
 def test_of_own_copies_each_rank_takes_its_own_and_a_new_one_that_of_the_lowest():
@@ -67,15 +76,15 @@ def test_what_does_not_fit_is_named(pieces, wanted, said):
 
 
 def test_leaves_that_were_found_unlike_are_refused_in_another_shape():
-    found = match([at(rows("w", 0, 8), 0, 1)], [[rows("w", 0, 8)]], unequal=["w"])
+    found = match([at(rows("w", 0, 8), 0, 1)], [[rows("w", 0, 8)]], mismatched=["w"])
     assert "unlike bytes" in found.problems[0]
-    assert not match([at(rows("w", 0, 8), 0)], [[rows("w", 0, 8)]], unequal=["w"]).problems, "only one had it"
+    assert not match([at(rows("w", 0, 8), 0)], [[rows("w", 0, 8)]], mismatched=["w"]).problems, "only one had it"
 
 
 def test_the_same_piece_in_other_strides_is_no_second_piece():
     turned = replace(rows("w", 0, 8), stride=(1, 8))
     found = match([at(turned, 1), in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]])
-    assert not found.problems and [need.seat.where for need in found.needs] == [Where.CELL]
+    assert not found.problems and [need.seat.where for need in found.needs] == [PieceSource.CELL]
 
 
 def test_empty_pieces_need_nothing_and_are_no_gap():
@@ -161,12 +170,15 @@ def test_leaves_that_lie_elsewhere_than_foreseen_are_found_there():
     placement = placement_for(leaves, [0, 0], "none", None, 4096)
     tables = [{leaf.name: leaf for leaf in each} for each in leaves]
     late = rows("late", 0, 8)
-    owns = {0: Own(frozenset({"b"}), ((late, 8192),)), 1: Own(frozenset({"b", "own1"}), ((late, None),))}
+    owns = {
+        0: UnforeseenLeaves(frozenset({"b"}), ((late, 8192),)),
+        1: UnforeseenLeaves(frozenset({"b", "own1"}), ((late, None),)),
+    }
     pieces, problems = pieces_of(placement, lambda rank: tables[rank], owns)
     assert not problems
     found = {piece.leaf.name: [seat[:2] for seat in piece.seats] for piece in pieces}
     assert found == {
-        "a": [(Where.CELL, 0)], "own0": [(Where.SLOT, 0)], "late": [(Where.SLOT, 0), (Where.CAPSULE, 1)],
+        "a": [(PieceSource.CELL, 0)], "own0": [(PieceSource.SLOT, 0)], "late": [(PieceSource.SLOT, 0), (PieceSource.CAPSULE, 1)],
     }  # fmt: skip
 
 
@@ -174,16 +186,16 @@ def test_small_leaves_that_did_not_exist_are_in_no_capsule():
     leaves = [[rows("a", 0, 8), rows(f"own{rank}", 0, 8), rows(f"more{rank}", 0, 8)] for rank in range(2)]
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
     tables = [{leaf.name: leaf for leaf in each} for each in leaves]
-    owns = {0: Own(frozenset({"own0"})), 1: Own()}
+    owns = {0: UnforeseenLeaves(frozenset({"own0"})), 1: UnforeseenLeaves()}
     pieces, _ = pieces_of(placement, lambda rank: tables[rank], owns)
-    capsules = {piece.leaf.name for piece in pieces if piece.seats[0].where is Where.CAPSULE}
+    capsules = {piece.leaf.name for piece in pieces if piece.seats[0].where is PieceSource.CAPSULE}
     assert capsules == {"more0", "own1", "more1"}
 
 
 def test_a_replica_that_some_holders_did_not_have_is_a_contradiction():
     leaves = [[rows("a", 0, 8)]] * 2
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
-    _, problems = pieces_of(placement, lambda rank: {}, {0: Own(frozenset({"a"})), 1: Own()})
+    _, problems = pieces_of(placement, lambda rank: {}, {0: UnforeseenLeaves(frozenset({"a"})), 1: UnforeseenLeaves()})
     assert problems == ["a: some of the ranks that should have had it did not"]
 
 

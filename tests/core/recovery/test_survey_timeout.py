@@ -6,15 +6,15 @@ import pytest
 
 from reft.core.commit.decision import Decision
 from reft.core.commit.version import Epoch, Version
-from reft.core.recovery.recovery import Plan, Shortfall
-from reft.core.recovery.survey_timeout import BRIEF_S, WHOLE_S, GivenUp, is_settled, patience_s
+from reft.core.recovery.recovery import RecoveryPlan, Shortfall
+from reft.core.recovery.survey_timeout import BRIEF_S, WHOLE_S, GivenUpNodes, is_settled, survey_timeout_s
 
 ONE, TWO = Epoch(1, b"a" * 16), Epoch(2, b"b" * 16)
-AT = GivenUp("launch", 3)
+AT = GivenUpNodes("launch", 3)
 
 
 def test_who_was_lost_in_the_round_before_is_given_up():
-    assert AT.next("launch", 4, {"a", "b", "new"}, {"c": 7.0}) == GivenUp("launch", 4, {"c": 7.0})
+    assert AT.next("launch", 4, {"a", "b", "new"}, {"c": 7.0}) == GivenUpNodes("launch", 4, {"c": 7.0})
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_who_was_lost_in_the_round_before_is_given_up():
      (0.0, True, WHOLE_S), (1.0, True, WHOLE_S - 1.0), (9.0, True, BRIEF_S)],
 )  # fmt: skip
 def test_who_was_given_up_has_little_time_and_the_whole_in_all_if_its_answer_may_matter(given_up_s, is_again, expected):
-    assert patience_s(given_up_s, is_again) == expected
+    assert survey_timeout_s(given_up_s, is_again) == expected
 
 
 def test_who_takes_part_again_or_was_heard_is_waited_for():
@@ -37,24 +37,24 @@ def test_who_takes_part_again_or_was_heard_is_waited_for():
 @pytest.mark.parametrize("launch, round", [("launch", 5), ("launch", 3), ("launch", 2), ("another", 4)])
 def test_who_missed_a_round_may_be_wrong_about_the_others(launch, round):
     """It was cut off, and the others went on without it: they are not lost, and what they hold is newer than all it knows."""
-    assert AT.next(launch, round, {"a", "b"}, {"c": 1.0}) == GivenUp(launch, round)
+    assert AT.next(launch, round, {"a", "b"}, {"c": 1.0}) == GivenUpNodes(launch, round)
 
 
 def test_without_agents_nobody_is_given_up():
-    assert GivenUp("", 1).next("", 2, {"a"}, {"b": 1.0}).nodes == {}
+    assert GivenUpNodes("", 1).next("", 2, {"a"}, {"b": 1.0}).nodes == {}
 
 
 @pytest.mark.parametrize(
     "plan, decision, expected",
     [
-        (Plan(Version(TWO, 7)), Decision(TWO, Version(ONE, 5)), True),
-        (Plan(Version(ONE, 5)), Decision(TWO, Version(ONE, 5)), True),
-        (Plan(None), Decision(TWO, Version(ONE, 5)), False),
-        (Plan(None), None, False),
+        (RecoveryPlan(Version(TWO, 7)), Decision(TWO, Version(ONE, 5)), True),
+        (RecoveryPlan(Version(ONE, 5)), Decision(TWO, Version(ONE, 5)), True),
+        (RecoveryPlan(None), Decision(TWO, Version(ONE, 5)), False),
+        (RecoveryPlan(None), None, False),
         # Something of a newer version is known: the silent node may hold the rest.
-        (Plan(Version(TWO, 7), partial=(Shortfall(Version(TWO, 8)),)), Decision(TWO, Version(ONE, 5)), False),
+        (RecoveryPlan(Version(TWO, 7), partial=(Shortfall(Version(TWO, 8)),)), Decision(TWO, Version(ONE, 5)), False),
         # The base of the decision is known to have been there, though no slot of it was found.
-        (Plan(Version(ONE, 4)), Decision(TWO, Version(ONE, 5)), False),
+        (RecoveryPlan(Version(ONE, 4)), Decision(TWO, Version(ONE, 5)), False),
     ],
 )  # fmt: skip
 def test_a_plan_is_settled_if_nothing_newer_is_known(plan, decision, expected):

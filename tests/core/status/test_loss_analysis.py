@@ -15,9 +15,9 @@ from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Epoch, Version
 from reft.core.layout.cells import divide
 from reft.core.layout.layout import Leaf, pack
-from reft.core.recovery.recovery import Copy, Held, plan
+from reft.core.recovery.recovery import HeldCapsule, HeldSlot, plan
 from reft.core.status import loss_analysis
-from reft.core.status.loss_analysis import Outlook, Pairs
+from reft.core.status.loss_analysis import LossAnalysis, PairLosses
 
 EPOCH = Epoch(1, b"e" * 16)
 VERSION = Version(EPOCH, 1)
@@ -33,27 +33,32 @@ def placed(domains: Collection[int], f: int | None, scheme: str = "aec", stages:
     return place(division, list(domains), scheme, f, 64)
 
 
-def intact(per_node: int, nodes: int, f: int, scheme: str = "aec", racks: int = 1, stages: int = 1) -> Outlook:
+def intact(per_node: int, nodes: int, f: int, scheme: str = "aec", racks: int = 1, stages: int = 1) -> LossAnalysis:
     """All that a job has; so many nodes a rack, and capsules with f holders."""
     domain = [node // racks for node in range(nodes)]
     placement = placed([domain[rank // per_node] for rank in range(nodes * per_node)], f, scheme, stages)
     slots = {rank: f"n{rank // per_node}" for rank in range(nodes * per_node)}
     copies = {rank: {f"n{node}" for node in capsule_holders(rank // per_node, domain, f)} for rank in slots}
-    return Outlook(placement, slots, copies, {}, {f"n{node}": f"rack {domain[node]}" for node in range(nodes)})
+    return LossAnalysis(placement, slots, copies, {}, {f"n{node}": f"rack {domain[node]}" for node in range(nodes)})
 
 
-def by_plan(it: Outlook, lost: Collection[str]) -> bool:
+def by_plan(it: LossAnalysis, lost: Collection[str]) -> bool:
     """Whether recovery finds the version after that loss."""
-    held = [Held(n, r, f"{r}", SlotState.SEALED, VERSION) for r, n in it.slots.items() if n not in lost]
-    copies = [Copy(n, r, VERSION, it.kept.get(r, 0)) for r, nodes in it.copies.items() for n in nodes if n not in lost]
+    held = [HeldSlot(n, r, f"{r}", SlotState.SEALED, VERSION) for r, n in it.slots.items() if n not in lost]
+    copies = [
+        HeldCapsule(n, r, VERSION, it.unreplicated.get(r, 0))
+        for r, nodes in it.copies.items()
+        for n in nodes
+        if n not in lost
+    ]
     return plan(held, copies, {EPOCH: it.placement}, Decision(EPOCH, None)).base is not None
 
 
-def check(it: Outlook) -> None:
+def check(it: LossAnalysis) -> None:
     """Everything that is said of it, by brute force."""
     assert {verdict.unit: verdict.survives for verdict in it.nodes()} == {n: by_plan(it, {n}) for n in it.all_nodes}
     fatal = tuple(pair for pair in itertools.combinations(it.all_nodes, 2) if not by_plan(it, pair))
-    assert it.pairs() == Pairs(not fatal, fatal, True)
+    assert it.pairs() == PairLosses(not fatal, fatal, True)
     members: dict[str, set[str]] = {}
     for node in it.all_nodes:
         members.setdefault(it.domains.get(node, f"node {node}"), set()).add(node)
@@ -63,10 +68,10 @@ def check(it: Outlook) -> None:
     for lost in [(), *itertools.combinations(it.all_nodes, 1), *itertools.combinations(it.all_nodes, 3)]:
         loss = it.what_if(lost)
         assert (loss is None) == by_plan(it, lost)
-        assert loss is None or (loss.words and (loss.lanes or loss.bare or loss.kept))
+        assert loss is None or (loss.words and (loss.lanes or loss.bare or loss.unreplicated))
 
 
-def greatest(it: Outlook, members: Mapping[str, set[str]]) -> int:
+def greatest(it: LossAnalysis, members: Mapping[str, set[str]]) -> int:
     for f in range(len(members) + 1):
         if not all(by_plan(it, set().union(*lost)) for lost in itertools.combinations(members.values(), f)):
             return f - 1
@@ -93,20 +98,20 @@ def test_what_an_intact_job_bears_is_what_was_asked_for():
 
 def test_after_a_loss_less_is_borne():
     it = intact(1, 6, 2)
-    after = Outlook(it.placement, {r: n for r, n in it.slots.items() if r != 2}, it.copies, {}, it.domains)
+    after = LossAnalysis(it.placement, {r: n for r, n in it.slots.items() if r != 2}, it.copies, {}, it.domains)
     check(after)
     assert it.tolerated() == 2 and after.tolerated() == 1
-    gone = Outlook(it.placement, {r: n for r, n in it.slots.items() if r > 2}, it.copies, {}, it.domains)
+    gone = LossAnalysis(it.placement, {r: n for r, n in it.slots.items() if r > 2}, it.copies, {}, it.domains)
     check(gone)
     assert gone.tolerated() == -1 and not any(verdict.survives for verdict in gone.nodes())
 
 
 def test_kept_leaves_and_missing_capsules_are_named():
     it = intact(1, 4, 1)
-    check(kept := Outlook(it.placement, it.slots, it.copies, {2: 9}, it.domains))
+    check(kept := LossAnalysis(it.placement, it.slots, it.copies, {2: 9}, it.domains))
     assert [v.words for v in kept.nodes()] == ["", "", "leaves that only rank 2 held are gone", ""]
-    assert kept.tolerated() == 0 and kept.what_if(["n2"]).kept == (2,)
-    check(bare := Outlook(it.placement, it.slots, {**it.copies, 1: ()}, {}, it.domains))
+    assert kept.tolerated() == 0 and kept.what_if(["n2"]).unreplicated == (2,)
+    check(bare := LossAnalysis(it.placement, it.slots, {**it.copies, 1: ()}, {}, it.domains))
     assert [v.words for v in bare.nodes()] == ["", "no capsule of rank 1 is left", "", ""]
     loss = it.what_if(["n0", "n1"])
     assert (
@@ -137,7 +142,7 @@ NAMES = st.sampled_from(["n0", "n1", "n2", "n3", "n4"])
 )
 def test_whatever_lies_wherever(code, slots, copies, kept, domains):
     """Also slots of several domains on one node, as nobody places them."""
-    check(Outlook(placed(range(6), *code), slots, copies, kept, domains))
+    check(LossAnalysis(placed(range(6), *code), slots, copies, kept, domains))
 
 
 def test_wide_stripes():
@@ -154,6 +159,6 @@ def test_wide_stripes():
 
 def test_beyond_the_limit_pairs_are_judged_by_the_formula(monkeypatch):
     monkeypatch.setattr(loss_analysis, "PAIRS_MAX", 4)
-    assert intact(1, 6, 2).pairs() == Pairs(True, (), False)
-    assert intact(1, 6, 1).pairs() == Pairs(False, (), False)
+    assert intact(1, 6, 2).pairs() == PairLosses(True, (), False)
+    assert intact(1, 6, 1).pairs() == PairLosses(False, (), False)
     assert intact(1, 4, 1).pairs().is_listed

@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).parent / "golden/capsule-1.0"  # written on 2026-11-24 b
 def test_a_golden_capsule_is_read_and_made_again():
     data = GOLDEN.read_bytes()
     job, record = capsule_store.decode(data)
-    assert (job, record.rank, record.kept_bytes, record.digests) == ("golden-job.1", 5, 64, bytes(range(32)))
+    assert (job, record.rank, record.unreplicated_bytes, record.digests) == ("golden-job.1", 5, 64, bytes(range(32)))
     assert messages.version_from(record.version) == Version(Epoch(3, bytes(range(16))), 1234)
     tree = capsule_format.decode(record.capsule)
     assert (tree["step"], tree["random"], tree["seed"]) == (1234, (1, 2, -3.5), b"\x00\xff")

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reft.core.budget import Limit
+from reft.core.budget import MemoryLimit
 from reft.core.commit.slots import SlotState
 from reft.errors import ConfigError
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena import limits, pool
-from reft_daemon.arena.pool import Pool, Spare
+from reft_daemon.arena.pool import SpareFiles, SparePool
 from reft_daemon.main import parse_spare
 from tests.support.daemons import until
 from tests.support.jobs import Job, slot_path, write
@@ -28,10 +28,10 @@ MIB = 1 << 20
 class Node:
     """A pool beside an arena that is only numbers."""
 
-    def __init__(self, folder: Path, want: Spare, room: int = 1 << 30) -> None:
+    def __init__(self, folder: Path, want: SpareFiles, room: int = 1 << 30) -> None:
         self.held, self.room = 0, room
-        bounds = lambda: [Limit("the machine", self.room - self.pool.bytes, "less")]  # noqa: E731
-        self.pool = Pool(want, folder, lambda: self.held, bounds)
+        bounds = lambda: [MemoryLimit("the machine", self.room - self.pool.bytes, "less")]  # noqa: E731
+        self.pool = SparePool(want, folder, lambda: self.held, bounds)
 
     def present(self) -> int:
         """Bytes of the pool whose pages exist."""
@@ -49,7 +49,7 @@ def make(folder) -> Iterator[Callable[..., Node]]:
     made = []
 
     def node(*want: int, room: int = 1 << 30) -> Node:
-        made.append(Node(folder, Spare(*want), room))
+        made.append(Node(folder, SpareFiles(*want), room))
         return made[-1]
 
     yield node
@@ -148,7 +148,7 @@ def test_spare_memory_is_free_for_slots_and_counts_for_nobody_else():
 
 @pytest.mark.parametrize("text", ["64GiB", "x1MiB", "2x", "-2x1MiB", "2 x", "2xlarge"])
 def test_nonsense_is_refused(text):
-    assert parse_spare("3x2MiB") == Spare(3, 2 * MIB) and parse_spare("") == Spare()
+    assert parse_spare("3x2MiB") == SpareFiles(3, 2 * MIB) and parse_spare("") == SpareFiles()
     with pytest.raises(ConfigError):
         parse_spare(text)
 

@@ -17,17 +17,17 @@ import pytest
 from reft.core.commit.decision import Decision
 from reft.core.commit.round import Outcome
 from reft.core.commit.version import Version
-from reft.core.membership.failure_detector import Agent
+from reft.core.membership.failure_detector import AgentPhase
 from reft.wire import messages, rpc
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon import main
 from reft_daemon.arena.arena import Arena
-from reft_daemon.arena.pool import Pool, Spare
-from reft_daemon.jobs.job_record import HeldJob
-from reft_daemon.jobs.leases import FENCE_DEADLINE_S, Watch
-from reft_daemon.membership.job_monitor import Term, Vigil
+from reft_daemon.arena.pool import SpareFiles, SparePool
+from reft_daemon.jobs.job_record import JobRecord
+from reft_daemon.jobs.leases import FENCE_DEADLINE_S, ProcessWatch
+from reft_daemon.membership.job_monitor import JobMonitor, MembershipView
 from reft_daemon.server import socket_keeper
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.daemons import DaemonProcess
@@ -57,7 +57,7 @@ def itself() -> Process:
 @pytest.mark.parametrize("call", ["pidfd_open", "read_text"])
 def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypatch, call):
     async def run() -> None:
-        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
         before = len(os.listdir("/proc/self/fd"))
         request = lease_request(1)
@@ -81,7 +81,7 @@ def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
             with pytest.raises(OSError, match="Too many"):
-                Watch(process, lambda: None)
+                ProcessWatch(process, lambda: None)
         assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(run())
@@ -121,11 +121,11 @@ def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
 def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what):
     async def run() -> None:
         request = decide_request(1)
-        job = HeldJob(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
         job.decide(request, [])
         await job.lease(lease_request(1))
         version = messages.version_to(Version(epoch_of(1), 3))
-        job.custody.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
+        job.capsule_replication.store.keep(pb.CapsuleRecord(version=version), Decision(epoch_of(1), None), Outcome(), 1)
         names = set(os.listdir(arena.folder / "job"))
         opened, read_bytes = os.open, Path.read_bytes
         is_one = {"slot": "rank-", "record": "record", "capsule": "capsule-"}[what]
@@ -152,20 +152,22 @@ def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeyp
         agent = Trainer()
         registry = registry_of(arena)
         registry.stay_for(agent.pid)
-        vigil = Vigil("job", "n", Term("l", 1, bytes(32), {"n": pb.Node(id="n")}), lambda _: None, lambda _: None)
+        monitor = JobMonitor(
+            "job", "n", MembershipView("l", 1, bytes(32), {"n": pb.Node(id="n")}), lambda _: None, lambda _: None
+        )
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", fail)
-            vigil.agent_beat(agent.pid, Agent.TRAINING)
+            monitor.agent_beat(agent.pid, AgentPhase.TRAINING)
             registry.idle_since_s = float("-inf")
             expiring = asyncio.ensure_future(registry.expire_for_ever(1e-3))
             await asyncio.sleep(0)
             assert not expiring.done(), "it would have left"
-        assert not vigil.has_other_agent(0)
-        vigil.agent_beat(agent.pid, Agent.TRAINING)
-        assert vigil.has_other_agent(0)
+        assert not monitor.has_other_agent(0)
+        monitor.agent_beat(agent.pid, AgentPhase.TRAINING)
+        assert monitor.has_other_agent(0)
         agent.kill()
         await asyncio.wait_for(expiring, 20)
-        vigil.close()
+        monitor.close()
 
     asyncio.run(run())
 
@@ -173,7 +175,7 @@ def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeyp
 def test_a_process_that_has_just_been_reaped_is_no_error_to_kill():
     async def run() -> None:
         child = Trainer()
-        watch = Watch(Process(child.pid, stat_of(child.pid).start), lambda: None)
+        watch = ProcessWatch(Process(child.pid, stat_of(child.pid).start), lambda: None)
         child.kill()  # ended and reaped, and the loop has not looked since
         assert await watch.kill()
 
@@ -184,7 +186,7 @@ def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(mon
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what has closed its session may live on
 
     async def run() -> None:
-        watch = Watch(itself(), lambda: None)
+        watch = ProcessWatch(itself(), lambda: None)
         killing = asyncio.ensure_future(watch.kill())
         await asyncio.sleep(0)
         watch.close()
@@ -197,10 +199,10 @@ def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(mon
 def test_loops_go_on_where_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(socket_keeper, "LOOK_S", 0)
     monkeypatch.setattr(main, "SPARE_S", 0)
-    pool = Pool(Spare(1, 4096), tmp_path, lambda: 0, list)
+    pool = SparePool(SpareFiles(1, 4096), tmp_path, lambda: 0, list)
 
     async def run() -> None:
-        place = socket_keeper.Doors(tmp_path / "d.sock")
+        place = socket_keeper.SocketKeeper(tmp_path / "d.sock")
         loops = [asyncio.ensure_future(each) for each in (place.watch(None, None), main._keep_spare(pool))]
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", raise_no_thread)

@@ -7,24 +7,24 @@ import asyncio
 from reft.core.commit.version import Version
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.jobs import epoch_of, write
 
 
 def test_a_slot_whose_capsule_is_damaged_is_not_said_to_be_sealed(tmp_path, caplog):
     async def run() -> None:
-        job = HeldJob(
+        job = JobRecord(
             Arena(tmp_path / "arena", 64 << 20), pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None
         )
         job.decide(decide_request(1), [])
         slots = await job.lease(lease_request(1))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096, compared={7: 10 * step})
-        assert job.custody.sealed(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
-        assert job.custody.sealed(slots, epoch_of(2)) == {}
+        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
+        assert job.capsule_replication.sealed(slots, epoch_of(2)) == {}
         slots[1].map.put_capsule(b"no capsule")
-        assert job.custody.sealed(slots, epoch_of(1)) == {1: {7: 10}}
+        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}}
         assert f"slot={slots[1].name} is damaged" in caplog.text
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from reft.core.commit.capsules import DIGESTS_MAX
-from reft.core.commit.round import UNDECIDED_MAX, Answer, Outcome
+from reft.core.commit.round import UNDECIDED_MAX, Outcome, StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.wire import messages
 from reft.wire.slot_format import CAPSULE_MAX
@@ -21,7 +21,7 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CAPSULE, CHUNK, Code, Job, epoch_of, layout_of, refused, tcp_call, write
 from tests.support.manifests import described
 
-SEALED, VOID = Answer.SEALED, Answer.VOID
+SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
 def placed(ranks: int, tolerate: int = 1) -> dict[str, object]:
@@ -53,7 +53,7 @@ def seal(job: Job, trainer, step: int, ranks: list[int] | None = None) -> None:
 def copies(job: Job, node: int) -> list[tuple[int, int]]:
     """(rank, step) of what a node keeps for others."""
     reply = job.daemons[node].call("Inventory", pb.InventoryRequest(job="job"))
-    return [(copy.rank, copy.version.step) for copy in reply.copies]
+    return [(copy.rank, copy.version.step) for copy in reply.capsules]
 
 
 def files(job: Job, node: int) -> list[str]:
@@ -94,7 +94,7 @@ def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, train
     assert sorted(rank for _, rank in found) == sorted([0, 1, 2] * tolerate)
     for node, rank in [*found, (0, 0)]:  # as a holder has it, and as its own slot has it
         got = fetch(job, node, rank, 1)
-        assert (got.rank, got.version.step, got.capsule, got.kept_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
+        assert (got.rank, got.version.step, got.capsule, got.unreplicated_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
         assert got.digests == fetch(job, rank, rank, 1).digests and len(got.digests) == 16
     for node in range(3):
         status = job.daemons[node].call("Status", pb.StatusRequest())
@@ -162,10 +162,10 @@ def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job
         slot = job.slots(rank, trainer.pid)[0]
         write(slot, job.version(1))
         cells = [pb.CellDigest(cell=3, digest=rank)]
-        said = pb.Said(until=1, sealed=[pb.SealedStep(step=1, cells=cells)])
-        job.send_report(rank, pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, said=said))
+        said = pb.StepReport(until=1, sealed=[pb.SealedStep(step=1, cells=cells)])
+        job.send_report(rank, pb.ReportRequest(job="job", epoch=job.epoch, rank=rank, steps=said))
     for rank in (0, 1):
-        until(lambda rank=rank: list(job.report(rank, {1: SEALED}).unlike) == [3], what="the difference")
+        until(lambda rank=rank: list(job.report(rank, {1: SEALED}).mismatched) == [3], what="the difference")
         assert messages.outcome_from(job.report(rank, {1: SEALED})).voids(1)
 
 

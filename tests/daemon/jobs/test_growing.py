@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.errors import AttachError, FormatError, NoRoom
@@ -21,7 +21,7 @@ from reft.wire.slot_format import Geometry
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
 from reft_daemon.jobs import slot_reads
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 from tests.daemon.jobs.test_leases import decide_request, lease_request, release_request
 from tests.support.daemons import until
 from tests.support.jobs import CHUNK, Code, Job, epoch_of, refused, write
@@ -36,7 +36,7 @@ def arena() -> Iterator[Arena]:
 
 def seal(job: Job, slot, step: int) -> None:
     write(slot, job.version(step))
-    job.report(0, {step: Answer.SEALED})
+    job.report(0, {step: StepAnswer.SEALED})
 
 
 @pytest.mark.parametrize("filled", [0, 2])
@@ -81,7 +81,7 @@ def test_what_a_trainer_left_in_slots_that_larger_ones_replace_is_sealed_too(dae
 
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     async def run() -> None:
-        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
         one, _ = await job.lease(lease_request(1))
         write(one.map, Version(epoch_of(1), 1), nbytes=4096)
@@ -92,8 +92,8 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
         await job.lease(larger)
         assert job.retired
         os.truncate(arena.folder / "job" / one.name, 100)
-        said = messages.said_to(says({1: Answer.SEALED}))
-        job.report(pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, said=said))
+        said = messages.report_to(says({1: StepAnswer.SEALED}))
+        job.report(pb.ReportRequest(job="job", epoch=messages.epoch_to(epoch_of(2)), rank=0, steps=said))
         assert job.record.had_whole
 
     asyncio.run(run())
@@ -101,7 +101,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
 
 def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch):
     async def run() -> None:
-        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
         begun, goes_on = threading.Event(), threading.Event()
         create, calls = arena.create, []
@@ -128,7 +128,7 @@ def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch
 
 def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
-        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
         begun, goes_on = threading.Event(), threading.Event()
         create = arena.create
@@ -169,10 +169,10 @@ def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == before and arena.held_bytes == 0
 
 
-def job_of(arena: Arena, name: str = "job") -> HeldJob:
+def job_of(arena: Arena, name: str = "job") -> JobRecord:
     request = decide_request(1)
     request.manifest.job = name
-    job = HeldJob(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
+    job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
     job.decide(request, [])
     return job
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.errors import AttachError, StaleEpoch
 from reft.wire import messages
 from reft.wire.process import Process, stat_of
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.jobs.job_record import HeldJob
+from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import Lease, end_orphans
 from tests.support.daemons import until
 from tests.support.jobs import Code, Job, epoch_of, refused
@@ -61,7 +61,7 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
     """A larger layout's slots are leased beside training: the session may be closed while they are being made."""
 
     async def run() -> None:
-        job = HeldJob(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
+        job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
         await job.lease(lease_request(1))
         begun, goes_on = asyncio.Event(), asyncio.Event()
@@ -88,12 +88,12 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
 def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
     """Two launches of a job in one moment: the second has looked, and found nobody, when the first one registers."""
     job = Job([(daemon, [0])]).decide()
-    daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], fence=True))
+    daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], end_orphans=True))
     job.lease(0, trainer.pid)
     with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}, which lives"):
         job.decide()
     job.counter -= 1
-    job.report(0, {1: Answer.SEALED})
+    job.report(0, {1: StepAnswer.SEALED})
     assert daemon.status("job").ranks[0].alive
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from reft.client.restore import remote_slots
-from reft.client.restore.remote_slots import FAR_BYTES_PER_S, Remote, far_s
+from reft.client.restore.remote_slots import FAR_BYTES_PER_S, RemoteSlots, far_s
 from reft.core.commit.slots import SlotState
-from reft.core.recovery.recovery import Held
+from reft.core.recovery.recovery import HeldSlot
 from reft.errors import FormatError, RestoreError
 from reft.wire import messages, rpc
 from reft.wire.slot_format import PAGE
@@ -34,14 +34,14 @@ def job(start, tmp_path) -> Job:
     return job
 
 
-def held(job: Job) -> Held:
+def held(job: Job) -> HeldSlot:
     (header,) = job.daemons[1].call("Inventory", pb.InventoryRequest(job="job")).slots
-    return Held(job.hellos[1].node_id, 1, header.slot, SlotState.SEALED, job.version(3))
+    return HeldSlot(job.hellos[1].node_id, 1, header.slot, SlotState.SEALED, job.version(3))
 
 
-def remote(job: Job) -> Remote:
+def remote(job: Job) -> RemoteSlots:
     nodes = {node.id: node for node in job.manifest.nodes}
-    return Remote("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
+    return RemoteSlots("job", job.daemons[0].address, job.hellos[0].node_id, nodes, 10.0)
 
 
 def test_a_slot_comes_from_another_node(job):
@@ -94,8 +94,8 @@ def test_a_large_slot_has_the_time_that_its_bytes_take(job, monkeypatch):
 
 
 def test_who_reads_nothing_waits_for_who_reads_most_from_afar():
-    def at(node: str, rank: int, nbytes: int) -> Held:
-        return Held(node, rank, "s", SlotState.SEALED, None, data_bytes=nbytes)
+    def at(node: str, rank: int, nbytes: int) -> HeldSlot:
+        return HeldSlot(node, rank, "s", SlotState.SEALED, None, data_bytes=nbytes)
 
     sources = {0: at("a", 0, 7 << 30), 1: at("gone", 1, 1 << 30), 2: at("gone", 2, 1 << 30), 3: at("a", 3, 3 << 30)}
     nodes = {"a": [0, 1], "b": [2, 3]}

@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.errors import AttachError
 from reft.wire import local_socket, messages
-from reft.wire.inventory import Findings
+from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import CHUNK, Code, Job, Trainer, data_of, refused, slot_path, write
@@ -48,12 +48,12 @@ def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
 
 def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, trainer):
     def history():
-        return Findings({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).inventory.history
+        return JobSurvey({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).inventory.history
 
     job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1))
     assert history() == (100.0, 2), "nothing was sealed, nothing has failed"
-    job.report(0, {1: Answer.SEALED})
+    job.report(0, {1: StepAnswer.SEALED})
     trained_s, failures = history()
     assert 100.0 < trained_s < 160.0 and failures == 2
     trainer.kill()
@@ -76,7 +76,7 @@ def test_a_sealed_step_that_was_never_reported_is_found_whole(daemon, trainer):
         trainer.kill()
         until(lambda: not is_alive(job, 0), what="the news")
         assert job.whole() == -1
-        job.report(1, {5: Answer.SEALED})
+        job.report(1, {5: StepAnswer.SEALED})
         assert job.whole() == 5
     finally:
         other.kill()
@@ -97,9 +97,9 @@ def test_one_trainer_a_rank(daemon, trainer):
     with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}"):
         job.lease(0)
     with refused(Code.ALREADY_EXISTS, "close the earlier session"):
-        daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, pids=[trainer.pid], launch="launch"))
+        daemon.call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, pids=[trainer.pid], launch="launch"))
     with refused(Code.ALREADY_EXISTS, "which lives"):
-        daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, launch="another launch"))
+        daemon.call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="another launch"))
     trainer.kill()
     until(lambda: not is_alive(job), what="the news")
     assert job.lease(0) == names
@@ -108,7 +108,7 @@ def test_one_trainer_a_rank(daemon, trainer):
 def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
-    reply = daemon.call("Inventory", pb.InventoryRequest(job="job", fence=True, launch="launch"))
+    reply = daemon.call("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch"))
     assert trainer.process.wait(60) == -9
     assert [slot.state for slot in reply.slots if slot.version.step == 1] == [SEALED]
 
@@ -136,7 +136,7 @@ def test_an_attach_empties_what_its_plan_drops_and_nothing_else(daemon, trainer)
     assert daemon.status("job").base.step == 1
     job.counter -= 1
     with refused(Code.ABORTED):
-        job.report(0, {2: Answer.SEALED})
+        job.report(0, {2: StepAnswer.SEALED})
 
 
 def test_larger_slots_beside_those_that_hold_something(daemon, trainer):
@@ -144,7 +144,7 @@ def test_larger_slots_beside_those_that_hold_something(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     old = job.lease(0, trainer.pid)
     write(job.maps(0, old)[0], job.version(1))
-    job.report(0, {1: Answer.SEALED})
+    job.report(0, {1: StepAnswer.SEALED})
     new = job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
     assert not set(new) & set(old)
     assert job.headers() == {old[0]: (SEALED, 1), **dict.fromkeys([old[1], *new], (EMPTY, 0))}
@@ -153,7 +153,7 @@ def test_larger_slots_beside_those_that_hold_something(daemon, trainer):
     assert len(chunk.data) == 4096
     before = daemon.status("job").ranks[0].bytes
     write(job.maps(0, new)[0], job.version(2))
-    job.report(0, {2: Answer.SEALED})
+    job.report(0, {2: StepAnswer.SEALED})
     assert set(job.headers()) == set(new)
     assert daemon.status("job").ranks[0].bytes < before and not slot_path(daemon, old[0]).exists()
 
@@ -217,7 +217,7 @@ def test_one_trainer_died_while_the_daemon_was_down_and_the_others_are_known(dae
     other.kill()
     daemon.start()
     assert [(rank.alive, rank.pid) for rank in daemon.status("job").ranks] == [(False, other.pid), (True, trainer.pid)]
-    job.report(1, {1: Answer.SEALED})
+    job.report(1, {1: StepAnswer.SEALED})
 
 
 def test_what_a_dead_trainer_left_is_sealed_without_mapping_it(daemon, trainer):
@@ -309,7 +309,7 @@ def test_a_slot_that_was_cut_under_a_living_daemon_does_not_kill_it(daemon, trai
     os.truncate(slot_path(daemon, names[0]), 0)
     assert set(job.headers()) == {names[1]}
     for method, request in (
-        ("Status", pb.StatusRequest(job="job")), ("Inventory", pb.InventoryRequest(job="job", fence=True, launch="launch")),
+        ("Status", pb.StatusRequest(job="job")), ("Inventory", pb.InventoryRequest(job="job", end_orphans=True, launch="launch")),
     ):  # fmt: skip
         try:
             daemon.call(method, request)

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.membership import failure_detector as signals
 from reft.core.membership.failure_detector import BEAT_S, MISSES, Signal
 from reft.core.membership.progress import GAPS_MIN
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.membership.job_monitor import KILL_AFTER_S, Term, Vigil
+from reft_daemon.membership.job_monitor import KILL_AFTER_S, JobMonitor, MembershipView
 from tests.support.agents import TOKEN, Agent
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Code, Job, Trainer, refused, tcp_call
@@ -94,7 +94,7 @@ class Cluster:
     def step(self, step: int) -> None:
         """Every rank reports a step."""
         for rank in range(len(self.daemons)):
-            self.job.report(rank, {step: Answer.SEALED})
+            self.job.report(rank, {step: StepAnswer.SEALED})
 
     def close(self) -> None:
         for process in [*self.trainers, *self.agents]:
@@ -134,24 +134,24 @@ def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
     now_s = 1000.0
     monkeypatch.setattr("reft_daemon.membership.job_monitor.time.monotonic", lambda: now_s)
     nodes = {name: pb.Node(id=name, name=name) for name in ("here", "there")}
-    vigil = Vigil("job", "here", Term("", 1, bytes(32), nodes), lambda _: None, lambda _: None)
-    there = vigil.lookout.members["there"]
+    monitor = JobMonitor("job", "here", MembershipView("", 1, bytes(32), nodes), lambda _: None, lambda _: None)
+    there = monitor.detector.members["there"]
 
     def hear() -> None:
-        vigil.lookout.spoke("there", [signals.Sign("there", Signal.HEALTHY)], {}, now_s)
-        vigil.lookout.agent_spoke("there", signals.Agent.TRAINING, now_s)
+        monitor.detector.spoke("there", [signals.NodeReport("there", Signal.HEALTHY)], {}, now_s)
+        monitor.detector.agent_spoke("there", signals.AgentPhase.TRAINING, now_s)
 
     for _ in range(20):
         now_s += 0.1
         hear()
-        vigil.look(now_s)
+        monitor.look(now_s)
     assert there.signal is Signal.HEALTHY
     now_s += 60
-    vigil.look(now_s)
-    assert there.signal is Signal.HEALTHY and vigil.word.reason.startswith("it is overloaded")
+    monitor.look(now_s)
+    assert there.signal is Signal.HEALTHY and monitor.word.reason.startswith("it is overloaded")
     for _ in range(15):
         now_s += 0.1
-        vigil.look(now_s)
+        monitor.look(now_s)
     assert there.signal is Signal.OFFLINE, "it listened, and the other is still silent"
 
 
@@ -275,12 +275,12 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
     found = {each.node: Signal(each.signal) for each in three.signals(0).nodes}
     assert set(found) == {"n0", "n1"} and Signal.OFFLINE not in found.values()
     address, manifest_token = three.nodes[0].addresses[0], three.job.manifest.token
-    sealed = pb.Said(until=9, sealed=[pb.SealedStep(step=9)])
+    sealed = pb.StepReport(until=9, sealed=[pb.SealedStep(step=9)])
     stale_beat = pb.BeatRequest(job="job", launch="launch", round=1, source=three.nodes[1].id, target=three.nodes[0].id)
     for method, request, token, service in (
         ("Beat", stale_beat, TOKEN, pb_grpc.PeerStub),
         ("AgentBeat", pb.AgentBeatRequest(job="job", launch="launch", round=1, node_id=three.nodes[1].id), TOKEN, None),
-        ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, said=sealed), manifest_token, pb_grpc.PeerStub),
+        ("Gather", pb.GatherRequest(job="job", epoch=old, node_index=2, steps=sealed), manifest_token, pb_grpc.PeerStub),
         ("Announce", pb.Outcome(job="job", epoch=old, whole=9), manifest_token, pb_grpc.PeerStub),
         ("Keep", pb.KeepRequest(job="job", epoch=old), manifest_token, pb_grpc.PeerStub),
         ("Lease", pb.LeaseRequest(job="job", epoch=old, rank=0), manifest_token, None),
@@ -290,7 +290,7 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         with refused(Code.ABORTED):
             tcp_call(address, method, request, token, service)
     with refused(Code.ABORTED):
-        three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, said=sealed))
+        three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, steps=sealed))
 
 
 def test_beats_that_can_not_be_are_refused(cluster):
@@ -307,7 +307,7 @@ def test_beats_that_can_not_be_are_refused(cluster):
         facts = {"job": "job", "launch": "launch", "round": 1, "node_id": here.id, "pid": two.agents[0].pid}
         return two.daemons[0].call("AgentBeat", pb.AgentBeatRequest(**{**facts, **changes}))
 
-    assert peer().signs[0].node_id == here.id
+    assert peer().reports[0].node_id == here.id
     for token in (None, bytes(32)):
         with refused(Code.UNAUTHENTICATED):
             peer(token)
@@ -315,7 +315,7 @@ def test_beats_that_can_not_be_are_refused(cluster):
         with refused(Code.FAILED_PRECONDITION):
             peer(**changes)
     with refused(Code.INVALID_ARGUMENT):
-        peer(signs=[pb.Sign(node_id=there.id, signal=77)])
+        peer(reports=[pb.NodeReport(node_id=there.id, signal=77)])
     assert peer(round=7) == pb.BeatReply()  # it lives, and what it says is about another round
     assert agent().watchers[0].id == there.id
     assert agent(round=2).unknown_round and agent(launch="other", pid=two.agents[0].pid).unknown_round

@@ -9,7 +9,7 @@ from reft.cli.demo.cluster import free_port
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
-from reft_daemon.peers.round_replicator import Peers
+from reft_daemon.peers.round_replicator import PeerChannels
 
 TRIES = 8  # after so many failures in a row gRPC pauses for a second before the next
 
@@ -19,7 +19,7 @@ class Answering(pb_grpc.DaemonServicer):
         return pb.InventoryReply(node="back")
 
 
-async def inventory(peers: Peers, node: pb.Node, anew: bool) -> str:
+async def inventory(peers: PeerChannels, node: pb.Node, anew: bool) -> str:
     request = pb.InventoryRequest(job="job")
     return (await peers.call(node, b"token", pb_grpc.DaemonStub, "Inventory", request, 10.0, anew=anew)).node
 
@@ -27,7 +27,7 @@ async def inventory(peers: Peers, node: pb.Node, anew: bool) -> str:
 async def test_that_a_host_could_not_be_reached_a_moment_ago_is_no_answer():
     """A node comes back while its connection pauses between two tries: whoever plans a restore must hear of it."""
     address = f"127.0.0.1:{free_port()}"
-    node, peers = pb.Node(name="n", addresses=[address]), Peers(None, [])
+    node, peers = pb.Node(name="n", addresses=[address]), PeerChannels(None, [])
     for _ in range(TRIES):
         for channel, _ in peers._channels.values():
             await pauses(channel)

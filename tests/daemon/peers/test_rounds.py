@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.snapshot_interval import LEAD
 from reft.wire.messages import outcome_from
@@ -20,7 +20,7 @@ from tests.support.certificates import Certificates, why_not
 from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import Job, Trainer, tcp_call, write
 
-SEALED, VOID = Answer.SEALED, Answer.VOID
+SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
 @pytest.fixture
@@ -60,15 +60,19 @@ def test_a_report_is_answered_when_its_step_is_decided(three):
 
 
 def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
-    for rank, wish in enumerate((2, 9, 4)):
-        three.report(rank, {1: SEALED}, wish=wish)
+    for rank, requested_every in enumerate((2, 9, 4)):
+        three.report(rank, {1: SEALED}, requested_every=requested_every)
     all_whole(three, 1)
     replies = [
-        three.report(rank, {2: SEALED}, wait_ms=9000 * (rank == 2), wish=wish) for rank, wish in enumerate((2, 9, 4))
+        three.report(rank, {2: SEALED}, wait_ms=9000 * (rank == 2), requested_every=requested_every)
+        for rank, requested_every in enumerate((2, 9, 4))
     ]
-    assert (replies[2].every, replies[2].pace_start) == (9, 1 + LEAD)
+    assert (replies[2].every, replies[2].interval_start) == (9, 1 + LEAD)
     for rank in range(3):
-        until(lambda rank=rank: three.report(rank, {2: SEALED}, wish=3).every == 9, what="the pace at every rank")
+        until(
+            lambda rank=rank: three.report(rank, {2: SEALED}, requested_every=3).every == 9,
+            what="the pace at every rank",
+        )
     assert three.daemons[0].status("job").every == 9
 
 
@@ -149,10 +153,10 @@ def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(sta
     if left is SlotState.LANDED:
         trainer.kill()
     else:
-        said = pb.Said(until=1, sealed=[pb.SealedStep(step=1, cells=[pb.CellDigest(cell=3, digest=0)])])
-        job.send_report(0, pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said))
+        said = pb.StepReport(until=1, sealed=[pb.SealedStep(step=1, cells=[pb.CellDigest(cell=3, digest=0)])])
+        job.send_report(0, pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said))
     job.daemons[1].start()
-    until(lambda: job.daemons[0].status("job").unlike == [3], what="the difference")
+    until(lambda: job.daemons[0].status("job").mismatched == [3], what="the difference")
     assert job.whole(0) == -1
 
 
@@ -186,9 +190,9 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
     for rank in range(3):
         three.lease(rank, slots=0)
     address, token = three.hellos[0].addresses[0], three.manifest.token
-    sealed = pb.Said(until=1, sealed=[pb.SealedStep(step=1)])
+    sealed = pb.StepReport(until=1, sealed=[pb.SealedStep(step=1)])
     for request, method in (
-        (pb.GatherRequest(job="job", epoch=old, node_index=1, said=sealed), "Gather"),
+        (pb.GatherRequest(job="job", epoch=old, node_index=1, steps=sealed), "Gather"),
         (pb.Outcome(job="job", epoch=old, whole=9), "Announce"),
     ):
         with pytest.raises(grpc.RpcError) as stale:
@@ -196,7 +200,7 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
         assert stale.value.code() is grpc.StatusCode.ABORTED
     assert three.whole(0) == -1
     with pytest.raises(grpc.RpcError) as stranger:
-        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, said=sealed)
+        request = pb.GatherRequest(job="job", epoch=three.epoch, node_index=7, steps=sealed)
         tcp_call(address, "Gather", request, token, pb_grpc.PeerStub)
     assert stranger.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 

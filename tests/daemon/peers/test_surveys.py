@@ -43,7 +43,7 @@ def test_a_survey_names_the_silent(start, job, trainer):
     assert all(bool(each.trouble) != each.HasField("reply") for each in found) and "no address" in found[3].trouble
     reply = found[0].reply
     assert (reply.node_id, reply.node) == (job.hellos[1].node_id, "test")
-    assert [(copy.rank, copy.version.step, copy.kept_bytes) for copy in reply.copies] == [(0, 1, 2 * CHUNK)]
+    assert [(copy.rank, copy.version.step, copy.unreplicated_bytes) for copy in reply.capsules] == [(0, 1, 2 * CHUNK)]
     assert reply.decision.epoch == job.epoch and len(reply.slots) == 3
     with refused(Code.NOT_FOUND):
         job.daemons[0].call("Survey", pb.SurveyRequest(job="none"))
@@ -67,7 +67,7 @@ def test_manifests_that_the_asker_has_do_not_travel(job):
 
 def test_a_survey_passes_the_fence_on(job, trainer):
     write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
-    request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", fence=True)
+    request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", end_orphans=True)
     (refusal,) = job.daemons[0].call("Survey", request).nodes
     assert "which lives" in refusal.trouble and trainer.process.poll() is None
     request.launch = "launch"
@@ -82,13 +82,13 @@ async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
 
     class Peers:
         async def call(self, node, token, service, method, request, deadline_s, anew):
-            asked.append((node.name, request.fence, deadline_s))
+            asked.append((node.name, request.end_orphans, deadline_s))
             if node.name == "gone":
                 raise ConnectionError("gone")
             return pb.InventoryReply(node=node.name)
 
     service = DaemonService(SimpleNamespace(peers=Peers()), None)
-    request = pb.SurveyRequest(job="job", launch="launch", fence=True)
+    request = pb.SurveyRequest(job="job", launch="launch", end_orphans=True)
     for name in ("alive", "gone"):
         await service._survey(pb.Node(name=name, addresses=["h:1", "h:2"]), b"", request, [], WHOLE_S)
     (first, second, third) = asked

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 
 from reft.cli.main import main
 from reft.cli.survey import survey
-from reft.client.snapshot.save_plan import Cut, share_of
+from reft.client.snapshot.save_plan import ParityTiling, plan_save
 from reft.client.state.tensors import leaf_of
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from reft.core.commit.version import Version
 from reft.wire import capsule_format, messages
@@ -35,7 +35,7 @@ from tests.support.jobs import CHUNK, Code, Job, Trainer, epoch_of, refused, reg
 from tests.support.manifests import described
 from tests.support.shards import plain_bytes, slot_data
 
-RIDER = "running_mean"
+INLINE = "running_mean"
 
 
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def tensors_of(rank: int) -> dict[str, torch.Tensor]:
     same = torch.Generator().manual_seed(1)
     return {
         "w": torch.randn(190, 301, generator=same), "b": torch.randn(77, generator=same).to(torch.bfloat16),
-        "late": torch.zeros(1000), RIDER: torch.full((5,), float(rank)),
+        "late": torch.zeros(1000), INLINE: torch.full((5,), float(rank)),
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ class Held:
         self, daemons: Sequence[DaemonProcess], tolerate: int, steps: Sequence[int] = (1,),
         **facts: object,
     ) -> None:  # fmt: skip
-        leaves = [leaf_of(name, tensor, name == RIDER) for name, tensor in tensors_of(0).items()]
+        leaves = [leaf_of(name, tensor, name == INLINE) for name, tensor in tensors_of(0).items()]
         self.job = Job(
             [(daemon, [rank]) for rank, daemon in enumerate(daemons)], protect="auto", tolerate=tolerate,
             chunk_bytes=CHUNK, **described(*[leaves] * len(daemons)), **facts,
@@ -75,17 +75,17 @@ class Held:
 
     def write(self, rank: int, step: int) -> None:
         tensors = tensors_of(rank)
-        share = share_of(self.placement, rank, self.present, {}, Cut())
-        facts = {"data_bytes": share.data_bytes, "table_bytes": 1 << 14, "slots": 2}
+        save_plan = plan_save(self.placement, rank, self.present, {}, ParityTiling())
+        facts = {"data_bytes": save_plan.data_bytes, "table_bytes": 1 << 14, "slots": 2}
         slots = self.job.slots(rank, self.trainer.pid, **facts)
         slot = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
-        slot.begin(self.job.version(step), share.digest, share.table, share.data_bytes)
-        slot.data[: share.data_bytes] = slot_data(self.placement, rank, tensors)
-        riders = {RIDER: plain_bytes(tensors[RIDER]).tobytes()}
-        slot.put_capsule(capsule_format.encode({"rank": rank, "riders": riders, "absent": ["late"]}))
+        slot.begin(self.job.version(step), save_plan.digest, save_plan.table, save_plan.data_bytes)
+        slot.data[: save_plan.data_bytes] = slot_data(self.placement, rank, tensors)
+        inline_leaves = {INLINE: plain_bytes(tensors[INLINE]).tobytes()}
+        slot.put_capsule(capsule_format.encode({"rank": rank, "riders": inline_leaves, "absent": ["late"]}))
         slot.landed()
         slot.sealed(np.array([chunk_digest(slot.chunk(i)) for i in range(slot.chunks)], np.uint64))
-        self.job.report(rank, {step: Answer.SEALED})
+        self.job.report(rank, {step: StepAnswer.SEALED})
 
     def end(self) -> Held:
         """The trainers die."""
@@ -283,8 +283,8 @@ def test_a_survey_repeats_no_manifest(start):
     reply = daemons[0].call("Survey", request)
     assert [each.reply.HasField("manifest") for each in reply.nodes] == [True, False]
     assert not any(each.reply.HasField("base_manifest") for each in reply.nodes)
-    findings, _ = survey(daemons[0].address, "job")
-    assert findings.manifest.every == 7 and findings.plan(()).base == newer.version(1, 1)
+    job_survey, _ = survey(daemons[0].address, "job")
+    assert job_survey.manifest.every == 7 and job_survey.plan(()).base == newer.version(1, 1)
 
 
 def damage(held: Held, rank: int) -> None:
@@ -348,11 +348,11 @@ def test_it_is_refused_while_trainers_live(start):
     held = Held(daemons, 1)
     found = recover(daemons[0], "--yes")
     assert found.exit_code == 1 and "rank 0" in found.stderr and "job job has 4 living trainers" in found.stderr
-    findings, _ = survey(daemons[0].address, "job")
-    plan = findings.plan(())
+    job_survey, _ = survey(daemons[0].address, "job")
+    plan = job_survey.plan(())
     del plan.sources[3]
-    plan.capsules[3] = next(copy for copy in findings.copies if copy.rank == 3)
-    request = rebuild_request(findings, plan, [3], {})
+    plan.capsules[3] = next(copy for copy in job_survey.copies if copy.rank == 3)
+    request = rebuild_request(job_survey, plan, [3], {})
     with refused(Code.FAILED_PRECONDITION, "is being trained"):
         daemons[0].call("Rebuild", request)
     request.onto.CopyFrom(pb.Node(name="x", addresses=[daemons[1].address]))
@@ -362,8 +362,8 @@ def test_it_is_refused_while_trainers_live(start):
 
 
 def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]] = ()) -> pb.RebuildRequest:
-    findings, _ = survey(held.job.daemons[0].address, "job")
-    return rebuild_request(findings, findings.plan(erased), [rank], {})
+    job_survey, _ = survey(held.job.daemons[0].address, "job")
+    return rebuild_request(job_survey, job_survey.plan(erased), [rank], {})
 
 
 def test_who_may_rebuild_over_tcp(start):

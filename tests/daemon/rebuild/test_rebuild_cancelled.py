@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from reft.core.commit.slots import SlotState
-from reft.core.recovery.rebuild import Maker
+from reft.core.recovery.rebuild import ShardRebuilder
 from reft.failpoints import Failpoints
 from reft.wire.slot_format import SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import Arena
-from reft_daemon.peers.round_replicator import Peers
+from reft_daemon.peers.round_replicator import PeerChannels
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry, TimeToLive
 from tests.daemon.rebuild.test_rebuild import Held, Lost, cluster, request_for
@@ -67,7 +67,7 @@ def slots_of(folder: Path) -> list[Path]:
     return list(folder.glob("job/rank-*"))
 
 
-PLACES = {"making": (Arena, "create"), "decoding": (Maker, "make"), "comparing": (SlotMap, "digests_of")}
+PLACES = {"making": (Arena, "create"), "decoding": (ShardRebuilder, "make"), "comparing": (SlotMap, "digests_of")}
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
@@ -76,7 +76,7 @@ def test_nothing_is_left_of_it(request_of_rank_3, monkeypatch, place, is_known):
     request = request_of_rank_3
 
     async def run(arena: Arena, folder: Path) -> None:
-        peers = Peers(None, ()), Peers(None, (), apart=True)
+        peers = PeerChannels(None, ()), PeerChannels(None, (), apart=True)
         registry = Registry(arena, peers[0], TimeToLive(60, 60), Failpoints(), peers[1])
         if is_known:
             await Rebuild(registry, request)._adopt()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from reft.core.commit.round import Answer, Outcome
+from reft.core.commit.round import Outcome, StepAnswer
 from reft.errors import AttachError
 from reft.wire import local_socket, messages, rpc
 from reft.wire.slot_format import Geometry, SlotMap
@@ -65,9 +65,9 @@ def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
 
 def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
     """A daemon may be upgraded under trainers that said Hello to the one before it."""
-    said = messages.said_to(says({1: Answer.SEALED}))
+    said = messages.report_to(says({1: StepAnswer.SEALED}))
     for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
-        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, said=said)
+        report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said)
         with refused(Code.FAILED_PRECONDITION, f"protocol {protocol}, this daemon"):
             job.send_report(0, report, protocol=protocol)
     assert shared.status("job").ranks[0].step == -1
@@ -88,7 +88,7 @@ def test_a_bad_job_name_creates_nothing(shared, name):
             shared.call(method, request)
     with refused(Code.INVALID_ARGUMENT, "not allowed"):
         good.send_report(0, pb.ReportRequest(job=name))
-    assert not shared.call("Inventory", pb.InventoryRequest(job=name, fence=True)).slots
+    assert not shared.call("Inventory", pb.InventoryRequest(job=name, end_orphans=True)).slots
     with refused(Code.NOT_FOUND):
         list(shared_read(shared, pb.ReadRequest(job=name, slot="../lock", size=100)))
     assert listing(shared) == before
@@ -151,7 +151,7 @@ def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
         job.lease(rank)
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
-        job.report(rank, {1: Answer.SEALED})
+        job.report(rank, {1: StepAnswer.SEALED})
 
 
 @pytest.mark.parametrize("nbytes", [1 << 40, 10 * psutil.virtual_memory().total, 1 << 63, (1 << 64) - 1])
@@ -186,26 +186,26 @@ def test_a_process_that_is_not_there(shared, job):
 
 def test_a_report_without_a_lease(shared, job):
     with refused(Code.FAILED_PRECONDITION, "holds no lease"):
-        job.report(1, {1: Answer.SEALED})
+        job.report(1, {1: StepAnswer.SEALED})
 
 
 def test_the_order_of_answers(shared, job):
     job.lease(1)
-    assert job.report(0, {3: Answer.SEALED}).whole == -1
-    assert job.report(1, {3: Answer.SEALED}).whole == 3
-    assert job.report(0, {3: Answer.SEALED}).whole == 3  # sealed twice
-    assert job.report(0, {3: Answer.VOID, 2: Answer.VOID}).whole == 3  # an older step, another answer
-    assert messages.outcome_from(job.report(0, {2: Answer.VOID})) == Outcome(3, 3)
+    assert job.report(0, {3: StepAnswer.SEALED}).whole == -1
+    assert job.report(1, {3: StepAnswer.SEALED}).whole == 3
+    assert job.report(0, {3: StepAnswer.SEALED}).whole == 3  # sealed twice
+    assert job.report(0, {3: StepAnswer.VOID, 2: StepAnswer.VOID}).whole == 3  # an older step, another answer
+    assert messages.outcome_from(job.report(0, {2: StepAnswer.VOID})) == Outcome(3, 3)
 
 
 def test_steps_at_the_end_of_the_range(shared, job):
     job.lease(1)
-    answers = {messages.STEP_MAX: Answer.SEALED}
+    answers = {messages.STEP_MAX: StepAnswer.SEALED}
     job.report(0, answers)
     assert job.report(1, answers).whole == messages.STEP_MAX
     for step in (messages.STEP_MAX + 1, (1 << 64) - 1):
         with refused(Code.INVALID_ARGUMENT, "steps end at"):
-            job.report(0, {step: Answer.SEALED})
+            job.report(0, {step: StepAnswer.SEALED})
 
 
 def test_what_is_not_held_is_not_found(shared):
@@ -344,7 +344,7 @@ def framed(**request: object) -> bytes:
 )
 def test_a_bad_request(shared, job, data, answer):
     before = descriptors_of(shared)
-    (body,) = local_socket.Frames().feed(talk(job.local_socket(), data))
+    (body,) = local_socket.FrameReader().feed(talk(job.local_socket(), data))
     reply = pb.LocalReply.FromString(body)
     assert reply.status and answer in reply.error and reply.protocol == messages.PROTOCOL
     until(lambda: descriptors_of(shared) <= before, what="the connection's end")

@@ -13,7 +13,7 @@ import pytest
 from reft.core.commit.round import Outcome
 from reft.errors import StaleEpoch
 from reft.wire import local_socket
-from reft.wire.local_socket import READ_BYTES, Frames, frame
+from reft.wire.local_socket import READ_BYTES, FrameReader, frame
 from reft.wire.messages import PROTOCOL
 from reft.wire.process import stat_of
 from reft.wire.v1 import daemon_pb2 as pb
@@ -26,7 +26,7 @@ SLOTS = frame(pb.LocalRequest(slots=pb.SlotsRequest(slots=["rank-0.slot-0"]), pr
 
 
 def report(step: int = 0, wait_ms: int = 10_000) -> bytes:
-    said = pb.ReportRequest(said=pb.Said(until=step), wait_ms=wait_ms)
+    said = pb.ReportRequest(steps=pb.StepReport(until=step), wait_ms=wait_ms)
     return frame(pb.LocalRequest(report=said, protocol=PROTOCOL))
 
 
@@ -73,7 +73,7 @@ class Asking:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.setblocking(False)
         self.socket.connect(path)
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._replies: list[bytes] = []
 
     async def send(self, data: bytes) -> None:
@@ -297,7 +297,9 @@ def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(
 
     async def scenario(place: Place) -> None:
         older = place.caller()
-        body = pb.ReportRequest(job="job", epoch=pb.Epoch(counter=1), rank=3, said=pb.Said(until=1), trouble="none")
+        body = pb.ReportRequest(
+            job="job", epoch=pb.Epoch(counter=1), rank=3, steps=pb.StepReport(until=1), trouble="none"
+        )
         body = body.SerializeToString() + pb.LocalRequest(protocol=6).SerializeToString()
         for _ in range(2):
             reply = await older.ask(len(body).to_bytes(4, "little") + body)

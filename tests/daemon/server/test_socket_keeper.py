@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from reft.core.commit.round import Answer
+from reft.core.commit.round import StepAnswer
 from reft.core.commit.slots import SlotState
 from tests.daemon.test_start import run
 from tests.support.daemons import until
@@ -30,7 +30,7 @@ def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
         assert daemon.answers()
         assert len(job.maps(0, names)) == len(names)  # descriptors
         write(slots[step - 1], job.version(step), SlotState.SEALED)
-        assert job.report(0, {step: Answer.SEALED}).whole == step
+        assert job.report(0, {step: StepAnswer.SEALED}).whole == step
     assert {path.name for path in daemon.home.iterdir()} >= {"d.sock", "d.sock.ln", "d.sock.lock"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in daemon.home.glob("d.sock*"))
 

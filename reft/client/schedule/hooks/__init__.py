@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from reft.client.schedule.hooks import ddp, deepspeed, pipelining, waits
-from reft.client.schedule.iteration_profile import Closed, Rhythm
+from reft.client.schedule.iteration_profile import Closed, IterationProfiler
 from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
@@ -47,7 +47,7 @@ def closed(schedule: Any) -> Closed | None:
     return None
 
 
-def follow(schedule: Any, rhythm: Rhythm, models: Iterable[Any] = ()) -> Callable[[], None]:
+def follow(schedule: Any, profiler: IterationProfiler, models: Iterable[Any] = ()) -> Callable[[], None]:
     """Follows a schedule; what it returns takes the hooks off again.
 
     Of a description the waits are followed, beside the idle times that the loop marks itself.
@@ -58,9 +58,9 @@ def follow(schedule: Any, rhythm: Rhythm, models: Iterable[Any] = ()) -> Callabl
     undo: list[Callable[[], None]] = []
     follower = _follower(schedule)
     if follower is not None:
-        undo = [follower(schedule, rhythm), waits.follow(rhythm)]
-    elif schedule is not None and rhythm.keeps_host_time:
-        undo = [waits.follow(rhythm), ddp.follow(models, rhythm)]
+        undo = [follower(schedule, profiler), waits.follow(profiler)]
+    elif schedule is not None and profiler.keeps_host_time:
+        undo = [waits.follow(profiler), ddp.follow(models, profiler)]
 
     def stop() -> None:
         for each in undo:
@@ -69,7 +69,7 @@ def follow(schedule: Any, rhythm: Rhythm, models: Iterable[Any] = ()) -> Callabl
     return stop
 
 
-def _follower(schedule: Any) -> Callable[[Any, Rhythm], Callable[[], None]] | None:
+def _follower(schedule: Any) -> Callable[[Any, IterationProfiler], Callable[[], None]] | None:
     """What hooks it; None of a description, and of what is unknown."""
     if pipelining.is_schedule(schedule):
         return pipelining.follow

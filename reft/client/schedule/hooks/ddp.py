@@ -20,26 +20,26 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
+from reft.client.schedule.iteration_profile import OTHER, WAIT, IterationProfiler
 from reft.core.pipeline.pacing import Tier
 
 
-def follow(models: Iterable[Any], rhythm: Rhythm) -> Callable[[], None]:
+def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], None]:
     """Hooks every DDP among the models and in them; what it returns takes the hooks off.
 
     Args:
-        rhythm: of an engine whose time is the host's: on a device the stream waits, not Python.
+        profiler: of an engine whose time is the host's: on a device the stream waits, not Python.
     """
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
     def begun() -> None:
-        if rhythm.name == OTHER:
-            rhythm.enter(Tier.GAP, WAIT)
+        if profiler.name == OTHER:
+            profiler.enter(Tier.GAP, WAIT)
             queue(ended)
 
     def ended() -> None:
-        if rhythm.name == WAIT:
-            rhythm.enter(Tier.COMPUTE, OTHER)
+        if profiler.name == WAIT:
+            profiler.enter(Tier.COMPUTE, OTHER)
 
     def forward(module: nn.Module, inputs: Any, output: Any) -> None:
         tensor = _first(output)

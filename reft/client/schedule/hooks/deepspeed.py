@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from reft.client.schedule.iteration_profile import OTHER, Rhythm
-from reft.core.pipeline.actions import Kind
+from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
+from reft.core.pipeline.actions import ActionKind
 from reft.core.pipeline.pacing import Tier
 
 IDLE = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
-WORK = {"ForwardPass": Kind.FORWARD, "BackwardPass": Kind.BACKWARD}
+WORK = {"ForwardPass": ActionKind.FORWARD, "BackwardPass": ActionKind.BACKWARD}
 COLLECTIVE = ("ReduceGrads", "ReduceTiedGrads")
 
 
@@ -27,22 +27,22 @@ def is_engine(value: Any) -> bool:
     )
 
 
-def follow(engine: Any, rhythm: Rhythm) -> Callable[[], None]:
+def follow(engine: Any, profiler: IterationProfiler) -> Callable[[], None]:
     """Wraps the schedule and its instructions, on the instance; what it returns undoes that."""
     done = 0
     counts: dict[str, int] = {}
 
     def idle() -> None:
-        rhythm.enter(Tier.GAP, f"gap {done}")
+        profiler.enter(Tier.GAP, f"gap {done}")
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def instruction(its: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal done
             kind = WORK.get(name)
             if kind is None:
-                rhythm.enter(Tier.COLLECTIVE if name in COLLECTIVE else Tier.COMPUTE, name)
+                profiler.enter(Tier.COLLECTIVE if name in COLLECTIVE else Tier.COMPUTE, name)
             else:
-                rhythm.enter(Tier.COMPUTE, f"{kind.value}{counts.get(name, 0)}", kind)
+                profiler.enter(Tier.COMPUTE, f"{kind.value}{counts.get(name, 0)}", kind)
                 counts[name] = counts.get(name, 0) + 1
                 done += 1
             try:
@@ -62,7 +62,7 @@ def follow(engine: Any, rhythm: Rhythm) -> Callable[[], None]:
         try:
             return execute(*args, **kwargs)
         finally:
-            rhythm.enter(Tier.COMPUTE, OTHER)
+            profiler.enter(Tier.COMPUTE, OTHER)
 
     table = {
         kind: call if kind.__name__ in IDLE else wrapped(kind.__name__, call)

@@ -16,7 +16,7 @@ from typing import Any
 WAITS = "-recv"  # as the names of all timers around a wait end: "forward-send-backward-recv", …
 
 
-class Timers:
+class IdleTimers:
     """In the place of `config.timers`.
 
     Args:
@@ -28,14 +28,14 @@ class Timers:
         self._idle, self._own = idle, own
         self._wait = ExitStack()  # Megatron asks for a timer twice, to start and to stop it
 
-    def __call__(self, name: str, *arguments: Any, **named: Any) -> Timer:
+    def __call__(self, name: str, *arguments: Any, **named: Any) -> IdleTimer:
         """The timer of this name, as Megatron's Timers give it."""
         own = None if self._own is None else self._own(name, *arguments, **named)
-        return Timer(self._wait if name.endswith(WAITS) else None, self._idle, own)
+        return IdleTimer(self._wait if name.endswith(WAITS) else None, self._idle, own)
 
 
 @dataclass(frozen=True)
-class Timer:
+class IdleTimer:
     """One of them."""
 
     wait: ExitStack | None

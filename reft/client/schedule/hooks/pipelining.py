@@ -14,18 +14,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from reft.client.schedule.iteration_profile import OTHER, Rhythm
+from reft.client.schedule.iteration_profile import OTHER, IterationProfiler
 from reft.client.state.extract.modules import is_a
-from reft.core.pipeline.actions import Kind
+from reft.core.pipeline.actions import ActionKind
 from reft.core.pipeline.pacing import Tier
 from reft.schedules import GPipe, Interleaved, OneFOneB, ZeroBubbleV
 
 Pipeline = OneFOneB | GPipe | Interleaved | ZeroBubbleV
 
 WORK = {
-    "forward_one_chunk": Kind.FORWARD,
-    "backward_one_chunk": Kind.BACKWARD,
-    "backward_weight_one_chunk": Kind.WEIGHT,
+    "forward_one_chunk": ActionKind.FORWARD,
+    "backward_one_chunk": ActionKind.BACKWARD,
+    "backward_weight_one_chunk": ActionKind.WEIGHT,
 }
 
 
@@ -54,10 +54,10 @@ def description(schedule: Any) -> Pipeline | None:
     return None
 
 
-def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
+def follow(schedule: Any, profiler: IterationProfiler) -> Callable[[], None]:
     """Wraps the schedule and its stages, on the instances; what it returns undoes that."""
     stages = stages_of(schedule)
-    counted = _Counted(rhythm)
+    counted = _Counted(profiler)
     undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, "_compute_loss", counted.beside("loss"))]
     for stage in stages:
         part = f".{stage.stage_index}" if len(stages) > 1 else ""
@@ -76,8 +76,8 @@ def follow(schedule: Any, rhythm: Rhythm) -> Callable[[], None]:
 class _Counted:
     """The wrappers of one schedule; they count the work that is done in a step."""
 
-    def __init__(self, rhythm: Rhythm) -> None:
-        self._rhythm = rhythm
+    def __init__(self, profiler: IterationProfiler) -> None:
+        self._profiler = profiler
         self._done = 0
 
     def step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -87,14 +87,14 @@ class _Counted:
         try:
             return call(*args, **kwargs)
         finally:
-            self._rhythm.enter(Tier.COMPUTE, OTHER)
+            self._profiler.enter(Tier.COMPUTE, OTHER)
 
-    def work(self, usual: Kind, part: str) -> Callable[..., Any]:
+    def work(self, usual: ActionKind, part: str) -> Callable[..., Any]:
         """One microbatch's forward or backward pass."""
 
         def wrapper(call: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
-            kind = usual if kwargs.get("full_backward", True) else Kind.INPUT
-            self._rhythm.enter(Tier.COMPUTE, f"{kind.value}{microbatch}{part}", kind)
+            kind = usual if kwargs.get("full_backward", True) else ActionKind.INPUT
+            self._profiler.enter(Tier.COMPUTE, f"{kind.value}{microbatch}{part}", kind)
             try:
                 return call(microbatch, *args, **kwargs)
             finally:
@@ -107,7 +107,7 @@ class _Counted:
         """Something else that the schedule does between pieces of work."""
 
         def wrapper(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._rhythm.enter(tier, name)
+            self._profiler.enter(tier, name)
             try:
                 return call(*args, **kwargs)
             finally:
@@ -116,7 +116,7 @@ class _Counted:
         return wrapper
 
     def _idle(self) -> None:
-        self._rhythm.enter(Tier.GAP, f"gap {self._done}")
+        self._profiler.enter(Tier.GAP, f"gap {self._done}")
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:

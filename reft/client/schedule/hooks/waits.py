@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reft.client.schedule.iteration_profile import OTHER, WAIT, Rhythm
+from reft.client.schedule.iteration_profile import OTHER, WAIT, IterationProfiler
 from reft.core.pipeline.pacing import Tier
 
 
@@ -33,13 +33,13 @@ class _Follower:
         thread: the one that trains; others wait for their own sake.
     """
 
-    rhythm: Rhythm
+    profiler: IterationProfiler
     tier: Tier
     thread: int
 
     def is_waiting(self) -> bool:
         """Whether a wait that begins now is one of this thread, outside of the schedule's work."""
-        return threading.get_ident() == self.thread and self.rhythm.name == OTHER
+        return threading.get_ident() == self.thread and self.profiler.name == OTHER
 
 
 class _SharedWrapper:
@@ -53,12 +53,12 @@ class _SharedWrapper:
         def wrapped(work: Any, *args: Any, **kwargs: Any) -> Any:
             waiting = [each for each in self.followers if each.is_waiting()]
             for each in waiting:
-                each.rhythm.enter(each.tier, WAIT)
+                each.profiler.enter(each.tier, WAIT)
             try:
                 return call(work, *args, **kwargs)
             finally:
                 for each in waiting:
-                    each.rhythm.enter(Tier.COMPUTE, OTHER)
+                    each.profiler.enter(Tier.COMPUTE, OTHER)
 
         wrapped.shared = self  # type: ignore[attr-defined]
         self._wrapped = dist.Work.wait = wrapped
@@ -71,10 +71,10 @@ class _SharedWrapper:
             dist.Work.wait = self._call
 
 
-def follow(rhythm: Rhythm) -> Callable[[], None]:
+def follow(profiler: IterationProfiler) -> Callable[[], None]:
     """Tells the rhythm of each wait of this thread, until the function that it returns is called."""
-    tier = Tier.GAP if rhythm.keeps_host_time else Tier.COLLECTIVE
-    follower = _Follower(rhythm, tier, threading.get_ident())
+    tier = Tier.GAP if profiler.keeps_host_time else Tier.COLLECTIVE
+    follower = _Follower(profiler, tier, threading.get_ident())
     found = getattr(dist.Work.wait, "shared", None)
     shared = found if isinstance(found, _SharedWrapper) else _SharedWrapper()
     shared.followers.append(follower)

@@ -22,13 +22,13 @@ import torch
 from torch import distributed
 
 from reft.client.state.extract import zero3
-from reft.client.state.extract.dtensor import Box
+from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import Wrapped, between
-from reft.client.state.parameters import Named, Names, Run
+from reft.client.state.extract.wrapping import WrappedMethod, between
+from reft.client.state.parameters import FlatSlice, NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import Bindings, clean
+from reft.client.state.tensors import TensorIndex, clean
 from reft.errors import UnsupportedState
 
 TESTED = "0.19.8"
@@ -92,7 +92,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
             if is_there:
                 raise UnsupportedState(f"{prefix} runs DeepSpeed with {what}, which this version does not hold.")
 
-    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
         """The masters, or in plain fp32 the model's own parameters."""
         optimizer, kind = value.optimizer, _kind(value.optimizer)
         stage = f".stage{value.stage_id}" if hasattr(value, "stage_id") else ""
@@ -102,24 +102,24 @@ class DeepSpeedExtractor(OptimizerExtractor):
         elif kind == UNFUSED:
             for own, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
                 for master, weight in zip(own, weights, strict=True):
-                    yield Named(f"{masters}.{clean(value.param_names[weight])}", master, master.detach(), None)
+                    yield NamedParameter(f"{masters}.{clean(value.param_names[weight])}", master, master.detach(), None)
         else:
             flats = zero3.masters(optimizer) if kind == zero3.STAGE3 else _partitions(optimizer, *PARTITIONED[kind])
             for g, (master, group, runs) in enumerate(flats):
                 rank, world = distributed.get_rank(group), distributed.get_world_size(group)
-                box = Box((master.numel() * world,), (master.numel() * rank,))
-                named = (Run(f"{masters}.{clean(value.param_names[p])}", *place) for p, *place in runs)
-                yield Named(f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(named))
+                box = Region((master.numel() * world,), (master.numel() * rank,))
+                named = (FlatSlice(f"{masters}.{clean(value.param_names[p])}", *place) for p, *place in runs)
+                yield NamedParameter(f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(named))
 
-    def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
+    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
         """The masters and their moments."""
         if _kind(value.optimizer):
             core = value.optimizer.optimizer
-            found.expect(vars(value.optimizer), "optimizer", core)
-            found.expect(vars(core), "state", core.state)
+            found.track_entry(vars(value.optimizer), "optimizer", core)
+            found.track_entry(vars(core), "state", core.state)
         super().bind(found, prefix, self.owner(value), names)
 
-    def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
+    def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
         """Groups, the engine's counters and the loss scale."""
         return {
             "core": super().capture(prefix, self.owner(value), names),
@@ -127,7 +127,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
             "scaler": _scale_of(value.optimizer),
         }
 
-    def restore(self, prefix: str, value: Any, names: Names, saved: Mapping[str, Any]) -> None:
+    def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
         """The reverse of `capture`."""
         core = self.owner(value)
         super().restore(prefix, core, names, saved["core"])
@@ -143,7 +143,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
 
         A step that is skipped for an overflow has changed the loss scale, and counts.
         """
-        return [Wrapped(value, "_take_model_step", between(before, after))]
+        return [WrappedMethod(value, "_take_model_step", between(before, after))]
 
 
 def _kind(optimizer: Any) -> str:
@@ -164,7 +164,7 @@ def _partitions(zero: Any, masters: str, parameters: str) -> Iterator[tuple[torc
         for weight in weights:
             if weight._hp_mapping is not None:
                 low, high = weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address
-                runs.append((weight, Box((weight.numel(),), (low.start,)), high.start, high.numel))
+                runs.append((weight, Region((weight.numel(),), (low.start,)), high.start, high.numel))
         yield master, group, runs
 
 

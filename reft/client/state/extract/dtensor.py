@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from reft.errors import UnsupportedState
 
 
-class Box(NamedTuple):
+class Region(NamedTuple):
     """Where a local tensor lies in the tensor that all ranks hold together.
 
     Attributes:
@@ -39,7 +39,7 @@ class Box(NamedTuple):
     tag: str = ""
 
 
-def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:
+def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
     """The local tensor, without a copy or a trace in autograd, and its box; a tensor of one process is itself, None.
 
     Raises:
@@ -51,14 +51,14 @@ def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | No
     shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # a mesh that this rank has no part in: no elements
-        return local, Box(tuple(local.shape), (0,) * local.dim())
+        return local, Region(tuple(local.shape), (0,) * local.dim())
     for placement in placements:
         if not isinstance(placement, (Shard, Replicate)) and not is_strided(placement):
             raise UnsupportedState(
                 f"{name} is placed {placements} on its mesh: {placement} is a pending sum, or unknown.",
                 "redistribute it to Shard or Replicate before attach",
             )
-    expected, box = box_of(shape, tuple(mesh.shape), coordinate, placements)
+    expected, box = region_of(shape, tuple(mesh.shape), coordinate, placements)
     if tuple(local.shape) != expected:
         raise UnsupportedState(
             f"{name} has local shape {list(local.shape)}; placements {placements} of {list(shape)} mean {list(expected)}."
@@ -71,9 +71,9 @@ def is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
-def box_of(
+def region_of(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
-) -> tuple[tuple[int, ...], Box]:
+) -> tuple[tuple[int, ...], Region]:
     """The shape and the box of the piece at a coordinate of a mesh.
 
     Ours, because torch's `compute_local_shape_and_global_offset` gives the first index of a strided piece and hides that it is
@@ -94,7 +94,7 @@ def box_of(
                 first = min(at * each, size[dim])
                 begin[dim] += first
                 size[dim] = min(each, size[dim] - first)
-        return tuple(size), Box(tuple(shape), tuple(begin))
+        return tuple(size), Region(tuple(shape), tuple(begin))
     held = [np.arange(length) for length in shape]
     for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
         if is_strided(placement):
@@ -106,9 +106,9 @@ def box_of(
     runs = [_runs(indices) for indices in held]
     if all(len(each) <= 1 for each in runs):
         firsts = tuple(each[0][0] if each else length for each, length in zip(runs, shape, strict=True))
-        return local, Box(tuple(shape), firsts)
+        return local, Region(tuple(shape), firsts)
     text = ",".join("+".join(f"{first}:{stop}" for first, stop in each) for each in runs)
-    return local, Box(local, (0,) * len(shape), f"[{text} of {'x'.join(map(str, shape))}]")
+    return local, Region(local, (0,) * len(shape), f"[{text} of {'x'.join(map(str, shape))}]")
 
 
 def _chunks(indices: np.ndarray, count: int) -> list[np.ndarray]:

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from reft.client.state.extract.dtensor import Box
-from reft.client.state.parameters import Named
+from reft.client.state.extract.dtensor import Region
+from reft.client.state.parameters import NamedParameter
 
 Parts = Sequence[tuple[str, nn.Module]]  # a module's parts, each once, with its path: walking takes milliseconds
 
 
-class Flat(NamedTuple):
+class ShardedFlatParameter(NamedTuple):
     """One flat parameter.
 
     Attributes:
@@ -38,11 +38,11 @@ class Flat(NamedTuple):
     place: Mapping[str, Any]
     key: str
     shard: torch.Tensor
-    pieces: list[Named]
+    pieces: list[NamedParameter]
     slots: set[tuple[int, str]]
 
 
-def flat_parameters(parts: Parts) -> Iterator[Flat]:
+def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
     """The sharded flat parameters of the FSDP1 wrappers among a module's parts, outer ones first."""
     for path, part in parts:
         if not any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
@@ -61,19 +61,19 @@ def flat_parameters(parts: Parts) -> Iterator[Flat]:
             pieces = [*_pieces(prefix, flat, memory)]
             infos = [*flat._param_infos, *flat._shared_param_infos]
             slots = {(id(info.module._parameters), info.param_name) for info in infos}
-        yield Flat(vars(flat), "_local_shard", memory, pieces, slots)
+        yield ShardedFlatParameter(vars(flat), "_local_shard", memory, pieces, slots)
 
 
-def _whole(name: str, handle: Any, shard: torch.Tensor) -> Named:
+def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
     size = shard.numel()
-    return Named(name, handle.flat_param, shard, Box((size * handle.world_size,), (size * handle.rank,)))
+    return NamedParameter(name, handle.flat_param, shard, Region((size * handle.world_size,), (size * handle.rank,)))
 
 
-def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[Named]:
+def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[NamedParameter]:
     """What the shard has of each original parameter: one run of its elements, or none."""
     infos = zip(flat._params, flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
     for parameter, name, shape, info in infos:
         whole = shape.numel()
         first = info.intra_param_start_idx if info.in_shard else whole
         begin, size = (info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0)
-        yield Named(f"{prefix}{name}", parameter, shard[begin : begin + size], Box((whole,), (first,)))
+        yield NamedParameter(f"{prefix}{name}", parameter, shard[begin : begin + size], Region((whole,), (first,)))

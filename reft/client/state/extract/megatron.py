@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from reft.client.memory.huge_pages import Room
-from reft.client.state.extract.dtensor import Box
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.megatron_modules import TESTED
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import Wrapped, between
-from reft.client.state.parameters import Named, Names
+from reft.client.state.extract.wrapping import WrappedMethod, between
+from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import Bindings
-from reft.core.layout.flat_ranges import run_of
+from reft.client.state.tensors import TensorIndex
+from reft.core.layout.flat_ranges import flat_range
 from reft.core.layout.layout import Leaf
 from reft.errors import LayoutChanged, UnsupportedState
 
@@ -54,16 +54,18 @@ class _Inner(OptimizerExtractor):
     def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
         """Nothing: Megatron made it."""
 
-    def _gets_gradient(self, named: Named) -> bool:
+    def _gets_gradient(self, named: NamedParameter) -> bool:
         """Megatron copies one to each main parameter, which autograd does not know."""
         return True
 
-    def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
         """Without the names of parameters: each rank has others, but all ranks have the same groups."""
         held = super().capture(prefix, value, names)
         return {**held, "groups": [group["values"] for group in held["groups"]]}
 
-    def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
+    def restore(
+        self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames, saved: Mapping[str, Any]
+    ) -> None:
         """The reverse of `capture`."""
         held = [[group.get(key) for key in GROUP] for group in saved["groups"]]
         live = [[group.get(key) for key in GROUP] for group in value.param_groups]
@@ -102,12 +104,12 @@ class MegatronExtractor:
                     f"pip install megatron-core=={TESTED}",
                 )
 
-    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
         """Main parameters that are not the model's own."""
         for own, each in _inner(prefix, value):
             yield from _mains(own, each, known)
 
-    def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
+    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
         """Main parameters, moments and loss scales."""
         for own, each in _inner(prefix, value):
             for named in _mains(own, each, names):
@@ -118,16 +120,18 @@ class MegatronExtractor:
                 scaler = each.grad_scaler
                 found.add(f"{own}.scale", vars(scaler), "_scale", scaler._scale, staged=True)
 
-    def predict(self, prefix: str, value: Any, names: Names) -> Iterable[Leaf]:
+    def predict(self, prefix: str, value: Any, names: ParameterNames) -> Iterable[Leaf]:
         """Moments, which the first step makes."""
         return [leaf for own, each in _inner(prefix, value) for leaf in _Inner().predict(own, each.optimizer, names)]
 
-    def make(self, prefix: str, value: Any, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
+    def make(
+        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, room: HugePageBuffer
+    ) -> None:
         """Moments; each member knows its own by their names."""
         for own, each in _inner(prefix, value):
             _Inner().make(own, each.optimizer, leaves, names, room)
 
-    def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
+    def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
         """Groups, and how long the loss scale has been what it is."""
         found = {}
         for own, each in _inner(prefix, value):
@@ -135,7 +139,7 @@ class MegatronExtractor:
             found[own] = {"core": _Inner().capture(own, each.optimizer, names), "scaler": to_plain(scaler)}
         return found
 
-    def restore(self, prefix: str, value: Any, names: Names, saved: Mapping[str, Any]) -> None:
+    def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
         """The reverse of `capture`."""
         live = dict(_inner(prefix, value))
         if live.keys() != saved.keys():
@@ -149,7 +153,7 @@ class MegatronExtractor:
 
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
         """The outermost step. One that is skipped for an overflow has changed the loss scale, and counts."""
-        return [Wrapped(value, "step", between(before, after))]
+        return [WrappedMethod(value, "step", between(before, after))]
 
 
 def members(value: Any) -> list[Any]:
@@ -167,13 +171,13 @@ def _inner(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}.{i}", each
 
 
-def _mains(own: str, value: Any, known: Names) -> Iterator[Named]:
+def _mains(own: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
     """A member's main parameters that are no parameters of the model; views of such are named after them."""
     kind = _kind(value)
     if kind == FLOAT16:
         for model, main in _pairs(value.float16_groups, value.fp32_from_float16_groups):
             source = known[id(model)]
-            yield Named(f"{own}.main.{source.name}", main, main, source.box)
+            yield NamedParameter(f"{own}.main.{source.name}", main, main, source.box)
     elif kind == DISTRIBUTED:
         for model, main in _pairs(value.model_float16_groups, value.shard_fp32_from_float16_groups):
             yield _shard(f"{own}.main.{known[id(model)].name}.flat", value, model, main, known)
@@ -186,7 +190,7 @@ def _pairs(models: Sequence[Sequence[Any]], mains: Sequence[Sequence[Any]]) -> I
         yield from zip(group, own, strict=True)
 
 
-def _shard(name: str, value: Any, model: torch.Tensor, main: torch.Tensor, known: Names) -> Named:
+def _shard(name: str, value: Any, model: torch.Tensor, main: torch.Tensor, known: ParameterNames) -> NamedParameter:
     """What a distributed optimizer has of one parameter: a run of its elements."""
     source, held = known[id(model)], value._get_model_param_range_map(model)["param"]
     if held.end - held.start != main.numel():
@@ -194,9 +198,9 @@ def _shard(name: str, value: Any, model: torch.Tensor, main: torch.Tensor, known
             f"{name} has {main.numel()} elements, and Megatron says that it is {held.start} to {held.end} of its parameter."
         )
     shape = tuple(source.local.shape)
-    box = source.box or Box(shape, (0,) * len(shape))
-    run = run_of(shape, box.shape, box.offset, held.start)
-    return Named(name, main, main, Box((run.whole,), (run.first,), box.tag + run.tag))
+    box = source.box or Region(shape, (0,) * len(shape))
+    run = flat_range(shape, box.shape, box.offset, held.start)
+    return NamedParameter(name, main, main, Region((run.whole,), (run.first,), box.tag + run.tag))
 
 
 def _kind(value: Any) -> str:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from reft.client.state.extract.dtensor import Box
+from reft.client.state.extract.dtensor import Region
 from reft.client.state.extract.modules import ModuleExtractor, note_structure
-from reft.client.state.parameters import Named, Names
-from reft.client.state.tensors import Bindings
+from reft.client.state.parameters import NamedParameter, ParameterNames
+from reft.client.state.tensors import TensorIndex
 from reft.core.layout.flat_ranges import placed
 from reft.errors import UnsupportedState
 
@@ -56,7 +56,7 @@ class MegatronModuleExtractor(ModuleExtractor):
                 "call megatron.core.parallel_state.initialize_model_parallel before attach",
             )
 
-    def parameters(self, prefix: str, value: nn.Module, known: Names) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: nn.Module, known: ParameterNames) -> Iterator[NamedParameter]:
         """As Megatron's checkpoints call them, whatever the chunk."""
         places = _places(value)
         for slot in self.slots(prefix, value, "_parameters"):
@@ -67,9 +67,9 @@ class MegatronModuleExtractor(ModuleExtractor):
                     "give the module that has it a sharded_state_dict",
                 )
             name, box = places[id(slot.tensor)]
-            yield Named(f"{_common(prefix)}.{name}", slot.tensor, slot.tensor, box)
+            yield NamedParameter(f"{_common(prefix)}.{name}", slot.tensor, slot.tensor, box)
 
-    def bind(self, found: Bindings, prefix: str, value: nn.Module, names: Names) -> None:
+    def bind(self, found: TensorIndex, prefix: str, value: nn.Module, names: ParameterNames) -> None:
         """Parameters, and buffers as staged leaves: those that checkpoints do not have belong to their chunk and stage."""
         note_structure(found, [*value.named_modules()])
         for slot in self.slots(prefix, value, "_parameters"):
@@ -78,7 +78,7 @@ class MegatronModuleExtractor(ModuleExtractor):
         places = _places(value)
         for slot in self.slots(prefix, value, "_buffers"):
             shape = tuple(slot.tensor.shape)
-            own = (slot.name, Box(shape, (0,) * len(shape), f"[{_stage()}]"))
+            own = (slot.name, Region(shape, (0,) * len(shape), f"[{_stage()}]"))
             name, box = places.get(id(slot.tensor), own)
             full = name if name == slot.name else f"{_common(prefix)}.{name}"
             found.add(full, slot.place, slot.key, slot.tensor, staged=True, box=box)
@@ -96,9 +96,9 @@ def _common(prefix: str) -> str:
     return re.sub(r"^model\.\d+$", "model.0", prefix)
 
 
-def _places(module: nn.Module) -> dict[int, tuple[str, Box | None]]:
+def _places(module: nn.Module) -> dict[int, tuple[str, Region | None]]:
     """id of a parameter or buffer → its name in the whole model, and where it lies; None: it is the whole."""
-    found: dict[int, tuple[str, Box | None]] = {}
+    found: dict[int, tuple[str, Region | None]] = {}
     for each in unwrapped(module).sharded_state_dict(prefix="", metadata=dict(EACH)).values():
         tensor = getattr(each, "data", None)
         if not isinstance(tensor, torch.Tensor):
@@ -106,9 +106,9 @@ def _places(module: nn.Module) -> dict[int, tuple[str, Box | None]]:
         shape = tuple(tensor.shape)
         if hasattr(each, "global_offset"):
             name, whole, offset = placed(each.key, each.prepend_axis_num, each.global_shape, each.global_offset)
-            found[id(tensor)] = name, None if whole == shape else Box(whole, offset)
+            found[id(tensor)] = name, None if whole == shape else Region(whole, offset)
         else:
-            found[id(tensor)] = each.key, Box(shape, (0,) * len(shape), f"[{_rank_of(tensor)}]")
+            found[id(tensor)] = each.key, Region(shape, (0,) * len(shape), f"[{_rank_of(tensor)}]")
     return found
 
 

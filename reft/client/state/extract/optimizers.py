@@ -20,24 +20,24 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from reft.client.memory.huge_pages import Room
-from reft.client.state.extract.dtensor import Box, like, local_piece
+from reft.client.memory.huge_pages import HugePageBuffer
+from reft.client.state.extract.dtensor import Region, like, local_piece
 from reft.client.state.extract.registry import Removable
-from reft.client.state.extract.wrapping import Wrapped
-from reft.client.state.parameters import Named, Names
+from reft.client.state.extract.wrapping import WrappedMethod
+from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.serialization import from_plain, to_plain
-from reft.client.state.tensors import Bindings, leaf_of
+from reft.client.state.tensors import TensorIndex, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
 KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
 
 
-class Foreseen(NamedTuple):
+class PredictedTensor(NamedTuple):
     """A tensor that `state[parameter][key]` will be after the first step; `value` is like it, on `meta`."""
 
     leaf: Leaf
-    parameter: Named
+    parameter: NamedParameter
     key: str
     value: torch.Tensor
 
@@ -72,28 +72,28 @@ class OptimizerExtractor:
                     "pass that one if it holds whole parameters, or register_extractor for this one",
                 )
 
-    def parameters(self, prefix: str, value: torch.optim.Optimizer, known: Names) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: torch.optim.Optimizer, known: ParameterNames) -> Iterator[NamedParameter]:
         """Those of its groups; the models have named most of them already."""
         for g, group in enumerate(value.param_groups):
             for k, parameter in enumerate(group["params"]):
                 name = f"{prefix}.group{g}.param{k}"
-                yield Named(name, parameter, *local_piece(name, parameter))
+                yield NamedParameter(name, parameter, *local_piece(name, parameter))
 
-    def bind(self, found: Bindings, prefix: str, value: torch.optim.Optimizer, names: Names) -> None:
+    def bind(self, found: TensorIndex, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> None:
         """Its state, tensors among its groups' values, and parameters that no model has."""
         owner = self.owner(value)
         for each in dict.fromkeys((value, owner)):
-            found.expect(vars(each), "state", each.state)
-            found.expect(vars(each), "param_groups", each.param_groups)
-            found.entries(each.state)
-            found.entries(each.param_groups)
+            found.track_entry(vars(each), "state", each.state)
+            found.track_entry(vars(each), "param_groups", each.param_groups)
+            found.track_entries(each.state)
+            found.track_entries(each.param_groups)
         foreign = [key for key in owner.state if id(key) not in names]
         if foreign:
             raise UnsupportedState(
                 f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
             )
         for g, group in enumerate(value.param_groups):
-            found.entries(group["params"])
+            found.track_entries(group["params"])
             for key, each in group.items():
                 if isinstance(each, torch.Tensor):
                     found.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
@@ -102,14 +102,18 @@ class OptimizerExtractor:
                 if not named.name.startswith(("model.", "state.")):
                     _note(found, "", {named.name: parameter}, named.name, named)
         for group in owner.param_groups:
-            found.entries(group["params"])
+            found.track_entries(group["params"])
             for parameter in group["params"]:
                 if (state := owner.state.get(parameter)) is not None:
                     self._bind_state(found, prefix, names[id(parameter)], state)
 
-    def _bind_state(self, found: Bindings, prefix: str, parameter: Named, state: MutableMapping[str, Any]) -> None:
+    def _bind_state(
+        self, found: TensorIndex, prefix: str, parameter: NamedParameter, state: MutableMapping[str, Any]
+    ) -> None:
         # A number is another object after each step.
-        note = found.entries if all(isinstance(each, torch.Tensor) for each in state.values()) else found.count
+        note = (
+            found.track_entries if all(isinstance(each, torch.Tensor) for each in state.values()) else found.track_size
+        )
         note(state)
         # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
         if not self._gets_gradient(parameter) and _is_bare(parameter):
@@ -119,11 +123,18 @@ class OptimizerExtractor:
                 _check_key(prefix, key)
                 _note(found, f"{prefix}.{key}.", state, key, parameter)
 
-    def predict(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> Iterable[Leaf]:
+    def predict(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> Iterable[Leaf]:
         """What a step on `meta` makes."""
         return [foreseen.leaf for foreseen in self._foresee(prefix, value, names)]
 
-    def make(self, prefix: str, value: torch.optim.Optimizer, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
+    def make(
+        self,
+        prefix: str,
+        value: torch.optim.Optimizer,
+        leaves: Sequence[Leaf],
+        names: ParameterNames,
+        room: HugePageBuffer,
+    ) -> None:
         """As foreseen; else, for state that comes later than with the first step, as the parameter is."""
         state = self.owner(value).state
         is_plain = all(n.local is n.tensor and n.box is None and not n.runs for n in names.values())
@@ -155,8 +166,10 @@ class OptimizerExtractor:
                 dtype = getattr(torch, leaf.dtype)
                 state[parameter.tensor][key] = torch.zeros_like(parameter.local.detach(), dtype=dtype)
 
-    def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> list[Foreseen]:
-        twins: dict[torch.Tensor, list[Named]] = {}  # one for all parameters of a kind: they get state of a kind
+    def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> list[PredictedTensor]:
+        twins: dict[
+            torch.Tensor, list[NamedParameter]
+        ] = {}  # one for all parameters of a kind: they get state of a kind
         owner = self.owner(value)
         groups = []
         for group in owner.param_groups:
@@ -186,19 +199,21 @@ class OptimizerExtractor:
         order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
         return sorted(found, key=lambda each: order[id(each.parameter.tensor)])
 
-    def _gets_gradient(self, named: Named) -> bool:
+    def _gets_gradient(self, named: NamedParameter) -> bool:
         """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
         return named.tensor.requires_grad and not _is_bare(named)
 
-    def _foreseen(self, prefix: str, key: str, parameter: Named, made: torch.Tensor) -> Iterator[Foreseen]:
+    def _foreseen(
+        self, prefix: str, key: str, parameter: NamedParameter, made: torch.Tensor
+    ) -> Iterator[PredictedTensor]:
         _check_key(prefix, key)
         for owner, piece, place in pieces(parameter, made):
             name = f"{prefix}.{key}.{owner}"
             local, own = local_piece(name, piece)
             box = own or place
-            yield Foreseen(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
+            yield PredictedTensor(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
-    def capture(self, prefix: str, value: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
         """Its groups, and numbers in its state."""
         stays = names.once(("optimizer", id(value)), lambda: self._stays(value, names))
         values = [_plain_values(group, but="params") for group in value.param_groups]
@@ -210,14 +225,16 @@ class OptimizerExtractor:
             "scalars": _scalars(state, names) if stays.has_scalars else {},
         }
 
-    def _stays(self, value: torch.optim.Optimizer, names: Names) -> _Stays:
+    def _stays(self, value: torch.optim.Optimizer, names: ParameterNames) -> _Stays:
         groups = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
         state = self.owner(value).state
         entries = [*itertools.chain.from_iterable(values.values() for values in state.values())]
         has_scalars = not all(isinstance(each, torch.Tensor) for each in entries)
         return _Stays(self._class_of(value), groups, _shared(state, names), has_scalars)
 
-    def restore(self, prefix: str, value: torch.optim.Optimizer, names: Names, saved: Mapping[str, Any]) -> None:
+    def restore(
+        self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames, saved: Mapping[str, Any]
+    ) -> None:
         """The reverse of `capture`."""
         if saved["class"] != self._class_of(value):
             raise LayoutChanged(f"the held optimizer is a {saved['class']}, passed was a {self._class_of(value)}.")
@@ -261,7 +278,7 @@ class OptimizerExtractor:
         return [
             value.register_step_pre_hook(untraced(begin)),
             value.register_step_post_hook(untraced(calls.end)),
-            Wrapped(value, "step", untraced(calls.around, recursive=False)),
+            WrappedMethod(value, "step", untraced(calls.around, recursive=False)),
         ]
 
 
@@ -356,20 +373,20 @@ def _steps_to_nest(kind: type[torch.optim.Optimizer]) -> int:
     return len({inspect.unwrap(step) for step in steps})
 
 
-def pieces(parameter: Named, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
+def pieces(parameter: NamedParameter, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Region | None]]:
     """What a parameter, or a tensor of its state, is as leaves: itself, or one for each run of a flat parameter.
 
     Yields:
         what it is (a piece) of, its memory, where it lies in the whole.
     """
     if not parameter.runs or value.shape != parameter.local.shape:
-        yield parameter.name, value, state_box(parameter, value)
+        yield parameter.name, value, state_region(parameter, value)
         return
     for run in parameter.runs:
         yield run.name, value.detach()[run.at : run.at + run.size], run.box
 
 
-def _note(found: Bindings, before: str, place: Mapping[Any, Any], key: object, parameter: Named) -> None:
+def _note(found: TensorIndex, before: str, place: Mapping[Any, Any], key: object, parameter: NamedParameter) -> None:
     """Notes `place[key]`, a parameter or a tensor of its state; `before` goes before its name."""
     value = place[key]
     for name, piece, box in pieces(parameter, value):
@@ -378,11 +395,11 @@ def _note(found: Bindings, before: str, place: Mapping[Any, Any], key: object, p
         else:
             found.add(before + name, {name: piece}, name, piece, box=box)
     if parameter.runs:
-        found.expect(place, key, value)
-        found.stays(value)
+        found.track_entry(place, key, value)
+        found.track_address(value)
 
 
-def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
+def state_region(parameter: NamedParameter, value: torch.Tensor) -> Region | None:
     """Where a plain tensor of a parameter's state lies.
 
     Scalars and the state of whole parameters are whole. State of the shape of a sharded parameter's piece lies as the piece
@@ -397,22 +414,22 @@ def state_box(parameter: Named, value: torch.Tensor) -> Box | None:
         return None
     shape = tuple(value.shape)
     cut = ",".join(f"{first}:{first + size}" for first, size in zip(parameter.box.offset, local, strict=True))
-    return Box(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
+    return Region(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
 
 
-def _is_bare(named: Named) -> bool:
+def _is_bare(named: NamedParameter) -> bool:
     """Whether it is a plain piece without elements."""
     return named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
 
 
-def _kind(named: Named) -> tuple[object, ...]:
+def _kind(named: NamedParameter) -> tuple[object, ...]:
     """What decides of which kind a parameter's state will be; its place in the whole does not."""
     tensor, local = named.tensor, named.local
     placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
     return local.shape, local.stride(), local.dtype, placed
 
 
-def _twin(named: Named) -> torch.Tensor:
+def _twin(named: NamedParameter) -> torch.Tensor:
     """The parameter on `meta`."""
     local = named.local
     with torch.no_grad():
@@ -447,7 +464,9 @@ def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room, on_host: bool) -> torch.Tensor:
+def _placed(
+    leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: HugePageBuffer, on_host: bool
+) -> torch.Tensor:
     """Room for one leaf of optimizer state.
 
     Args:
@@ -467,7 +486,7 @@ def _placed(leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: Room
     return like(model, local)
 
 
-def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> list[list[str]]:
+def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
     """Which tensors of the state are there again: (parameter, key, first parameter that has it, key there).
 
     They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
@@ -484,7 +503,7 @@ def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> li
     return found
 
 
-def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: Names) -> dict[str, dict[str, Any]]:
+def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> dict[str, dict[str, Any]]:
     """Numbers in the state, by parameter."""
     plain = ((key, _plain_values(values)) for key, values in state.items())
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}

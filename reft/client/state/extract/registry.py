@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reft.client.state.parameters import Named, Names
+from reft.client.state.parameters import NamedParameter, ParameterNames
 
 if TYPE_CHECKING:
-    from reft.client.memory.huge_pages import Room
-    from reft.client.state.tensors import Bindings
+    from reft.client.memory.huge_pages import HugePageBuffer
+    from reft.client.state.tensors import TensorIndex
     from reft.core.layout.layout import Leaf
 
 
@@ -49,7 +49,7 @@ class Extractor(Protocol):
             reft.errors.UnsupportedState: with the name of what it is, and the remedy.
         """
 
-    def parameters(self, prefix: str, value: Any, known: Names) -> Iterator[Named]:
+    def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
         """The parameters that the object names. Each is named by the first object that yields it; models come first.
 
         Also those whose memory moves in forward (FSDP): `local` is what lies still between two optimizer steps.
@@ -58,7 +58,7 @@ class Extractor(Protocol):
             known: those that objects before this one have named; a copy of one in another precision is named after it.
         """
 
-    def bind(self, found: Bindings, prefix: str, value: Any, names: Names) -> None:
+    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
         """Notes every tensor of the object's state as it is now, by `found.add`, `found.expect` and `found.count`.
 
         Runs at attach and whenever the bindings no longer hold. Nothing may communicate, copy or allocate in it.
@@ -68,10 +68,12 @@ class Extractor(Protocol):
             names: the parameters of all models and optimizers, by id of the object.
         """
 
-    def predict(self, prefix: str, value: Any, names: Names) -> Iterable[Leaf]:
+    def predict(self, prefix: str, value: Any, names: ParameterNames) -> Iterable[Leaf]:
         """The leaves that do not exist yet and will after the first optimizer step; none for a model."""
 
-    def make(self, prefix: str, value: Any, leaves: Sequence[Leaf], names: Names, room: Room) -> None:
+    def make(
+        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, room: HugePageBuffer
+    ) -> None:
         """Makes the tensors of held leaves that do not exist yet, before they are written in place.
 
         The bytes are anything. What can't be made is left out: the restore is refused then, with its name.
@@ -81,14 +83,14 @@ class Extractor(Protocol):
             room: `room.empty(leaf, dtype)` is host memory for one leaf.
         """
 
-    def capture(self, prefix: str, value: Any, names: Names) -> dict[str, Any]:
+    def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
         """Small state that is no leaf, at the mark: numbers, text, bytes, small tensors, in dicts, lists and tuples.
 
         What it returns holds copies (`state.serialization.to_plain`), and must not wait for a device. Runs at every mark, when
         all is where `bind` found it with the same `names`: what follows from that alone is remembered by `names.once`.
         """
 
-    def restore(self, prefix: str, value: Any, names: Names, saved: Mapping[str, Any]) -> None:
+    def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
         """Brings back what `capture` returned, after all leaves.
 
         Raises:

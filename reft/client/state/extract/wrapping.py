@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 
-class Wrapped:
+class WrappedMethod:
     """Runs our code around each call of one method of one object.
 
     The attribute is a bound method with the marks of what it hides: torch's LR schedulers read `step.__func__` and
@@ -48,7 +48,7 @@ class Wrapped:
 
 
 def between(before: Callable[..., None], after: Callable[..., None]) -> Callable[..., Any]:
-    """For `Wrapped`: calls `before` first, and `after` with the object once the method has returned."""
+    """For `WrappedMethod`: calls `before` first, and `after` with the object once the method has returned."""
 
     def around(owner: Any, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         before()

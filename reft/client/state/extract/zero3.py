@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from reft.client.state.extract.dtensor import Box
-from reft.client.state.extract.fsdp1 import Flat, Parts
-from reft.client.state.parameters import Named
+from reft.client.state.extract.dtensor import Region
+from reft.client.state.extract.fsdp1 import Parts, ShardedFlatParameter
+from reft.client.state.parameters import NamedParameter
 
 STAGE3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 READ = (
@@ -34,7 +34,7 @@ READ = (
 )
 
 
-def partitioned_parameters(parts: Parts) -> Iterator[Flat]:
+def partitioned_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
     """What this rank holds of each parameter that ZeRO-3 has partitioned."""
     for path, part in parts:
         for name, parameter in part._parameters.items():
@@ -42,14 +42,14 @@ def partitioned_parameters(parts: Parts) -> Iterator[Flat]:
             if parameter is None or shard is None:
                 continue
             box, size = _place(parameter)
-            piece = Named(f"{path}.{name}" if path else name, parameter, shard.detach()[:size], box)
-            yield Flat(vars(parameter), "ds_tensor", shard, [piece], {(id(part._parameters), name)})
+            piece = NamedParameter(f"{path}.{name}" if path else name, parameter, shard.detach()[:size], box)
+            yield ShardedFlatParameter(vars(parameter), "ds_tensor", shard, [piece], {(id(part._parameters), name)})
 
 
-def _place(parameter: Any) -> tuple[Box, int]:
+def _place(parameter: Any) -> tuple[Region, int]:
     """Where this rank's run begins in the flattened parameter, and how long it is without padding."""
     begin = min(parameter.ds_zero_partition_rank * parameter.ds_tensor.ds_numel, parameter.ds_numel)
-    return Box((parameter.ds_numel,), (begin,)), min(parameter.ds_tensor.ds_numel, parameter.ds_numel - begin)
+    return Region((parameter.ds_numel,), (begin,)), min(parameter.ds_tensor.ds_numel, parameter.ds_numel - begin)
 
 
 def masters(zero: Any) -> Iterator[tuple[torch.Tensor, Any, list[Any]]]:
