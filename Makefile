@@ -5,7 +5,7 @@ READY := .venv/.ready
 BIN := .venv/bin
 QUICK := "not slow and not soak and not chaos and not trainers"
 
-.PHONY: demo test trainers test-trainers check lint stubs soak chaos bench clean
+.PHONY: demo test trainers test-trainers check lint stubs soak chaos bench bench-report clean
 
 demo: $(READY)
 	$(BIN)/reft-cli demo
@@ -44,6 +44,10 @@ chaos: trainers
 
 bench: $(READY)
 	$(BIN)/python bench/save.py
+
+# The tables of bench/README.md, from the results in bench/results.
+bench-report: $(READY)
+	$(BIN)/python bench/report.py
 
 clean:
 	rm -rf .venv-stubs .venv-compat .venv-trainers build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """How long attach takes for 2,000 leaves, and what of it: one process, its own daemon, AdamW on 500 parameters.
 
-    python bench/attach.py [--result FILE]
+    python bench/attach.py [--json FILE]
 
 First a fresh start, then, in the same process, an attach that restores. The parts are what a rank does itself; the rest of an
 attach are calls of the daemon, and making the memory of the slots.
@@ -9,7 +9,6 @@ attach are calls of the daemon, and making the memory of the slots.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -24,7 +23,10 @@ import torch
 from torch import nn
 
 import reft
+from bench import result
 from bench.common import Goal, daemon, table
+from bench.options import output
+from bench.result import Row
 from reft.client.attach.rank_table import layout_facts
 from reft.client.snapshot.replica_check import value_digests
 from reft.client.state.tracked_objects import TrackedObjects
@@ -85,14 +87,14 @@ def attached(address: str) -> list[tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()  # torch imports its compiler then, for seconds
     found = parts()
     with tempfile.TemporaryDirectory() as home:
         os.environ["REFT_RUNTIME_DIR"] = home
         with daemon() as (address, _):
-            fresh, restoring = attached(address)
+            fresh, restoring = both = attached(address)
     leaves = found.pop("leaves")
     print(table(["seconds", *found], [["", *(f"{value:.3f}" for value in found.values())]]))
     goals = [
@@ -108,8 +110,11 @@ def main() -> None:
         ),
     ]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
-    if options.result:
-        options.result.write_text(json.dumps({"parts": found, "goals": [vars(goal) for goal in goals]}))
+    if options.json:
+        rows = [goal.result() for goal in goals]
+        rows += [Row(f"{goal.name}: on a core", "s", None, spent) for goal, (_, spent) in zip(goals, both, strict=True)]
+        rows += [Row(f"a rank's own part: {name}", "s", None, value) for name, value in found.items()]
+        result.write(options.json, __file__, f"Attach, {leaves} leaves", rows)
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 
 

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import nn
 
+from bench.result import Row
 from reft.core.commit.snapshot_interval import DueSteps
 
 if TYPE_CHECKING:
@@ -302,6 +303,10 @@ class Goal:
     @property
     def passed(self) -> bool:
         return self.value <= self.limit
+
+    def result(self, p99: float | None = None) -> Row:
+        """The same for a file of results."""
+        return Row(self.name, self.unit, f"<= {self.limit:g}", self.value, p99=p99)
 
     def row(self) -> list[str]:
         verdict = "pass" if self.passed else "MISS"

@@ -19,7 +19,6 @@ executor is for devices; it is shown here too.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,8 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -
 import numpy as np
 import torch
 
+from bench import result
 from bench.common import Goal, Others, median, summary, table
 from bench.options import count, output
+from bench.result import Row
 from reft.client.memory import xor as torch_coding
 from reft.client.snapshot.save_plan import ParityTiling
 from reft.core.coding import erasure
@@ -147,10 +148,17 @@ def main() -> int:
             ["executor", "code", "k+f", "encode GB/s", "torch's XOR", "numpy's", "share"], [row(each) for each in found]
         )
     )
-    print(f"\n1 thread; other processes used {others.cores():.1f} cores")
+    busy = others.cores()
+    print(f"\n1 thread; other processes used {busy:.1f} cores")
     if options.json:
-        verdicts = [{**vars(goal), "passed": goal.passed} for goal in goals]
-        options.json.write_text(json.dumps({"figures": found, "goals": verdicts}, indent=1))
+        rows = [
+            Row(f"{each['kind']} {each['k']}+{each['f']}, {each['executor']}", "of the XOR's rate",
+                f">= {GOAL}" if each["executor"] == "numpy" else None, each["share"])
+            for each in found
+        ]  # fmt: skip
+        notes = [f"One thread each. Other processes used {busy:.1f} cores."]
+        result.write(options.json, __file__, "Parity on the CPU, against one XOR of as many bytes", rows, notes,
+                     {"figures": found})  # fmt: skip
     return 0 if all(goal.passed for goal in goals) else 1
 
 

@@ -1,6 +1,6 @@
 """What attach exchanges on thousands of ranks, and how long one rank works on it: simulated in one process, without a network.
 
-    python bench/exchange.py [--quick] [--result FILE]
+    python bench/exchange.py [--quick] [--json FILE]
 
 Jobs of 16,384 ranks, 8 a node, of a Llama-like model with 2,000 leaves: FSDP2, every parameter and moment cut along its first
 dimension among all ranks; TP 8 x PP 16 x DP 128, whose norms are whole on all eight; and HSDP, 128 times the same 128
@@ -24,7 +24,10 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import result
 from bench.common import Goal, table
+from bench.options import output
+from bench.result import Row
 from reft.client.attach.arguments import AttachArguments
 from reft.client.attach.rank_table import RankTable, agreed_facts, layout_facts
 from reft.client.link.rank_group import spoken_alone, text_of
@@ -231,7 +234,7 @@ def measure(job: Job) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2,048 ranks")
-    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     world = 2048 if options.quick else 16384
     rows = [measure(job) for job in (fsdp2(world, 1), hybrid(world), fsdp2(128, world // 128))]
@@ -251,8 +254,12 @@ def main() -> None:
         )
         goals.append(Goal(f"{row['job']}: work", row["seconds"], 5, "s", "a rank, one core, all parts above"))
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
-    if options.result:
-        options.result.write_text(json.dumps({"rows": rows, "goals": [vars(goal) for goal in goals]}))
+    if options.json:
+        lines = [goal.result() for goal in goals]
+        lines += [Row(f"{row['job']}: manifest", "MB", None, row["manifest_MB"]) for row in rows]
+        result.write(
+            options.json, __file__, f"What attach exchanges, simulated, {world} ranks", lines, details={"rows": rows}
+        )
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 
 

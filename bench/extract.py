@@ -1,4 +1,6 @@
-"""What attach and each mark spend on finding the state, for FSDP2 with AdamW: python bench/extract.py [PARAMETERS]
+"""What attach and each mark spend on finding the state, for FSDP2 with AdamW.
+
+    python bench/extract.py [PARAMETERS] [--json FILE]
 
 One process that believes to be rank 0 of 8 (torch's fake process group), so nothing is sent: names, bindings, the state
 foreseen on `meta`, the layout; and at a mark, whether the bindings still hold. CPU seconds of one thread, the least of three.
@@ -22,7 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bench.options import count
+from bench import result
+from bench.options import count, output
+from bench.result import Row
 from reft.client.state.host_state import HostState
 from reft.client.state.tracked_objects import TrackedObjects
 from reft.core.layout.layout import pack
@@ -41,6 +45,7 @@ def least(work: Callable[[], Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("parameters", type=count, nargs="?", default=500)
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
@@ -52,17 +57,34 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
-    print(f"{len(list(model.parameters()))} parameters")
-    print(f"attach: names {least(tracked.names):.3f} s, bindings {least(tracked.bind):.3f} s, ", end="")
-    print(f"foreseen state {least(tracked.predict):.3f} s, ", end="")
-    print(f"layout {least(lambda: pack([*tracked.bind().leaves(), *tracked.predict()]).digest):.3f} s, all included")
+    parameters = len(list(model.parameters()))
+    attach = {
+        "names": least(tracked.names),
+        "bindings": least(tracked.bind),
+        "foreseen state": least(tracked.predict),
+        "layout, all included": least(lambda: pack([*tracked.bind().leaves(), *tracked.predict()]).digest),
+    }
+    print(f"{parameters} parameters")
+    print("attach: " + ", ".join(f"{name} {value:.3f} s" for name, value in attach.items()))
     host = HostState(tracked, {})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     found = tracked.bind()
-    print(f"each mark, {len(found.tensors)} leaves: holds {1000 * least(found.is_current):.1f} ms, ", end="")
-    print(f"versions {1000 * least(found.versions):.1f} ms, host state {1000 * least(lambda: host.capture(0)):.1f} ms")
+    mark = {
+        "holds": 1000 * least(found.is_current),
+        "versions": 1000 * least(found.versions),
+        "host state": 1000 * least(lambda: host.capture(0)),
+    }
+    print(
+        f"each mark, {len(found.tensors)} leaves: "
+        + ", ".join(f"{name} {value:.1f} ms" for name, value in mark.items())
+    )
+    if options.json:
+        rows = [Row(f"attach: {name}", "s of a core", None, value) for name, value in attach.items()]
+        rows += [Row(f"each mark: {name}", "ms of a core", None, value) for name, value in mark.items()]
+        notes = [f"{len(found.tensors)} leaves. The least of three measurements each."]
+        result.write(options.json, __file__, f"Finding the state, FSDP2, {parameters} parameters", rows, notes)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """What a snapshot costs beside its bytes: processor time of the trainer and of the daemon, with a state of 0.3 MB.
 
-    python bench/fixed.py [--steps N] [--layers L]
+    python bench/fixed.py [--steps N] [--layers L] [--json FILE]
 
 Blocks of steps with and without snapshots take turns; the difference is the snapshot's. Read from the CPU clocks of both
 processes and of the training thread, so what else runs on the machine makes it somewhat larger, but not by its own time.
@@ -21,13 +21,15 @@ import torch
 from torch import nn
 
 import reft
-from bench import common
-from bench.options import count
+from bench import common, result
+from bench.options import count, output
+from bench.result import Row
 
 NEVER = 1 << 40
 REST_S = 0.05
 BLOCKS = 4  # of each kind
 WIDTH = 64
+TITLE = "What a snapshot costs beside its bytes, in processor time"
 
 
 def cpu_ms(pid: int) -> float:
@@ -77,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--steps", type=count, default=50, help="of a block")
     parser.add_argument("--layers", type=count, default=6)
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     common.end_on_signals()
     with common.daemon() as (address, pid):
@@ -99,9 +102,16 @@ def main() -> None:
         for name, unit, values in zip(names, units, zip(*costs, strict=True), strict=True)
     ]
     print(common.table(["a snapshot takes", "median", "blocks", ""], rows))
-    print(
+    said = (
         f"{options.layers} layers, {BLOCKS} blocks of {options.steps} steps each; {skipped:.0f} snapshots were skipped"
     )
+    print(said)
+    if options.json:
+        lines = [
+            Row(name, f"{unit} a snapshot".strip(), None, common.median(values), min=min(values), max=max(values))
+            for name, unit, values in zip(names, units, zip(*costs, strict=True), strict=True)
+        ]
+        result.write(options.json, __file__, TITLE, lines, [f"{said}."])
 
 
 if __name__ == "__main__":

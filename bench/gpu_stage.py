@@ -27,7 +27,6 @@ missed; there is none on the CPU, where copies and compute share the cores.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import threading
@@ -44,12 +43,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -
 import torch
 from torch import nn
 
-from bench import plain
+from bench import plain, result
 
 SUBSTITUTED = plain.substitute()
 
 from bench.common import Block, Shape, median, quantile, table  # noqa: E402
 from bench.options import output  # noqa: E402
+from bench.result import Row  # noqa: E402
 from reft.client.memory import xor  # noqa: E402
 from reft.client.schedule.iteration_profile import IterationProfiler  # noqa: E402
 from reft.client.snapshot.cpu_engine import CpuCopyEngine  # noqa: E402
@@ -378,6 +378,24 @@ def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
     ]
 
 
+def result_rows(kept: dict[str, Kept], goal: float | None) -> list[Row]:
+    """The table for a file of results; the goal is that of reft's overhead, in percent."""
+    rows, alone = [], median(kept["alone"].seconds)
+    for mode in MODES:
+        each, written = kept[mode], sum(kept[mode].written.values())
+        rows.append(
+            Row(f"{mode}: step", "ms", None, 1000 * median(each.seconds), p99=1000 * quantile(each.seconds, 0.99))
+        )
+        if mode != "alone":
+            limit = f"<= {goal:g}" if goal is not None and mode == "reft" else None
+            rows.append(Row(f"{mode}: over training alone", "%", limit, 100 * (median(each.seconds) / alone - 1)))
+            rows.append(
+                Row(f"{mode}: wait at the fence", "ms a snapshot", None, 1000 * each.stall_s / max(each.taken, 1))
+            )
+            rows.append(Row(f"{mode}: bytes in gaps", "%", None, 100 * each.written[Tier.GAP] / max(written, 1)))
+    return rows
+
+
 def figures(
     args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting, times: ActionTimes, clock: Clock
 ) -> dict[str, Any]:
@@ -429,8 +447,10 @@ def main() -> int:
     overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1
     if args.json:
         seconds = {mode: kept[mode].seconds for mode in MODES}
-        args.json.write_text(json.dumps({**found, "arguments": vars(args) | {"json": None}, "overhead": overhead,
-                                         "seconds": seconds}, indent=1))  # fmt: skip
+        details = {**found, "arguments": vars(args) | {"json": None}, "overhead": overhead, "seconds": seconds}
+        notes = [f"Device: {found['device']}.", *(f"Not installed: {each}." for each in SUBSTITUTED)]
+        rows = result_rows(kept, 100 * GOALS["gaps" if stage.gaps else "no gaps"] if clock.is_cuda else None)
+        result.write(args.json, __file__, "Snapshots of one pipeline stage on a device", rows, notes, details)
     if snapshotting.errors:
         print(f"{len(snapshotting.errors)} snapshots failed, the first with: {snapshotting.errors[0]!r}")
         return 1

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,8 +40,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as processes
 
-from bench import common
+from bench import common, result
 from bench.options import count, listed, output
+from bench.result import Row
 from reft.client.restore.load import load
 from reft.client.restore.load_plan import LoadPlan, LoadSizes, ShardRange
 from reft.client.restore.transport import GlooTransport
@@ -240,14 +242,32 @@ def measure(case: Case, mib: int, rounds: int) -> dict[str, Any]:
         return dict(json.loads((home / "result").read_text()))
 
 
+def ratio_of(times: dict[str, list[tuple[float, float]]], way: str, clock: int = 0) -> float:
+    """How many times as long a way takes as REFT-load, by the clock (0) or in processor time (1)."""
+    pairs = zip(times[way], times["reft"], strict=True)
+    return statistics.median(other[clock] / own[clock] for other, own in pairs)
+
+
+def result_rows(case: Case, found: dict[str, Any]) -> list[Row]:
+    """The same figures for a file of results."""
+    name, times = f"{case.ranks} ranks, {case.name}", found["times"]
+    rows = [Row(f"{name}: plain messages and copies", "x REFT-load", f">= {case.goal:g}", ratio_of(times, "plain"))]
+    ways = {
+        "messages": "plain messages alone",
+        "copy": "a copy of a rank's state",
+        "dcp": "torch.distributed.checkpoint.load",
+    }
+    rows += [
+        Row(f"{name}: {text}", "x REFT-load", None, ratio_of(times, way)) for way, text in ways.items() if way in times
+    ]
+    seconds = [taken for taken, _ in times["reft"]]
+    return [*rows, Row(f"{name}: REFT-load", "s", None, statistics.median(seconds), min=min(seconds), max=max(seconds))]
+
+
 def row(case: Case, found: dict[str, Any]) -> tuple[list[str], bool]:
     """A line of the table, and whether the goal is met."""
     times = found["times"]
-
-    def ratio(way: str, clock: int = 0) -> float:
-        pairs = zip(times[way], times["reft"], strict=True)
-        return statistics.median(other[clock] / own[clock] for other, own in pairs)
-
+    ratio = partial(ratio_of, times)
     passed = ratio("plain") >= case.goal
     gib = found["state"] * case.ranks / 2**30
     cells = [
@@ -263,6 +283,7 @@ def main() -> int:
     common.end_on_signals()
     options = parse()
     rows, results, all_passed = [], {}, True
+    lines: list[Row] = []
     for case in CASES:
         if is_chosen(case, options):
             mib = options.mib or (64 if options.quick else 2048 // case.ranks)
@@ -270,13 +291,15 @@ def main() -> int:
             cells, passed = row(case, found)
             rows.append(cells)
             all_passed &= passed
+            lines += result_rows(case, found)
             results[f"{case.ranks} ranks, {case.name}"] = found
             print(" ".join(cells), file=sys.stderr, flush=True)
     head = ["goal", "ranks", "case", "GiB restored", "GiB sent", "s", "plain/reft", "limit", "processor", "messages/reft",
             "copy/reft", "dcp/reft"]  # fmt: skip
     print(common.table(head, rows))
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        title = "Loading from peers, against plain messages" + ", 64 MiB a rank" * options.quick
+        result.write(options.json, __file__, title, lines, details=results)
     return 0 if all_passed else 1
 
 

@@ -47,9 +47,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import reft
-from bench import common
+from bench import common, result
 from bench.common import Mapped, median, quantile
 from bench.options import count, listed, output
+from bench.result import Row
 from reft.cli.demo.cluster import free_port
 from reft.client.schedule import hooks
 
@@ -318,6 +319,22 @@ def rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[list[str]]:
     return table
 
 
+def result_rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[Row]:
+    """For each way: its cost with the 95 % interval, its steps, for how long it held training up."""
+    each = [merged(found) for found in runs]
+    made = []
+    for way in ways:
+        own = [block for blocks in each for block in blocks if block["way"] == way]
+        steps, stall = ([1000 * value for block in own for value in block[key]] for key in FIGURES)
+        cost = [100 * value for blocks in each for value in overheads(blocks, way)] if way != "plain" else []
+        if cost:
+            low, high = interval(cost)
+            made.append(Row(f"{way}: over training alone, 95 %", "%", None, median(cost), min=low, max=high))
+        made.append(Row(f"{way}: step", "ms", None, median(steps), p99=quantile(steps, 0.99)))
+        made.append(Row(f"{way}: training held up", "ms a step", None, median(stall)))
+    return made
+
+
 def main() -> None:
     options = parse()
     if options.role is not None:
@@ -328,7 +345,7 @@ def main() -> None:
     with common.daemon() as (address, _), common.folder() as home:
         found = run_stages(options, address, home)
     head = ["way", "step p50 ms", "p99 ms", "overhead", "95 %", "stall ms", "MB a step", "steps"]
-    runs = [*(json.loads(file.read_text()) for file in options.earlier), found]
+    runs = [*(json.loads(file.read_text())["details"]["stages"] for file in options.earlier), found]
     print(common.table(head, rows(runs, [way for way in WAYS if way in ways])))
     for rank, stage in enumerate(found):
         counted = stage["tiers"]["reft"]
@@ -348,7 +365,9 @@ def main() -> None:
     for stage in found:
         del stage["trace"]
     if options.json:
-        options.json.write_text(json.dumps(found))
+        title = f"Snapshots of a pipeline, {options.stages} stages, {options.microbatches} microbatches"
+        notes = [f"Blocks of {len(options.earlier)} earlier runs are counted too."] if options.earlier else []
+        result.write(options.json, __file__, title, result_rows(runs, ways), notes, {"stages": found})
 
 
 if __name__ == "__main__":

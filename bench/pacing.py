@@ -1,6 +1,6 @@
 """How long it takes to plan where 10,000 chunks of a snapshot go: gaps first, then beside compute.
 
-    python bench/pacing.py [--chunks N] [--gaps N]
+    python bench/pacing.py [--chunks N] [--gaps N] [--json FILE]
 
 The time is this process's own, the median and the largest of 50 plans: the goal is 10 ms of a core.
 """
@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import common
-from bench.options import count
+from bench import common, result
+from bench.options import count, output
+from bench.result import Row
 from reft.core.pipeline.bubbles import Gap
 from reft.core.pipeline.pacing import CopyRates, Tier, plan, windows
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--chunks", type=count, default=10_000)
     parser.add_argument("--gaps", type=count, default=60)
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     gap_s = STEP_S / options.gaps
     found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
@@ -42,6 +44,10 @@ def main() -> None:
     shares = ", ".join(f"{tier.name.lower()} {100 * tiers[tier] / sum(tiers.values()):.0f} %" for tier in Tier)
     print(f"{options.chunks} chunks, {len(parity)} columns of parity, {options.gaps} gaps: {shares}")
     print(f"median {1000 * common.median(took):.1f} ms, longest {1000 * max(took):.1f} ms of a core (goal: 10 ms)")
+    if options.json:
+        name = f"{options.chunks} chunks, {len(parity)} columns of parity, {options.gaps} gaps"
+        row = Row(name, "ms of a core", "<= 10", 1000 * common.median(took), max=1000 * max(took))
+        result.write(options.json, __file__, "Plan of where chunks go", [row])
 
 
 if __name__ == "__main__":

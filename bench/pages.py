@@ -4,8 +4,8 @@
     room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in blocks of some sizes;
             the longest time for which that thread waited when it mapped memory
 
-`python bench/pages.py [--gib 1]`. Each figure is the median of five rounds, and the least and the most. A first one is
-not counted: a hypervisor must back the memory then.
+`python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the least and the most.
+A first one is not counted: a hypervisor must back the memory then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import result
 from bench.common import SHM, median
+from bench.options import output
+from bench.result import Row
 from reft.client.link.slots import MappedSlot
 from reft.client.memory import prefault
 from reft.client.memory.huge_pages import HugePageBuffer
@@ -97,7 +100,9 @@ def room(nbytes: int, is_busy: bool, mib: int = prefault.BLOCK_BYTES >> 20, by_n
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gib", type=float, default=1.0, help="of memory")
-    nbytes = int(parser.parse_args().gib * 1024) << 20
+    parser.add_argument("--json", type=output, help="write the figures to this file")
+    options = parser.parse_args()
+    nbytes = int(options.gib * 1024) << 20
     whole = np.ones(nbytes + 64, np.uint8)
     begin = -whole.ctypes.data % 64  # as torch's tensors lie: else the kernel copies at half the speed
     memory = whole[begin : begin + nbytes]
@@ -116,6 +121,19 @@ def main() -> int:
                 found[f"{way}: {name}"].append(value)
     for name, values in found.items():
         print(f"{name:56} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
+    if options.json:
+        rows = [
+            Row(
+                name,
+                "of all bytes" if name.endswith(": huge") else "s",
+                None,
+                median(values),
+                min=min(values),
+                max=max(values),
+            )
+            for name, values in found.items()
+        ]
+        result.write(options.json, __file__, f"Pages of slots and of fresh memory, {options.gib:g} GiB", rows)
     return 0
 
 

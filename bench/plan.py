@@ -1,6 +1,6 @@
 """How long the recovery plan and the verdicts on losses take, by the number of nodes.
 
-    python bench/plan.py [--quick] [--result FILE]
+    python bench/plan.py [--quick] [--json FILE]
 
 The job: 8 ranks a node, 128 model-parallel coordinates with 64 cells each, every cell held by all replicas of its
 coordinate. So there are 8,192 lanes, and D = nodes / 16 members in each. One node is lost, and one newer version is torn.
@@ -10,7 +10,6 @@ Seconds are of the CPU: the work has one thread, and on a shared machine the clo
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -20,7 +19,9 @@ from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import result
 from bench.common import Goal, median, table
+from bench.options import output
 from reft.core.coding.erasure import code_for
 from reft.core.coding.placement import WIDTH_MAX, Lane, Placement
 from reft.core.commit.decision import Decision
@@ -109,7 +110,7 @@ def measure(nodes: int, repeats: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 512 nodes, once")
-    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     sizes = (256, 512) if options.quick else (256, 512, 1024, 2048)
     found = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
@@ -127,8 +128,15 @@ def main() -> None:
         Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
     ]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
-    if options.result:
-        options.result.write_text(json.dumps({"rows": found, "goals": [vars(goal) for goal in goals]}))
+    if options.json:
+        lines = [goal.result() for goal in goals]
+        result.write(
+            options.json,
+            __file__,
+            f"Recovery plan and verdicts, up to {last['nodes']} nodes",
+            lines,
+            details={"rows": found},
+        )
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 
 

@@ -34,7 +34,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import result
 from bench.options import count, listed, output
+from bench.result import Row
 from tests.support.nodes import Machine, Nodes
 
 TRAINER = str(Path(__file__).with_name("recovery_trainer.py"))
@@ -220,10 +222,29 @@ def main() -> int:
     if options.trace:
         options.trace.write_text(json.dumps(trace(recoveries)))
     if options.json:
-        options.json.write_text(
-            json.dumps([{"case": r.case, "backend": r.backend, "seconds": r.seconds} for r in recoveries])
-        )
+        details = [{"case": r.case, "backend": r.backend, "seconds": r.seconds} for r in recoveries]
+        title = f"Recovery in phases, {options.nodes} nodes"
+        result.write(options.json, __file__, title, result_rows(recoveries), details={"recoveries": details})
     return judge(recoveries)
+
+
+def result_rows(recoveries: list[Recovery]) -> list[Row]:
+    """Medians by case, rendezvous and phase, for a file of results; with the goals of a lost node."""
+    rows = []
+    for case, backend in dict.fromkeys((each.case, each.backend) for each in recoveries):
+        same = [each.seconds for each in recoveries if (each.case, each.backend) == (case, backend)]
+        sums = {phase: [seconds[phase] for seconds in same] for phase in PHASES}
+        sums["all phases without import"] = [sum(each.values()) - each["import"] for each in same]
+        goals = (
+            {"detect": "<= 1.5", "all phases without import": "<= 5"} if case == "node" and backend != "c10d" else {}
+        )
+        for phase, values in sums.items():
+            middle = sorted(values)[len(values) // 2]
+            row = Row(
+                f"{case} lost, {backend}: {phase}", "s", goals.get(phase), middle, min=min(values), max=max(values)
+            )
+            rows.append(row)
+    return rows
 
 
 def judge(recoveries: list[Recovery]) -> int:

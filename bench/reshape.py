@@ -1,6 +1,6 @@
 """How long one rank works on the plan of another shape, by the number of ranks: fully sharded ranks become half as many.
 
-    python bench/reshape.py [--quick] [--result FILE]
+    python bench/reshape.py [--quick] [--json FILE]
 
 Every parameter and moment is cut along its first dimension among all ranks, as FSDP2 does it, and every shard has one holder:
 the dearest case, for no two ranks have the same. What is timed is what each rank does by itself before the first byte moves:
@@ -11,7 +11,6 @@ thread; a restart in the same shape pays none of them.
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import sys
 from pathlib import Path
@@ -19,8 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench import result
 from bench.common import Goal, table
 from bench.exchange import RANKS, Clock, fsdp2
+from bench.options import output
+from bench.result import Row
 from reft.core.coding.placement import place
 from reft.core.layout import symbolic
 from reft.core.layout.cells import divide
@@ -68,7 +70,7 @@ def measure(world: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 256 ranks")
-    parser.add_argument("--result", type=Path, help="write the figures as JSON")
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     rows = [measure(world) for world in ((64, 128, 256) if options.quick else (256, 512, 1024, 2048))]
     parts = list(rows[0]["parts"])
@@ -79,8 +81,10 @@ def main() -> None:
     growth = rows[-1]["seconds"] / rows[0]["seconds"] / (rows[-1]["ranks"] / rows[0]["ranks"])
     goals = [Goal("growth", growth, 1.5, "x", "seconds over ranks, largest by smallest; 1 is linear")]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
-    if options.result:
-        options.result.write_text(json.dumps({"rows": rows, "goals": [vars(goal) for goal in goals]}))
+    if options.json:
+        lines = [goal.result() for goal in goals]
+        lines += [Row(f"{row['ranks']} ranks", "s of a core", None, row["seconds"]) for row in rows]
+        result.write(options.json, __file__, "Plan of another shape, one rank's work", lines, details={"rows": rows})
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 
 

@@ -24,7 +24,7 @@ from bench.common import Goal, Mapped, Training, median
 INTO = {
     "existing": "restore in a fresh process, state exists",
     "fresh": "restore in a fresh process, fresh pages",
-    "backed": "the same, host backs free memory",
+    "backed": "restore in a fresh process, fresh pages that the host backs",
 }
 
 

@@ -41,9 +41,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import reft
-from bench import common, restoring
+from bench import common, restoring, result
 from bench.common import Goal, Mapped, Others, Training, median, quantile, summary
 from bench.options import count, listed, output
+from bench.result import Row
 
 STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
 NEVER = 1 << 40  # as `every`: no snapshot
@@ -388,6 +389,46 @@ def goals(found: dict[str, Any]) -> list[Goal]:
     return made
 
 
+def result_rows(found: dict[str, Any]) -> list[Row]:
+    """Goals with what was measured, then each way's cost, then what the restores took."""
+    rows = [goal.result() for goal in goals(found)]
+    for mode, data in found["modes"].items():
+        memcpy_ms = 1000 * median(data["times"]["memcpy"])
+        rows.append(Row(f"{mode}: the memcpy", "ms", None, memcpy_ms))
+        blocked = data["times"]["blocked"]
+        if blocked:
+            rows.append(
+                Row(
+                    f"{mode}: training thread blocked",
+                    "ms",
+                    None,
+                    1000 * median(blocked),
+                    p99=1000 * quantile(blocked, 0.99),
+                )
+            )
+        for way in data["steps"]:
+            e = extra(data, way)
+            rows.append(Row(f"{mode}, {way}: step", "s", None, e["step_s"], p99=e["p99_s"]))
+            if way != "plain":
+                names = {"paired": "paired", "medians": "by the medians of all steps", "minima": "by the fastest steps"}
+                rows += [Row(f"{mode}, {way}: extra, {name}", "memcpy", None, e[key]) for key, name in names.items()]
+    for into, name in restoring.INTO.items():
+        for key, what in {"load_s": "state is back", "attach_s": "attach"}.items():
+            some = [each[key] for each in found["restores"] if each["into"] == into]
+            if some:
+                rows.append(Row(f"{name}: {what}", "s", None, median(some), min=min(some), max=max(some)))
+    return rows
+
+
+def disturbed(found: dict[str, Any]) -> str:
+    """How noisy the machine was, as a sentence."""
+    said = []
+    for mode, data in found["modes"].items():
+        quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
+        said.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} %")
+    return f"Steps that other processes disturbed: {', '.join(said)}."
+
+
 def report(found: dict[str, Any]) -> str:
     """The tables that a person reads."""
     rows = [goal.row() for goal in goals(found)]
@@ -465,7 +506,8 @@ def main() -> int:
             found["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
     found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        title = "Snapshots at every step" + ", a model of 21 M parameters" * options.quick
+        result.write(options.json, __file__, title, result_rows(found), [disturbed(found)], found)
     print(report(found))
     return 0 if all(goal["passed"] for goal in found["goals"]) else 1
 

@@ -1,6 +1,6 @@
 """What `reft-daemon --spare` saves when a node is promoted: making slots, and the first write to each of their pages.
 
-    python bench/spare.py [--gib 1] [--rounds 3]
+    python bench/spare.py [--gib 1] [--rounds 3] [--json FILE]
 
 Each round makes the slots of a fresh arena twice, once anew and once out of a pool, in an order that alternates. How slow new
 memory is depends on the machine; on one whose memory was in use before, as after the first round here, it is at hand.
@@ -22,12 +22,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "daemon"))
 
-from bench.options import count
+from bench import result
+from bench.options import count, output
+from bench.result import Row
 from reft.wire.slot_format import PAGE, Geometry
 from reft_daemon.arena.arena import Arena
 from reft_daemon.arena.pool import SpareFiles
 
 SLOTS = 3
+PARTS = ("fill the pool", "make slots", "first write of all pages")
 
 
 def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
@@ -58,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for number in range(options.rounds):
@@ -66,6 +70,13 @@ def main() -> None:
             print(line("spare" if is_spare else "anew", found[is_spare][-1]), flush=True)
     for is_spare, rows in found.items():
         print("median", line("spare" if is_spare else "anew", tuple(map(statistics.median, zip(*rows, strict=True)))))
+    if options.json:
+        lines = [
+            Row(f"{'spare' if is_spare else 'anew'}: {part}", "s", None, statistics.median(s), min=min(s), max=max(s))
+            for is_spare, rows in found.items()
+            for part, s in zip(PARTS, zip(*rows, strict=True), strict=True)
+        ]
+        result.write(options.json, __file__, f"Slots out of a spare pool, {options.gib:g} GiB", lines)
 
 
 def line(name: str, seconds: tuple[float, ...]) -> str:
