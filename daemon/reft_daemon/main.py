@@ -328,7 +328,7 @@ def main(
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:
-            log.warning("--insecure: state and tokens travel in plain text to whoever can reach %s", listen)
+            log.warning("--insecure: state and tokens travel in plain text to anyone who can reach %s", listen)
         asyncio.run(serve(settings))
     except AttachError as error:
         log.error("%s", error)

@@ -39,7 +39,7 @@ class TimeToLive(NamedTuple):
 
     ended: float
     failed: (
-        float  # a named job that did not close its sessions: whoever is to start it again may have to be woken first
+        float  # a named job that did not close its sessions: the person who starts it again may have to be woken first
     )
 
     def of(self, job: JobRecord) -> float:

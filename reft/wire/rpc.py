@@ -35,11 +35,11 @@ OPTIONS: Final = (
     ("grpc.http2.max_ping_strikes", 0),  # of our own pings a server makes nothing
 )
 # What gRPC calls the least backoff is how long a connection may take to be made. Where all cores are busy that can be
-# seconds, and whoever calls has said with a deadline how long it waits.
+# seconds, and the caller has said with a deadline how long it waits.
 _CONNECT: Final = "grpc.min_reconnect_backoff_ms"
 _NEAR: Final = ((_CONNECT, 20_000),)  # a unix socket: where nobody listens it fails at once
 # Another host. To one that was cut off the kernel sends again what was under way at ever longer intervals, up to two minutes:
-# until then whoever is back would stay silent. So a connection ends if what was sent is not acknowledged within the time
+# until then a node that is back would stay silent. So a connection ends if what was sent is not acknowledged within the time
 # that a ping has (TCP_USER_TIMEOUT), and is made anew.
 _FAR: Final = ((_CONNECT, 3_000), ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
 

@@ -193,7 +193,7 @@ def best_header(slot: Bytes) -> Header:
 
 
 class SlotMap:
-    """A mapped slot: reads and writes its parts. Whoever writes must be the slot's only writer.
+    """A mapped slot: reads and writes its parts. A process that writes must be the slot's only writer.
 
     Attributes:
         header: what the slot's newest header says.

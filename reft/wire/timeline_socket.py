@@ -53,7 +53,7 @@ def _is_ours(line: socket.socket) -> bool:
 
 
 class TimelineServer:
-    """Answers whoever asks this process for its timeline, in a thread that sleeps otherwise.
+    """Answers questions for this process's timeline, in a thread that sleeps otherwise.
 
     Args:
         trace: makes the answer, in JSON types.
@@ -87,7 +87,7 @@ class TimelineServer:
             with (
                 line,
                 contextlib.suppress(OSError, RuntimeError),
-            ):  # whoever asked has gone, or training went on meanwhile
+            ):  # the caller has gone, or training went on meanwhile
                 line.settimeout(REPLY_DEADLINE_S)
                 if _is_ours(line):
                     line.sendall(json.dumps(self._trace()).encode())

@@ -4,7 +4,7 @@
                                   connections that are accepted ◄──┤ asked with each handshake
                      connections that are made, if they must be ◄──┘ `generation` says whether it has changed
 
-Connections that stand go on. Files that can't be read, or don't fit together, change nothing and are reported: whoever
+Connections that stand go on. Files that can't be read, or don't fit together, change nothing and are reported: a process that
 replaces one file after the other is not caught in between. Nobody who calls or answers reads a file: one that lies on a
 file system that hangs must not silence a node.
 """

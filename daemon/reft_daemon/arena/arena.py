@@ -95,7 +95,7 @@ class SlotFile:
         if self.path:
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-        self.descriptor = -1  # whoever still reads it must not meet another file
+        self.descriptor = -1  # a thread that still reads it must not meet another file
 
 
 def fits(have: Geometry, want: Geometry) -> bool:
@@ -305,7 +305,7 @@ class Arena:
         return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
-        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere). Whoever calls has `turn`.
+        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere). The caller has `turn`.
 
         Raises:
             NoRoom: they don't fit; nothing is left behind.

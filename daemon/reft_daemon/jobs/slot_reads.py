@@ -1,4 +1,4 @@
-"""Bytes of a sealed slot, for whoever may have them: a rank or a daemon of another node, or this daemon itself."""
+"""Bytes of a sealed slot, for those that may have them: a rank or a daemon of another node, or this daemon itself."""
 
 from __future__ import annotations
 

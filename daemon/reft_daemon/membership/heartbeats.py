@@ -357,7 +357,7 @@ def _term_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
     nodes = {node.id: node for node in request.nodes}
     if own not in nodes or len(nodes) != len(request.nodes) or len(nodes) > NODES_MAX:
         raise ConfigError(
-            f"round {request.round} of job {request.job} has {len(request.nodes)} members, of whom each must have an id "
+            f"round {request.round} of job {request.job} has {len(request.nodes)} members; each must have an id "
             f"of its own, and one be this node; {NODES_MAX} are allowed."
         )
     if len(request.token) != 32 or not request.launch:

@@ -18,7 +18,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> list[pb.SurveyedNode]:
     """The replies without the manifests that the asker's own inventory has, or an earlier reply.
 
-    A manifest belongs to an epoch: that of its reply's decision, or of the decision's base. Whoever reads the replies
+    A manifest belongs to an epoch: that of its reply's decision, or of the decision's base. A reader of the replies
     finds it in one of them (`reft.wire.inventory`).
 
     Args:

@@ -1,6 +1,6 @@
 """The daemon's gRPC servers: what they allow, and what they answer to bytes that are no message.
 
-Whoever reaches a port may send anything, before it has shown a token: gRPC itself would write a traceback for each of these.
+A caller that reaches a port may send anything before it has shown a token: gRPC itself would write a traceback for each of these.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class DaemonIdentity:
     limit_bytes: int
     tls: bool
     unattended: bool
-    trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
+    trusts_peers: bool  # a caller over TCP was admitted: by TLS, on loopback, or with --insecure
 
 
 def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -92,7 +92,7 @@ def _is_local(context: Context) -> bool:
 
 
 async def authorise(registry: Registry, name: str, context: Context) -> None:
-    """Lets in whoever can open the unix socket, and over TCP whoever has the job's token."""
+    """Lets in callers that can open the unix socket, and over TCP those that have the job's token."""
     if _is_local(context):
         return
     job = registry.jobs.get(name)

@@ -43,7 +43,7 @@ def parts(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest(value: Any) -> str:
-    """Equal for equal values, whoever has them."""
+    """Equal for equal values, on any rank."""
     return xxhash.xxh3_128_hexdigest(capsule_format.encode(value))
 
 

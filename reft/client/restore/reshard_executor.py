@@ -4,7 +4,7 @@
     band     readers: k shards' columns ─► rebuilder: decoded ─► compared with the lost slot's digests ─► its parcels
 
 Invariants
-  1. Nothing is sent before its chunk's digest was compared. A wrong chunk is noted and stops nobody: whoever waits for its
+  1. Nothing is sent before its chunk's digest was compared. A wrong chunk is noted and stops nobody: a rank that waits for its
      bytes gets them, and all ranks give up what was loaded afterwards.
   2. Beside slots and tensors a rank holds at most Sizes.window of messages, one band, and a chunk for each packet of a shard.
 """

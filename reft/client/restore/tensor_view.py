@@ -7,7 +7,7 @@
 
 `view` is the way without a copy: memory that a message may arrive in. Where a range of the cell is not one run of plain
 host memory, `write` scatters and `read` gathers. Gaps and absent leaves read as zeros, and swallow what is written.
-`device_view`, `scatter` and `gather` are the same for whoever computes on the device, in the current stream.
+`device_view`, `scatter` and `gather` are the same for computing on the device, in the current stream.
 """
 
 from __future__ import annotations

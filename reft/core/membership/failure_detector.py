@@ -307,7 +307,7 @@ class FailureDetector:
         return []
 
     def told(self, sign: NodeReport, now_s: float) -> list[SignalChange]:
-        """What is final of a node, whoever says so."""
+        """What is final of a node, whichever node says so."""
         if sign.node not in self.members or not sign.signal.is_final:
             return []
         return self._become(sign.node, sign.signal, "told", sign.reason, now_s)
@@ -331,7 +331,7 @@ class FailureDetector:
         return changes
 
     def _listen_anew(self, node: str, now_s: float) -> None:
-        """Before a daemon's sign of life is noted: whoever had heard none of those he watches may have been cut off. Then the
+        """Before a daemon's sign of life is noted: a node that had heard none of those it watches may have been cut off. Then the
         others' silence counts from now on, since connections come back one by one."""
         watched = self.watched()
         if node in watched and all(self._is_silent(each, now_s) for each in watched):

@@ -4,7 +4,7 @@
     news:   it also wakes those at distances 4, 8, 16, … on each side              log2(n) hops to everybody
 
 Nodes stand in the order of a digest of their ids, so that those of one rack, which fail together, are seldom neighbours.
-Lost nodes are left out and the ring closes over the gap; so somebody watches every node that lives, whoever is lost.
+Lost nodes are left out and the ring closes over the gap; so somebody watches every node that lives, whichever are lost.
 Up to 2 x REACH + 1 nodes all watch one another.
 """
 

@@ -190,7 +190,7 @@ def simulate(
                 start = max(ready, done[-1].end if done else 0)
                 end = start + times.of(action.kind)
                 done.append(ActionSpan(action, start, end))
-                # Whoever waits for a gradient doesn't care whether the weights' were made with it.
+                # A stage that waits for a gradient doesn't care whether the weights' were made with it.
                 kind = ActionKind.INPUT if action.kind is ActionKind.BACKWARD else action.kind
                 ended[kind, virtual, action.microbatch] = end
                 progress = True

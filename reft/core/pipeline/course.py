@@ -9,7 +9,7 @@
 
 As few gaps as hold it, the longest first: a host that copies drives what training works with out of its caches, each time.
 
-A `PacedCopy` is one snapshot on its way along the course, for an engine that can stop. Whoever copies asks it for the next
+A `PacedCopy` is one snapshot on its way along the course, for an engine that can stop. A copying thread asks it for the next
 task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
 enqueues ahead of its device can't take back what a gap turns out not to hold: it follows a plan (core/pipeline/pacing.py).
 
@@ -18,7 +18,7 @@ A host may have two kinds of hands. Idle ones run only while nobody else wants t
 Invariants
   1. In a gap that is too short for the guard time nothing begins, nor in a stretch that is not on the course.
   2. Parity is computed in gaps, or right after the step, where the gaps ahead have no room for it.
-  3. Idle hands get nothing once everything goes at once: whoever waits then must not wait for them.
+  3. Idle hands get nothing once everything goes at once: a thread that waits then must not wait for them.
   4. Once the fence asks, or training has left the course, everything may go at once: no byte waits for a gap that does
      not come.
 """

@@ -7,14 +7,14 @@ Nobody writes under a decision before the daemons of all its nodes have it, and 
 daemon of its own nodes lacks, which has a lower one or another of the same counter, was never carried out: its attach died
 while it was told. It must not outrank the history that went on without the node that heard of it.
 
-Counters say nothing of two decisions that know nothing of each other: each was made while whoever remembers the other was
+Counters say nothing of two decisions that know nothing of each other: each was made while the node that remembers the other was
 silent, and one of them was perhaps told to a single node. What was written under them decides.
 
 Invariants
   1. The same inputs give the same history on every rank; the order of the inputs does not matter.
   2. A decision ends those that it knew of.
   3. One that does not know of another outranks it only if nothing was written under the other, and the first knew of the
-     history that the other goes back to. So no version is dropped that whoever decided had never heard of.
+     history that the other goes back to. So no version is dropped that the deciding ranks had never heard of.
   4. Where two have written, neither knowing of the other, a person must choose.
 """
 

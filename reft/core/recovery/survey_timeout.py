@@ -8,9 +8,9 @@ Invariants
      it can change the base only to a newer version. For that version every rank that sealed something in the history in
      force sealed just that version; a rank of a node that has answered did so too, and its slot, or what came after it, is
      in the answer. So where nothing is known of a version newer than the base, there is none.
-  2. That holds for whoever knows the newest history. A node that was left out of a round may take the others for lost who
+  2. That holds for a node that knows the newest history. A node that was left out of a round may take the others for lost who
      went on without it: what it thinks of them counts only in the round right after, which it has then not missed.
-  3. Whoever was given up and spoke since, even of a round that is over, is waited for like any other.
+  3. A node that was given up and spoke since, even of a round that is over, is waited for like any other.
   4. Where an answer may matter, the node has had the whole time to show that it lives, if not in one call.
 """
 
