@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import xxhash
 
-from reft.client.state.serialization import GROUPED, to_plain
+from reft.client.state.serialization import OPTIMIZER_KEYS, to_plain
 from reft.core.text import every
 from reft.errors import LayoutChanged
 from reft.wire import capsule_format
@@ -161,7 +161,7 @@ class HostStateResharding:
         part = f"subjects.{prefix}"
         live = self.live["subjects"].get(prefix)
         helds = [self.values[each] for each in dict.fromkeys(ranks[part] for ranks in self.digests if part in ranks)]
-        if live is None or any(held.keys() != GROUPED for held in (live, *helds)):
+        if live is None or any(held.keys() != OPTIMIZER_KEYS for held in (live, *helds)):
             return self._shared(part)
         scalars: dict[str, Any] = {}
         for held in helds:
