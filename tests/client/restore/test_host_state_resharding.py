@@ -59,7 +59,7 @@ def test_what_all_ranks_had_alike_every_rank_gets():
     found = inherit([tree(0), tree(1)], 2, 3)
     whole = found.tree(7, True)
     assert whole["state"] == {"lr": {"last": 7}} and whole["step"] == 7 and whole["marked"]
-    assert "state['lr'] was the same on all 2 old ranks: every rank has it now." in found.lines
+    assert "state['lr'] was the same on all 2 old ranks: every rank gets this state." in found.lines
 
 
 def test_unlike_objects_are_refused_by_name_unless_they_take_all_or_each_rank_has_its_own_again():
@@ -99,7 +99,7 @@ def test_groups_of_stages_are_put_together_by_their_parameters():
 
 def test_groups_with_unlike_settings_are_not_put_together():
     trees = [tree(0, **stage(["a"], 0.1)), tree(1, **stage(["c"], 0.3))]
-    with pytest.raises(LayoutChanged, match=r"optimizer\.0, group 0: the old groups .* unlike settings"):
+    with pytest.raises(LayoutChanged, match=r"optimizer\.0, group 0: the old groups .* different settings"):
         inherit(trees, 0, 1, tree(0, **stage(["a", "c"], 9.0))).tree(7, True)
     with pytest.raises(LayoutChanged, match=r"1 of its parameters were in no group, e\.g\. d"):
         inherit(trees, 0, 1, tree(0, **stage(["a", "d"], 9.0))).tree(7, True)
