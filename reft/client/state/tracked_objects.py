@@ -33,7 +33,7 @@ def stage_prefix(index: int) -> str:
 
 
 def extractor(value: Any) -> Extractor:
-    """Returns the extractor of an object that passed the checks of `reft.client.attach.arguments`."""
+    """Returns the extractor of an object that attach has accepted."""
     match = extractor_of(value)
     assert match is not None, f"{type(value).__name__} passed the checks of attach and has no extractor"
     return match

@@ -65,7 +65,7 @@ def test_what_all_ranks_had_alike_every_rank_gets():
 def test_unlike_objects_are_refused_by_name_unless_they_take_all_or_each_rank_has_its_own_again():
     trees = [tree(rank, state={"data": {"at": rank}}) for rank in range(2)]
     with pytest.raises(
-        LayoutChanged, match=r"state\.data differs among the 2 ranks.*there are 3 now.*load_state_dicts"
+        LayoutChanged, match=r"state\.data differs among the 2 ranks.*this job has 3 ranks.*load_state_dicts"
     ):
         inherit(trees, 0, 3).tree(7, True)
     assert inherit(trees, 1, 2).tree(7, True)["state"] == {"data": {"at": 1}}

@@ -231,7 +231,7 @@ def test_a_range_that_is_not_the_main_parameters_is_refused():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4)})
     value._get_model_param_range_map = lambda model: {"param": SimpleNamespace(start=1, end=3)}
-    with pytest.raises(UnsupportedState, match="has 3 elements, and Megatron says that it is 1 to 3"):
+    with pytest.raises(UnsupportedState, match="has 3 elements, but Megatron says that it is 1 to 3"):
         tracked(chunk, value).bind()
 
 
