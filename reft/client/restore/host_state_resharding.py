@@ -113,7 +113,8 @@ class HostStateResharding:
     def _shared(self, part: str) -> Any:
         """Returns the common value of all old ranks.
 
-        If they differ and the number of ranks is the same, returns the old rank's own value.
+        If they differ and the number of ranks is the same, returns the value of the old rank with
+        this rank's number.
         """
         if self._is_shared(part):
             return self._of(0, part)

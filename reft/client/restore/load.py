@@ -14,7 +14,7 @@ Invariants
      messages under way. So ranks never deadlock, and a bad chunk does not stop a rank.
   2. A chunk is compared with its digest before it is sent. A rank reads and digests each chunk
      once.
-  3. Beside slots and tensors a rank holds at most Sizes.memory_max bytes, independent of the
+  3. Beside slots and tensors a rank holds at most LoadSizes.memory_max bytes, independent of the
      state's size. On a device it holds the decoder's scratch.
   4. A rank that lost its slot compares the loaded bytes with the digests taken when the slot was
      saved, if these digests survive and no rank found a damaged slot.
@@ -85,11 +85,11 @@ def load(
     """
     load_plan, decoder = LoadPlan(placement, have, reader_of, sizes), decoder or Decoder()
     sources = {old: SlotSource(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
-    own = placement.division.cells_of[placement.division.layout_of[rank]]
-    cells = [placement.division.cells[cell] for cell in own]
+    own_cells = placement.division.cells_of[placement.division.layout_of[rank]]
+    cells = [placement.division.cells[cell] for cell in own_cells]
     flat_views = {
         number: FlatTensorView(cell.leaves, cell.offsets, tensors, absent, decoder.device)
-        for number, cell in zip(own, cells, strict=True)
+        for number, cell in zip(own_cells, cells, strict=True)
     }
     decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
@@ -100,7 +100,7 @@ def load(
         for flat_view in flat_views.values():
             flat_view.finish()
         damaged = tuple(sorted(old for old, source in sources.items() if source.is_bad))
-        if own and rank not in have and rank in lost_digests and all_right:
+        if own_cells and rank not in have and rank in lost_digests and all_right:
             _verify(placement, rank, flat_views, lost_digests[rank], pool)
     return damaged
 

@@ -37,9 +37,9 @@ def far_s(sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: 
         nodes: node id → the ranks that run there now.
     """
     remote_bytes = Counter[int]()
-    for old, held in sources.items():
-        if reader_of[old] not in nodes.get(held.node, ()):
-            remote_bytes[reader_of[old]] += held.data_bytes
+    for old, source in sources.items():
+        if reader_of[old] not in nodes.get(source.node, ()):
+            remote_bytes[reader_of[old]] += source.data_bytes
     return max(remote_bytes.values(), default=0) / FAR_BYTES_PER_S
 
 
@@ -63,7 +63,7 @@ class RemoteSlots:
     nodes: Mapping[str, pb.Node]
     deadline_s: float
 
-    def slot(self, held: HeldSlot) -> SlotMap:
+    def slot(self, source: HeldSlot) -> SlotMap:
         """Returns a copy of a slot on another node.
 
         Raises:
@@ -71,10 +71,10 @@ class RemoteSlots:
             RestoreError: the other node's daemon did not return the slot.
         """
         headers = np.zeros(2 * PAGE, np.uint8)
-        self._read_into(held, headers)
+        self._read_into(source, headers)
         geometry = best_header(headers).geometry
         buffer = np.frombuffer(mmap.mmap(-1, geometry.file_bytes), np.uint8)
-        self._read_into(held, buffer)
+        self._read_into(source, buffer)
         return SlotMap(buffer)
 
     def capsule(self, node: str, rank: int, version: Version) -> pb.CapsuleRecord:
@@ -97,24 +97,24 @@ class RemoteSlots:
             with contextlib.suppress(FormatError, RestoreError):
                 yield self.capsule(node, rank, version).capsule
 
-    def _read_into(self, held: HeldSlot, buffer: Bytes) -> None:
+    def _read_into(self, source: HeldSlot, buffer: Bytes) -> None:
         """Fills `buffer` with the slot's first bytes."""
-        assert held.version is not None, "a slot without a version is no source"
+        assert source.version is not None, "a slot without a version cannot be read"
         request = pb.ReadRequest(
             job=self.job,
-            slot=held.slot,
-            version=messages.version_to(held.version),
+            slot=source.slot,
+            version=messages.version_to(source.version),
             offset=0,
             size=buffer.nbytes,
-            node=self._remote_node(held.node),
+            node=self._remote_node(source.node),
         )
         at = 0
-        with self._stub(held.node, held.rank) as stub:
+        with self._stub(source.node, source.rank) as stub:
             for chunk in stub.Read(request, timeout=self.deadline_s + buffer.nbytes / FAR_BYTES_PER_S):
                 buffer[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 at += len(chunk.data)
         if at != buffer.nbytes:
-            raise FormatError(f"slot {held.slot} on node {held.node} gave {at} of {buffer.nbytes} bytes.")
+            raise FormatError(f"slot {source.slot} on node {source.node} gave {at} of {buffer.nbytes} bytes.")
 
     def _remote_node(self, node: str) -> pb.Node | None:
         """Returns the node that this node's daemon shall ask; None: this node itself."""

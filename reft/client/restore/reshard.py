@@ -164,7 +164,7 @@ class ReshardRestore:
 
     @property
     def _readers(self) -> dict[int, int]:
-        return readers_of({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes, self._world)
+        return readers_of({rank: source.node for rank, source in self.plan.sources.items()}, self.nodes, self._world)
 
     @property
     def _keepers(self) -> dict[int, int]:
@@ -221,10 +221,10 @@ class ReshardRestore:
             "compared": compared(tree) + compared_before(self.remote.earlier(self.plan, old)),
         }
 
-    def _slot(self, held: HeldSlot) -> SlotMap:
-        if held.node == self.node:
-            return self.leases.take([held.slot])[0].map
-        return self.remote.slot(held)
+    def _slot(self, source: HeldSlot) -> SlotMap:
+        if source.node == self.node:
+            return self.leases.take([source.slot])[0].map
+        return self.remote.slot(source)
 
     def _other_leaves(self, old: int, data: bytes) -> bytes:
         """Returns the table of the leaves that lie elsewhere than the placement says.
@@ -232,7 +232,7 @@ class ReshardRestore:
         Empty if there are none.
         """
         layout, places = table_from(data), places_from(data)
-        foreseen = {leaf.name: leaf for leaf in self.before[old]}
+        predicted = {leaf.name: leaf for leaf in self.before[old]}
         part = self.placement.part(old)
         self._ends[old] = part.data_bytes
         unreplicated_at = {
@@ -244,7 +244,7 @@ class ReshardRestore:
             for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
             if places[leaf.name] != pb.CELL
             and (
-                foreseen.get(leaf.name) != leaf
+                predicted.get(leaf.name) != leaf
                 or (places[leaf.name] == pb.UNREPLICATED and unreplicated_at.get(leaf.name) != at)
             )
         ]

@@ -8,8 +8,8 @@
 Invariants
   1. A chunk is compared with its digest before it is sent. A wrong chunk is recorded and stops no
      rank: the receivers still get the bytes, and afterwards all ranks discard the load.
-  2. Beside slots and tensors a rank holds at most Sizes.window of messages, one slice, and one
-     chunk for each packet of a shard.
+  2. Beside slots and tensors a rank holds at most TransferSizes.window of messages, one slice, and
+     one chunk for each packet of a shard.
 """
 
 from __future__ import annotations

@@ -173,13 +173,13 @@ class Restore:
         return self._predicted_index.get(leaf.name, len(self._predicted_index))
 
     def _readers(self) -> dict[int, int]:
-        return assign_readers({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes)
+        return assign_readers({rank: source.node for rank, source in self.plan.sources.items()}, self.nodes)
 
-    def _slot(self, held: HeldSlot) -> SlotMap:
-        if held.node == self.node:
-            self._mapped_slots += self.leases.take([held.slot], keeps=True)
+    def _slot(self, source: HeldSlot) -> SlotMap:
+        if source.node == self.node:
+            self._mapped_slots += self.leases.take([source.slot], keeps=True)
             return self._mapped_slots[-1].map
-        return self.remote.slot(held)
+        return self.remote.slot(source)
 
     def _open_own(self) -> None:
         """Reads this rank's capsule, and which leaves this rank had.

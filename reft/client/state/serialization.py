@@ -77,7 +77,7 @@ def encode(tree: Mapping[str, Any]) -> bytes:
         UnsupportedState: a value has a type that cannot be stored.
     """
     return capsule_format.encode(
-        {**tree, "subjects": {prefix: _compact(held) for prefix, held in tree["subjects"].items()}}
+        {**tree, "subjects": {prefix: _compact(saved) for prefix, saved in tree["subjects"].items()}}
     )
 
 
@@ -88,7 +88,7 @@ def decode(data: bytes) -> dict[str, Any]:
         FormatError: the bytes are not those of a capsule.
     """
     tree = capsule_format.decode(data)
-    return {**tree, "subjects": {prefix: _expand(held) for prefix, held in tree["subjects"].items()}}
+    return {**tree, "subjects": {prefix: _expand(saved) for prefix, saved in tree["subjects"].items()}}
 
 
 def _compact(saved: Mapping[str, Any]) -> Mapping[str, Any]:

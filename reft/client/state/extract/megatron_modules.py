@@ -12,9 +12,9 @@
 
 Layers are numbered through all stages, also virtual ones, and experts through all their ranks. A
 name does not depend on the rank or the chunk, except for such tags. Data parallel and context
-parallel ranks have the same leaves. A tensor that Megatron builds of several boxes (gated or fused
-projections, grouped experts) is one piece of its tensor- and expert-parallel rank, and fits no
-other rank.
+parallel ranks have the same leaves. Megatron builds some tensors of several boxes: gated or fused
+projections, and grouped experts. Such a tensor is one piece of its tensor- and expert-parallel
+rank, and fits no other rank.
 """
 
 from __future__ import annotations

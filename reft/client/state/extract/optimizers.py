@@ -226,10 +226,10 @@ class OptimizerExtractor:
         self, prefix: str, key: str, parameter: NamedParameter, made: torch.Tensor
     ) -> Iterator[PredictedTensor]:
         _check_key(prefix, key)
-        for owner, piece, place in pieces(parameter, made):
+        for owner, piece, region in pieces(parameter, made):
             name = f"{prefix}.{key}.{owner}"
-            local, own = local_piece(name, piece)
-            box = own or place
+            local, dtensor_region = local_piece(name, piece)
+            box = dtensor_region or region
             yield PredictedTensor(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
