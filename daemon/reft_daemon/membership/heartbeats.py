@@ -1,14 +1,17 @@
-"""Heartbeats between daemons, from agents, and to agents: the shell around `reft.core.membership`.
+"""Sends and answers heartbeats between daemons and agents.
+
+The decisions are made in `reft.core.membership`.
 
     every TICK_S     look: judge all nodes by what was heard
-    every BEAT_S     a beat to each neighbour in the ring; none waits for the reply of the one before
-    at once          when something final became known: a beat to all who pass news on, at most one every NEWS_S
+    every BEAT_S     send a beat to each neighbour in the ring, without waiting for earlier replies
+    at once          at a final signal: a beat to all nodes that pass news on, once per NEWS_S at most
 
-Beats have connections of their own, so that they never stand behind megabytes of slots and capsules, and can be made anew:
-a connection that survived a cut link only speaks again when TCP feels like it.
+Beats have connections of their own. So they never wait behind megabytes of slots and capsules, and
+can be connected anew. A connection that survived a cut link stays silent until TCP tries again,
+which may take minutes.
 
-Agents know a job by the name that their launcher has, trainers by what `job=` said: they are paired by the launch, which
-reft's agents hand to their trainers and these write into the manifest.
+Agents know a job by their launcher's name, trainers by `job=`. The two names are paired by the
+launch: reft's agents give the launch to their trainers, which write it into the manifest.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from reft_daemon.peers.round_replicator import PeerChannels, reason_of
 log = logging.getLogger("reft.daemon")
 NEWS_S = 0.05
 DEADLINE_S = BEAT_S * MISSES
-UNDER_WAY_MAX = 3  # beats to one node without a reply
-FAILED_MAX = 5  # beats in a row that nobody answered, before the connection is made anew
+UNDER_WAY_MAX = 3  # beats to one node that wait for a reply
+FAILED_MAX = 5  # unanswered beats in a row, before the connection is made anew
 WAIT_MAX_S = 10.0
 NODES_MAX = 1 << 14
 ADDRESSES_MAX = 8
@@ -44,13 +47,14 @@ VIGILS_MAX = 256
 
 
 class HeartbeatService:
-    """See the module.
+    """Sends and answers the heartbeats of all jobs, see the module.
 
     Args:
         own: id of this node.
         peers: channels for beats alone.
-        jobs: name → what this daemon holds of a job, as its trainers call it.
-        kills_hung: whether a rank that stands still is to be killed, so that its agent restarts the job.
+        jobs: name → this daemon's record of the job; the name is the one that trainers use.
+        kills_hung: whether to kill a rank that makes no progress, so that its agent restarts the
+            job.
     """
 
     def __init__(self, own: str, peers: PeerChannels, jobs: Mapping[str, JobRecord], kills_hung: bool = False) -> None:
@@ -70,25 +74,35 @@ class HeartbeatService:
         return not self._vigils
 
     def monitor(self, job: str) -> JobMonitor | None:
-        """The watch over a job, by the name that its agents or its trainers have for it; None if it is not watched."""
+        """Returns the monitor of a job; None if the job is not watched.
+
+        The name may be the agents' or the trainers'.
+        """
         held = self._jobs.get(job)
         launch = held.record.manifest.launch if held else ""
         paired = [each for each in self._vigils.values() if launch and each.term.launch == launch]
         return self._vigils.get(job) or (paired[0] if paired else None)
 
     def _held(self, job: str, launch: str) -> JobRecord | None:
-        """What is held of a job, by the name that its agents have for it, or by their launch."""
+        """Returns the record of a job, by the agents' name or launch; None if there is none."""
         paired = [each for each in self._jobs.values() if launch and each.record.manifest.launch == launch]
         return self._jobs.get(job) or (paired[0] if paired else None)
 
     def token(self, job: str) -> bytes:
-        """What admits agents and daemons of a job's term over TCP; empty if it is not watched."""
+        """Returns the token that admits a job's agents and daemons over TCP.
+
+        Empty if the job is not watched.
+        """
         monitor = self.monitor(job)
         return monitor.term.token if monitor else b""
 
     def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
-        """The nodes that are missing from this round because the one before lost them → seconds since; none if another one is
-        watched."""
+        """Returns the nodes that the previous round lost → seconds since the loss.
+
+        Only nodes that are missing from this round.
+
+        Empty if this daemon watches another round or launch.
+        """
         monitor = self.monitor(job)
         known = monitor.given_up if monitor else GivenUpNodes()
         now_s = time.monotonic()
@@ -98,7 +112,10 @@ class HeartbeatService:
     # Terms
 
     def decided(self, held: JobRecord) -> None:
-        """An attach has decided, or was found in the arena: without agents, its manifest makes a term."""
+        """Takes a new decision, or one found in the arena.
+
+        Without agents, its manifest gives the membership view.
+        """
         manifest = held.record.manifest
         monitor = self.monitor(held.id)
         if monitor is not None and monitor.term.launch:
@@ -120,16 +137,21 @@ class HeartbeatService:
         self._vigils[job] = JobMonitor(job, self._own, term, lambda launch: self._held(job, launch), self._final)
         held = self._held(job, term.launch)
         if term.launch and held is not None and held.id != job:
-            self.forget(held.id)  # a daemon that was started anew meets the trainers before it hears of their agents
+            # A restarted daemon may meet the trainers before their agents. Then the job was watched
+            # by the trainers' name until now.
+            self.forget(held.id)
 
     def forget(self, job: str) -> None:
-        """The job was purged, or nobody works on it any more; an agent that lives is heard of again."""
+        """Stops watching a job: it was purged, or nobody works on it any more.
+
+        A living agent's next beat starts the watch again.
+        """
         monitor = self._vigils.pop(job, None)
         if monitor is not None:
             monitor.close()
 
     def wake(self, job: str) -> None:
-        """Something of this node changed: a trainer ended, a step was decided."""
+        """Judges the job's nodes now: a trainer of this node ended, or a step was decided."""
         monitor = self.monitor(job)
         if monitor is not None:
             monitor.look(time.monotonic())
@@ -137,14 +159,14 @@ class HeartbeatService:
     # Agents
 
     def agent_beat(self, request: pb.AgentBeatRequest) -> pb.AgentBeatReply:
-        """A beat of this node's agent or of another's.
+        """Takes a beat of this node's agent, or of another node's agent.
 
         Raises:
             StaleEpoch: the round is over.
             AlreadyAttached: another launch of the job is alive here.
             AttachError: the job is watched for another launch.
-            ConfigError: what the agent says can't be.
-            UnknownJob: another node's agent speaks of a job that is not watched here.
+            ConfigError: the agent's description of the round is invalid.
+            UnknownJob: the agent of another node names a job that is not watched here.
         """
         said = messages.agent_from(request.phase)
         if request.node_id != self._own:
@@ -168,16 +190,18 @@ class HeartbeatService:
         monitor.check_round(request.launch, request.round)
         if request.node_id not in monitor.term.nodes:
             raise AttachError(
-                f"node {request.node_id} is no member of round {monitor.term.round} of job {request.job}."
+                f"node {request.node_id} is not a member of round {monitor.term.round} of job {request.job}."
             )
         monitor.changed(monitor.detector.agent_spoke(request.node_id, said, time.monotonic()))
         return pb.AgentBeatReply()
 
     async def signals(self, request: pb.SignalsRequest) -> pb.SignalsReply:
-        """All nodes of a job, as soon as that is another answer than the one with the asker's version.
+        """Returns the signals of all nodes of a job, once they differ from the asker's version.
+
+        After the requested wait, it returns them in any case.
 
         Raises:
-            UnknownJob: it is not watched here.
+            UnknownJob: the job is not watched here.
         """
         end_s = time.monotonic() + min(request.wait_ms / 1000, WAIT_MAX_S)
         while True:
@@ -194,7 +218,7 @@ class HeartbeatService:
                 continue
 
     def status(self, job: str) -> list[pb.NodeSignal]:
-        """The signals of a job's nodes as this daemon sees them; nothing if it is not watched."""
+        """Returns the signals of a job's nodes as seen here; empty if the job is not watched."""
         monitor = self.monitor(job)
         if monitor is None:
             return []
@@ -214,11 +238,11 @@ class HeartbeatService:
     # Daemons
 
     def beat(self, request: pb.BeatRequest) -> pb.BeatReply:
-        """Another daemon's beat.
+        """Takes another daemon's beat; returns the reports that this daemon has.
 
         Raises:
-            StaleEpoch: it is of an older round: the others went on without that node.
-            AttachError: it is of another launch, or meant for another node.
+            StaleEpoch: the beat is of an older round: the other nodes continued without that node.
+            AttachError: the beat is of another launch, or meant for another node.
             UnknownJob: the job is not watched here.
         """
         monitor = self._expect(request.job)
@@ -228,7 +252,8 @@ class HeartbeatService:
             raise AttachError(f"a beat of node {request.source} for {request.target} reached {self._own}.")
         now_s = time.monotonic()
         if not is_current:
-            # It lives, and knows more than this node of the newer round; what it says is about that one.
+            # The sender lives and is in a newer round. Its reports are about that round, so they
+            # are ignored here.
             monitor.changed(monitor.detector.spoke(request.source, [], {}, now_s))
             return pb.BeatReply()
         signs = messages.node_reports_from(request.reports)
@@ -247,7 +272,7 @@ class HeartbeatService:
     # The loop
 
     async def run(self) -> None:
-        """Looks and beats, for ever."""
+        """Judges nodes and sends beats, forever."""
         beaten_s = time.monotonic()
         while True:
             await asyncio.sleep(TICK_S)
@@ -268,11 +293,16 @@ class HeartbeatService:
         held = self._held(monitor.job, monitor.term.launch)
         lease = held.leases.get(stall.rank) if held is not None and stall is not None else None
         if stall is not None and lease is not None and lease.watch is not None:
-            log.warning("job=%s killing pid=%d: rank %d stands still", monitor.job, lease.process.pid, stall.rank)
+            log.warning(
+                "job=%s killing pid=%d: rank %d makes no progress (--kill-hung)",
+                monitor.job,
+                lease.process.pid,
+                stall.rank,
+            )
             self._spawn(_kill(lease.watch.kill))
 
     def _final(self, monitor: JobMonitor) -> None:
-        """Passes news on; what becomes known within NEWS_S goes along."""
+        """Passes a final signal on to other nodes. Further news within NEWS_S goes along."""
         if monitor.job not in self._news_due:
             self._news_due.add(monitor.job)
             asyncio.get_running_loop().call_soon(self._pass_on, monitor)
@@ -340,7 +370,7 @@ class HeartbeatService:
 
 
 class JobNotWatched(AttachError):
-    """The job is not watched here."""
+    """This daemon does not watch the job."""
 
 
 async def _kill(kill: Callable[[], Awaitable[bool]]) -> None:
@@ -348,23 +378,25 @@ async def _kill(kill: Callable[[], Awaitable[bool]]) -> None:
 
 
 def _term_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
-    """The term that an agent introduces.
+    """Returns the membership view that an agent's beat describes.
 
     Raises:
-        ConfigError: its job, token or members can't be.
+        ConfigError: the job, the token or the members are invalid.
     """
     check_name(request.job)
     nodes = {node.id: node for node in request.nodes}
     if own not in nodes or len(nodes) != len(request.nodes) or len(nodes) > NODES_MAX:
         raise ConfigError(
-            f"round {request.round} of job {request.job} has {len(request.nodes)} members, of whom each must have an id "
-            f"of its own, and one be this node; {NODES_MAX} are allowed."
+            f"round {request.round} of job {request.job} has {len(request.nodes)} members; at most {NODES_MAX} are "
+            f"allowed. Each member needs an id of its own, and this node must be a member."
         )
     if len(request.token) != 32 or not request.launch:
-        raise ConfigError(f"the agent of job {request.job} names no launch, or has no token of 32 bytes.")
+        raise ConfigError(f"the agent of job {request.job} names no launch, or its token has not 32 bytes.")
     for node in nodes.values():
         if len(node.addresses) > ADDRESSES_MAX:
-            raise ConfigError(f"node {node.name} has {len(node.addresses)} addresses; {ADDRESSES_MAX} are allowed.")
+            raise ConfigError(
+                f"node {node.name} has {len(node.addresses)} addresses; at most {ADDRESSES_MAX} are allowed."
+            )
         for address in node.addresses:
             rpc.check_address(address)
     return MembershipView(request.launch, request.round, request.token, nodes)

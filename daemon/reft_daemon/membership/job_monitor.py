@@ -1,11 +1,12 @@
-"""One job under watch on this node: its term, its agent, its ranks' progress, and what follows for each of its nodes.
+"""Watches one job: membership view, this node's agent, progress of ranks, signals of nodes.
 
     agent's first beat of a round ─┐
-    decision of an attach ─────────┴► term: who belongs to the job, by which token they know one another
+    decision of an attach ─────────┴► membership view: the nodes of the job, and their common token
     beats, deaths, steps ──► facts ─► FailureDetector ─► signals; `news` is set when one changed
 
-A term is (launch, round) of the agents. Where there are none, as under a launcher that is not ours, the launch is empty and
-the round is the attach's epoch. A term is replaced as a whole: nothing that was said in the older one holds in the newer.
+A view belongs to (launch, round) of the agents. Under another launcher than torchrun with reft
+there are no agents; then the launch is empty, and the round is the attach's epoch. A new view
+replaces the old one completely: reports of the old view don't count in the new one.
 """
 
 from __future__ import annotations
@@ -39,17 +40,22 @@ from reft_daemon.jobs.leases import Lease, ProcessWatch
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
 TICK_S = 0.1
-LEFT_S = 5.0  # for which others must have said that they are in a newer round: a slow rendezvous is no loss
-LINGER_S = 60.0  # after the last trainer and the last word of an agent
-KILL_AFTER_S = 1.0  # after a rank was found to stand still: other nodes say by then what they know of theirs
+# seconds since another node spoke of a newer round, before this node says that it is left behind: a
+# slow rendezvous is no loss
+LEFT_S = 5.0
+LINGER_S = 60.0  # after the end of the last trainer and the agent's last beat
+# after a rank was found to make no progress; by then other nodes have reported their ranks
+KILL_AFTER_S = 1.0
 
 
 @dataclass(frozen=True)
 class MembershipView:
-    """Who watches whom: the same on all nodes of a job.
+    """The nodes of a job in one round, and how they know each other. All nodes have the same view.
 
     Attributes:
-        token: 32 bytes that agents and daemons of the term show one another over TCP.
+        launch: id of the agents' launch; empty without agents.
+        round: the agents' round; without agents the epoch.
+        token: 32 bytes that agents and daemons of the view show one another over TCP.
         nodes: id → node.
     """
 
@@ -61,7 +67,14 @@ class MembershipView:
 
 @dataclass
 class AgentProcess:
-    """This node's torchrun agent. `watch` is None if its process can't be seen, or has ended."""
+    """This node's torchrun agent.
+
+    Attributes:
+        pid: process id.
+        said: the phase in the agent's last beat.
+        last_s: time of the last beat.
+        watch: None if the process can't be watched, or has ended.
+    """
 
     pid: int
     said: AgentPhase
@@ -70,14 +83,14 @@ class AgentProcess:
 
 
 class JobMonitor:
-    """See the module.
+    """Watches one job on this node, see the module.
 
     Args:
-        job: its name.
+        job: name of the job.
         own: id of this node.
-        term: the first.
-        held: launch → what this daemon holds of the job; None before the first attach.
-        on_final: called at once when something final is known of a node.
+        term: the first membership view.
+        held: launch → this daemon's record of the job; None before the first attach.
+        on_final: called at once when a node's signal becomes final.
     """
 
     def __init__(
@@ -93,21 +106,23 @@ class JobMonitor:
         self._held_in = held
         self._on_final = on_final
         self._agent: AgentProcess | None = None
-        self.version = time.time_ns()  # so that one of a daemon before this one is never met again
+        self.version = time.time_ns()  # starts above all versions of an earlier daemon
         self.news = asyncio.Event()
         self._looked_s = time.monotonic()
-        self._late = (0.0, 0.0)  # by how much, and when
+        self._late = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
         self._left: tuple[float, str] | None = None
         self._paces: dict[int, StepProgress] = {}
         self._active_s = time.monotonic()
-        self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
+        # trainers whose death says nothing about this view
+        self._past: frozenset[Process] = frozenset()
         self.given_up = GivenUpNodes(term.launch, term.round)
         self._start(term, self._trainers(lambda lease: lease.watch is None))
 
     def begin(self, term: MembershipView) -> None:
-        """A new term: everybody's past is forgotten, but for who was lost."""
+        """Starts a new membership view. Everything is forgotten, except which nodes were lost."""
         self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.detector.lost())
-        # An agent speaks of a round before its workers attach: who is here now was ended for it.
+        # An agent announces a round before its workers attach. So the trainers that are here now
+        # were ended for that round.
         self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
 
     @property
@@ -132,7 +147,7 @@ class JobMonitor:
     # What is heard
 
     def agent_beat(self, pid: int, said: AgentPhase) -> None:
-        """A beat of this node's own agent."""
+        """Takes a beat of this node's own agent."""
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
             self._forget_agent()
@@ -143,14 +158,14 @@ class JobMonitor:
         self.look(now_s)
 
     def has_other_agent(self, pid: int) -> bool:
-        """Whether a living agent with another pid speaks for this job here."""
+        """Whether a living agent with another pid works for this job here."""
         return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
 
     def _watch_agent(self, pid: int) -> ProcessWatch | None:
         try:
             facts = stat_of(pid)
             return ProcessWatch(Process(pid, facts.start), self._agent_ended) if facts else None
-        except OSError:  # its next beat tries again
+        except OSError:  # the next beat tries again
             return None
 
     def _agent_ended(self) -> None:
@@ -167,37 +182,38 @@ class JobMonitor:
         self._agent = None
 
     def lives(self, node: str) -> None:
-        """A node's daemon or agent spoke, of whatever round."""
+        """Notes that a node's daemon or agent is alive; its round does not matter."""
         self.given_up = self.given_up.without(node)
 
     def check_round(self, launch: str, round: int) -> bool:
-        """Whether a message belongs to this term; False if it is of a newer one.
+        """Whether a message belongs to this view; False if the message is of a newer round.
 
         Raises:
-            StaleEpoch: it is of an older one.
-            AttachError: it is of another launch.
+            StaleEpoch: the message is of an older round.
+            AttachError: the message is of another launch.
         """
         if launch != self.term.launch:
             raise AttachError(f"job {self.job} is watched for launch {self.term.launch!r} here, not for {launch!r}.")
         if round < self.term.round:
-            raise StaleEpoch(f"round {round} of job {self.job} is over; {self.term.round} has begun.")
+            raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.term.round} has begun.")
         return round == self.term.round
 
     def left_behind(self, reason: str) -> None:
-        """Another node says that it is in a newer round."""
+        """Notes that another node is in a newer round."""
         self._left = self._left or (time.monotonic(), reason)
 
     def attached(self) -> None:
-        """A new attach within the term: what was usual may be so no more."""
+        """Forgets the ranks' usual step times: a new attach within this view may change them."""
         self._paces.clear()
 
     # What follows
 
     def look(self, now_s: float) -> None:
-        """Judges all nodes anew; agents hear of it if something changed. Called every TICK_S, and whenever there is news.
+        """Judges all nodes anew, and publishes changes. Called every TICK_S, and at news.
 
-        Each look finds out by itself whether this daemon was late: after a stop the first one follows from whatever was
-        waiting at its sockets, such as its own agent's beat, and would find everybody silent.
+        Each call finds out whether this daemon itself was late. After this daemon was stopped, its
+        first call may come from a waiting message, such as its own agent's beat. Without this check
+        all nodes would look silent.
         """
         late_s, self._looked_s = now_s - self._looked_s - TICK_S, now_s
         if late_s > LATE_S:
@@ -207,7 +223,7 @@ class JobMonitor:
         self.changed(changes)
 
     def changed(self, changes: Iterable[SignalChange]) -> None:
-        """Tells agents and people what has changed."""
+        """Publishes changes of signals to agents and to the log."""
         told = [change for change in changes if change.is_news]
         now_s = time.monotonic()
         self._signal_log.heard(told, now_s)
@@ -228,7 +244,7 @@ class JobMonitor:
 
     @property
     def word(self) -> NodeReport:
-        """What this node says of itself now."""
+        """This node's report on itself, as of now."""
         return self_report(self._own, self._facts(time.monotonic()))
 
     def _facts(self, now_s: float) -> NodeFacts:
@@ -246,7 +262,8 @@ class JobMonitor:
             ),
             agent=agent.said if agent else None,
             agent_pid=agent.pid if agent else 0,
-            # Under an agent only its own word counts: a session is also closed by an exception.
+            # With an agent, only the agent's FINISHED counts as the end: an exception closes a
+            # session, too.
             closed=agent is None and bool(leases) and len(leases) == len(held.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
             snaps=held is not None and held.round is not None and held.round.is_open,
             stall=stall, laggard=awaited.rank if awaited else None,
@@ -255,7 +272,7 @@ class JobMonitor:
         )  # fmt: skip
 
     def _stall(self, held: JobRecord | None, now_s: float) -> Stall | None:
-        """The rank of this node that holds it up, if its ranks stand still."""
+        """Returns the rank of this node that delays the others; None if all make progress."""
         if held is None:
             return None
         found = []
@@ -268,23 +285,29 @@ class JobMonitor:
         return laggard(found)
 
     def _awaited(self, own: Stall) -> Stall:
-        """For whom the whole job waits, as far as is known here: the ranks of neighbours, and those of this node."""
+        """Returns the stall that the whole job waits for, as far as this node knows.
+
+        It compares the ranks of this node with those that other nodes reported.
+        """
         words = [each.word for node, each in self.detector.members.items() if node != self._own]
         return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
 
     def to_kill(self) -> Stall | None:
-        """The local rank for which the whole job waits; None if it is another node's, or nobody waits for long enough."""
+        """Returns the local rank that the whole job waits for, if the wait has lasted long enough.
+
+        None if the job waits for another node's rank, or for none.
+        """
         here = self.detector.members[self._own]
         own = self.word.stall
         if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
             return None
         others = (each.signal for node, each in self.detector.members.items() if node != self._own)
         if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
-            return None  # that is why ranks wait here, and the job restarts for it
+            return None  # ranks here wait for that node, and the job restarts because of it
         return own if self._awaited(own) is own else None
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody has worked here for so long that there is nothing to watch."""
+        """Whether nobody has worked on the job here for LINGER_S, so that the watch can end."""
         held = self._held
         is_spoken_for = self._agent is not None and self._agent.watch is not None
         if is_spoken_for or (held is not None and held.is_live):
@@ -299,7 +322,7 @@ class JobMonitor:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, or stuck in the kernel, as far as is known."""
+    """Whether a process is known to be stopped, or stuck in the kernel."""
     with contextlib.suppress(OSError):
         facts = stat_of(pid)
         return facts is not None and facts.state in "TtD"

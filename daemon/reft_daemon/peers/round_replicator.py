@@ -1,12 +1,17 @@
-"""What carries the round between daemons: one courier for each neighbour of a job in the tree, and for each holder.
+"""Replicates the round between daemons: one sender task per tree neighbour and per holder of a job.
 
-A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: to the parent what
-the subtree says, to a child the outcome, to a holder the capsules of all ranks of this node that it lacks; what a neighbour
-has acknowledged is not sent to it again. So a slow or dead neighbour costs one message, however long it lasts; it is tried
-again every RETRY_S until what it should know is no longer news.
+A sender task keeps no queue. It only knows that something has changed, and sends the present state:
 
-Who was restarted has forgotten what it acknowledged. A child asks by Gather. A parent is told again every RETRY_S, as long
-as something is undecided.
+* to the parent: the report of this node's subtree;
+* to a child: the outcome;
+* to a holder: the capsules of this node's ranks that the holder lacks.
+
+What a neighbour has acknowledged is not sent again. So a slow or dead neighbour costs one message,
+however long it is away. The message is tried again every RETRY_S until it is acknowledged, or out
+of date.
+
+A restarted daemon has forgotten what it acknowledged. A restarted child asks its parent by Gather.
+To the parent, the report is repeated every RETRY_S as long as some step is undecided.
 """
 
 from __future__ import annotations
@@ -35,24 +40,28 @@ from reft_daemon.jobs.job_record import JobRecord
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
-KEEP_DEADLINE_S = 5.0  # a full message takes 1.4 s at 100 Mbit/s
+KEEP_DEADLINE_S = 5.0  # seconds; a full message takes 1.4 s at 100 Mbit/s
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
 T = TypeVar("T")
 
 
 class PeerChannels:
-    """Channels to other daemons, one an address, opened when first used.
+    """Channels to other daemons, one per address, opened at the first use.
 
-    One that is not connected is made anew once the certificates have changed; one that is goes on with the old ones.
+    When the certificates change, a channel without a connection is made anew. A connected channel
+    keeps the old certificates.
 
     Args:
         tls: of this daemon.
-        own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
-        apart: whether these channels share no connection with those of another `PeerChannels`.
+        own: this daemon's addresses. They are never called: another host's node with the same
+            socket path would lead back here.
+        apart: whether these channels have connections of their own, shared with no other
+            `PeerChannels`.
 
     Attributes:
-        sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
+        sent: method → bytes of the requests that other daemons answered, without the overhead of
+            gRPC and TLS.
     """
 
     def __init__(self, tls: Tls | None, own: Collection[str], apart: bool = False) -> None:
@@ -60,23 +69,32 @@ class PeerChannels:
         self._apart = apart
         self.sent: collections.Counter[str] = collections.Counter()
         self._tls = tls
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # with the generation of the certificates
+        # address → channel, and the generation of the certificates that it uses
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
 
     def is_own(self, node: pb.Node) -> bool:
-        """Whether an address of the node is this daemon's."""
+        """Whether one of the node's addresses is this daemon's."""
         return not self._own.isdisjoint(node.addresses)
 
     async def call(
         self, node: pb.Node, token: bytes, service: type, method: str, request: Message,
         deadline_s: float | None, anew: bool = False,
     ) -> object:  # fmt: skip
-        """Calls a method of `node`, by each of its addresses in turn.
+        """Calls a method of `node`, trying its addresses in turn.
 
         Args:
-            anew: that another host could not be reached a moment ago is no answer: the connection is made anew first.
+            node: the node to call.
+            token: the job's token.
+            service: class of the gRPC stub.
+            method: name of the method.
+            request: what is sent.
+            deadline_s: for each address; None means no deadline.
+            anew: if the last connection to another host failed, connect again and wait, instead of
+                failing at once.
 
         Raises:
             grpc.RpcError: the last address failed too.
+            ConnectionError: the node has no address that this daemon can call.
         """
 
         async def ask(channel: grpc.aio.Channel, is_far: bool) -> object:
@@ -94,7 +112,7 @@ class PeerChannels:
 
         Raises:
             grpc.RpcError: the last address failed too.
-            FormatError: fewer or more bytes came.
+            FormatError: fewer or more bytes arrived.
         """
         at = 0
         async with contextlib.aclosing(self.pieces(node, token, request, deadline_s)) as pieces:
@@ -108,10 +126,10 @@ class PeerChannels:
     async def pieces(
         self, node: pb.Node, token: bytes, request: pb.ReadRequest, deadline_s: float | None
     ) -> AsyncGenerator[bytes, None]:
-        """Bytes of a slot of `node`, piece by piece, by the first of its addresses that gives any.
+        """Yields bytes of a slot of `node`, from the first of its addresses that answers.
 
         Raises:
-            grpc.RpcError: the last address failed too, or the call did in its midst.
+            grpc.RpcError: the last address failed too, or the call failed midway.
         """
 
         async def begin(channel: grpc.aio.Channel, _: bool) -> tuple[Any, Any]:
@@ -128,7 +146,7 @@ class PeerChannels:
             call.cancel()
 
     async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
-        """What the first address of the node that can be reached gives."""
+        """Returns the result of `ask` at the first address of the node that can be reached."""
         error: grpc.RpcError | None = None
         for address in node.addresses:
             if address in self._own:
@@ -138,7 +156,7 @@ class PeerChannels:
             except grpc.RpcError as failure:
                 error = failure
         if error is None:
-            raise ConnectionError(f"node {node.name} has no address that other nodes could use")
+            raise ConnectionError(f"node {node.name} has no address that other nodes can call")
         raise error
 
     def _channel(self, address: str) -> grpc.aio.Channel:
@@ -150,7 +168,10 @@ class PeerChannels:
         return channel
 
     async def drop(self, node: pb.Node) -> None:
-        """Ends the connections to a node with the calls on them; the next call makes new ones."""
+        """Closes the connections to a node, which ends their calls.
+
+        The next call connects again.
+        """
         for address in node.addresses:
             if address in self._channels:
                 await self._channels.pop(address)[0].close()
@@ -161,11 +182,12 @@ class PeerChannels:
 
 
 class RoundReplicator:
-    """The couriers of one job in one epoch.
+    """The sender tasks of one job in one epoch.
 
     Args:
-        job: whose round is carried.
+        job: the job of the round.
         peers: channels to the other daemons.
+        failpoints: let tests drop messages.
     """
 
     def __init__(self, job: JobRecord, peers: PeerChannels, failpoints: Failpoints) -> None:
@@ -173,16 +195,18 @@ class RoundReplicator:
         self._peers = peers
         self._failpoints = failpoints
         self._epoch = job.epoch
-        self._told: dict[int, Outcome] = {}  # by the child that has acknowledged it
-        self._said = pb.GatherRequest()  # what the parent has acknowledged, RETRY_S ago at most
+        # child → the newest outcome that the child has acknowledged
+        self._told: dict[int, Outcome] = {}
+        # the report that the parent acknowledged within the last RETRY_S
+        self._said = pb.GatherRequest()
         self._dirty: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index
         parent = parent_of(index)
         if parent is not None:
-            self._start(parent, "hear the round", self._gather)
+            self._start(parent, "answer in the round", self._gather)
         for child in children_of(index, len(manifest.nodes)):
-            self._start(child, "hear the round", functools.partial(self._announce, child))
+            self._start(child, "answer in the round", functools.partial(self._announce, child))
         for holder in job.record.holders:
             self._start(holder, "keep our capsules", functools.partial(self._deposit, holder))
 
@@ -193,7 +217,7 @@ class RoundReplicator:
         self._tasks.append(asyncio.ensure_future(self._serve(node, dirty, what, send)))
 
     def wake(self) -> None:
-        """Something changed."""
+        """Starts the sender tasks: something has changed."""
         for dirty in self._dirty:
             dirty.set()
 
@@ -218,7 +242,10 @@ class RoundReplicator:
                 reachable = True
 
     async def _announce(self, child: int, node: pb.Node) -> None:
-        """Tells a child the outcome, if it has not acknowledged it: each child's news wakes the couriers of all the others."""
+        """Sends a child the outcome, unless the child has acknowledged it already.
+
+        The news of each child wakes the sender tasks of all other children, too.
+        """
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
@@ -251,7 +278,7 @@ class RoundReplicator:
             self.wake()
 
     async def _deposit(self, holder: int, node: pb.Node) -> None:
-        """Sends what the holder lacks, message by message, until nothing is owed to it."""
+        """Sends the holder the capsules that it lacks, message by message, until it lacks none."""
         job = self._job
         while records := job.owed_to(holder):
             if self._failpoints.hit("capsules.send"):
@@ -268,7 +295,7 @@ class RoundReplicator:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a person reads of a failed call."""
+    """Returns the reason of a failed call, for people to read."""
     if isinstance(error, asyncio.TimeoutError):
         return "no answer in time"
     return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
