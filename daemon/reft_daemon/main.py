@@ -74,8 +74,8 @@ def check_listen(settings: DaemonSettings) -> None:
     """
     if not settings.listen:
         return
-    before, _, port = settings.listen.rpartition(":")
-    if not port.isdigit() or (":" in before and not before.startswith("[")):
+    host_text, _, port = settings.listen.rpartition(":")
+    if not port.isdigit() or (":" in host_text and not host_text.startswith("[")):
         raise ConfigError(
             f"--listen {settings.listen} is not HOST:PORT.",
             "e.g. --listen node7:29700; put an IPv6 address in brackets, e.g. [fd00::7]:29700",
@@ -149,10 +149,13 @@ async def serve(settings: DaemonSettings) -> None:
     socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    far = grpc_server.server()
-    addresses = _addresses(far, settings, arena)
-    own = {*addresses, _unix(settings)}
-    peers, beats = PeerChannels(settings.tls, own), PeerChannels(settings.tls, own, apart=True)
+    tcp_server = grpc_server.server()
+    addresses = _addresses(tcp_server, settings, arena)
+    own_addresses = {*addresses, _socket_address(settings)}
+    peers, beats = (
+        PeerChannels(settings.tls, own_addresses),
+        PeerChannels(settings.tls, own_addresses, own_connections=True),
+    )
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = DaemonIdentity(
@@ -162,18 +165,18 @@ async def serve(settings: DaemonSettings) -> None:
     daemon, peer, health = DaemonService(registry, identity), PeerService(registry), health_service.aio.HealthServicer()
 
     # All servers share these service objects, so only one rebuild runs at a time on this daemon.
-    def services(
+    def add_services(
         server: grpc.aio.Server,
     ) -> None:
         pb_grpc.add_DaemonServicer_to_server(daemon, server)
         pb_grpc.add_PeerServicer_to_server(peer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
 
-    services(far)
+    add_services(tcp_server)
     registry.adopt()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    await socket_keeper.open(registry, services)
-    await far.start()
+    await socket_keeper.open(registry, add_services)
+    await tcp_server.start()
     bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "the machine's free memory"
     log.info(
         "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
@@ -185,22 +188,22 @@ async def serve(settings: DaemonSettings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    await _until_stopped(registry, socket_keeper.watch(registry, services), settings.idle_exit_s, settings.tls)
-    await asyncio.gather(far.stop(GRACE_S), socket_keeper.close(GRACE_S))
+    await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
+    await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     arena.close()
     socket_keeper.release()
 
 
-def _addresses(far: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> tuple[str, ...]:
+def _addresses(tcp_server: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> tuple[str, ...]:
     """Returns the addresses where other daemons call this one. `far` listens for other hosts."""
     # A daemon that listens does not offer its socket path too. On another host that path leads to
     # another daemon, which callers would take for this one while this one is away. Daemons of one
     # host that don't listen reach each other by the socket.
-    return (_listen(far, settings, arena),) if settings.listen else (_unix(settings),)
+    return (_listen(tcp_server, settings, arena),) if settings.listen else (_socket_address(settings),)
 
 
-def _unix(settings: DaemonSettings) -> str:
+def _socket_address(settings: DaemonSettings) -> str:
     return rpc.check_address(f"unix:{settings.socket}")
 
 
@@ -224,12 +227,12 @@ def _listen(server: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> 
         except RuntimeError as failure:
             error = failure  # the earlier port may belong to another process by now
     raise ConfigError(
-        f"can't listen on {settings.listen}: {_why_not(settings.host, port) or error}.",
+        f"can't listen on {settings.listen}: {_bind_error(settings.host, port) or error}.",
         "give this node's own name or IP address and a free port; port 0 takes any free one",
     ) from error
 
 
-def _why_not(host: str, port: int) -> str:
+def _bind_error(host: str, port: int) -> str:
     """Returns the system's reason against listening there; empty if there is none.
 
     gRPC's own error names no cause.
@@ -260,7 +263,7 @@ async def _until_stopped(
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
         asyncio.ensure_future(socket_keeper),
         asyncio.ensure_future(registry.heartbeat_service.run()),
-        asyncio.ensure_future(_keep_spare(registry.arena.pool)),
+        asyncio.ensure_future(_refill_spare_files(registry.arena.pool)),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -273,7 +276,7 @@ async def _until_stopped(
         task.result()
 
 
-async def _keep_spare(pool: SparePool) -> None:
+async def _refill_spare_files(pool: SparePool) -> None:
     while True:
         if pool.want.count:
             try:
@@ -314,7 +317,7 @@ async def _keep_spare(pool: SparePool) -> None:
 @click.option(
     "--memory",
     default="0",
-    help="Limit on the memory of all slots, e.g. 64GiB; 0: only the machine's free memory limits it.",
+    help="Limit on the memory of all slots, e.g. 64GiB; 0: only the free memory of machine and container limits it.",
 )
 @click.option(
     "--spare", default="", help="COUNTxSIZE: files to keep ready for slots on a standby node, e.g. 24x2.7GiB."

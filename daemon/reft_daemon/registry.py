@@ -83,23 +83,23 @@ class Registry:
         self._ttl_s = ttl_s
         self._failpoints = failpoints
         self.jobs: dict[str, JobRecord] = {}
-        self._couriers: dict[str, RoundReplicator] = {}
+        self._replicators: dict[str, RoundReplicator] = {}
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
         # jobs whose slot files somebody removed, as already logged
-        self._unlinked: set[str] = set()
+        self._jobs_with_removed_files: set[str] = set()
 
-    def stay_for(self, pid: int) -> None:
+    def keep_for_agent(self, pid: int) -> None:
         """Keeps this daemon running while an agent of this node lives.
 
         A job may begin at any time.
         """
-        facts = stat_of(pid)
-        if facts is not None:
-            self._agents.add(Process(pid, facts.start))
+        stat = stat_of(pid)
+        if stat is not None:
+            self._agents.add(Process(pid, stat.start))
 
-    def visited(self) -> None:
+    def restart_idle_time(self) -> None:
         """Restarts the idle time: an attach has begun.
 
         The job itself comes with the decision of that attach. Until then nothing else keeps this
@@ -113,7 +113,7 @@ class Registry:
             job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.wake)
             job.degraded.decided(record)
             job.adopt()
-            self._start_couriers(job)
+            self._start_replicator(job)
             if job.is_live:
                 self.heartbeat_service.decided(job)
             self.wake(job)  # the slots may hold news for the other nodes
@@ -145,8 +145,8 @@ class Registry:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
             self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.wake)
         job = self.jobs[name]
-        before = job.record.manifest.token
-        if before and before != manifest.token:
+        known_token = job.record.manifest.token
+        if known_token and known_token != manifest.token:
             raise ConfigError(
                 f"this daemon holds job {name} with another token.",
                 "choose another name, or free the old job with reft-cli purge",
@@ -155,9 +155,9 @@ class Registry:
         job.decide(request, holders)
         if is_new:
             job.degraded.decided(job.record)
-        if name in self._couriers:
-            self._couriers.pop(name).close()
-        self._start_couriers(job)
+        if name in self._replicators:
+            self._replicators.pop(name).close()
+        self._start_replicator(job)
         self.heartbeat_service.decided(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
@@ -181,29 +181,29 @@ class Registry:
         batches = job.capsule_replication.of_version(job.all_slots.values(), base)
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
-        async def to(holder: int) -> None:
+        async def send_to(holder: int) -> None:
             for capsules in batches:
                 keep = pb.KeepRequest(job=job.id, epoch=request.epoch, capsules=capsules)
                 try:
-                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, anew=True)
+                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
                 except (grpc.RpcError, OSError) as error:
                     raise AttachError(
                         f"node {nodes[holder].name} does not keep the capsules of {base}: {reason_of(error)}.",
                         "check the daemon of that node",
                     ) from error
 
-        await asyncio.gather(*(to(holder) for holder in job.record.holders))
+        await asyncio.gather(*(send_to(holder) for holder in job.record.holders))
 
-    def _start_couriers(self, job: JobRecord) -> None:
+    def _start_replicator(self, job: JobRecord) -> None:
         if job.record.HasField("decision"):
-            self._couriers[job.id] = RoundReplicator(job, self.peers, self._failpoints)
+            self._replicators[job.id] = RoundReplicator(job, self.peers, self._failpoints)
 
     def wake(self, job: JobRecord) -> None:
         """Tells a job's other nodes the state of the round and of this node's ranks."""
         if job.round is not None:
             job.degraded.heard(job.round.outcome.whole)
-        if job.id in self._couriers:
-            self._couriers[job.id].wake()
+        if job.id in self._replicators:
+            self._replicators[job.id].wake()
         self.heartbeat_service.wake(job.id)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
@@ -230,8 +230,8 @@ class Registry:
     def purge(self, name: str) -> int:
         """Drops a job and its slots; returns the number of freed bytes."""
         job = self.get(name)
-        if name in self._couriers:
-            self._couriers.pop(name).close()
+        if name in self._replicators:
+            self._replicators.pop(name).close()
         del self.jobs[name]
         self.heartbeat_service.forget(name)
         return job.free()
@@ -258,7 +258,7 @@ class Registry:
 
     def _notice_removed_files(self) -> None:
         unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}
-        for name in unlinked - self._unlinked:
+        for name in unlinked - self._jobs_with_removed_files:
             log.error(
                 "job=%s: somebody has removed slot files of this job from %s. Training and snapshots continue, but the "
                 "snapshots are lost when this daemon ends. systemd removes such files when a user's last session ends (set "
@@ -266,15 +266,15 @@ class Registry:
                 name,
                 self.arena.folder,
             )
-        self._unlinked = unlinked
+        self._jobs_with_removed_files = unlinked
 
     async def close(self, purge: bool) -> None:
         """Stops all work. The slots stay for the next daemon unless `purge` is set."""
-        for replicator in self._couriers.values():
+        for replicator in self._replicators.values():
             replicator.close()
         if purge:
             for name in list(self.jobs):
-                self._couriers.pop(name, None)
+                self._replicators.pop(name, None)
                 self.purge(name)
         await self.heartbeat_service.close()
         await self.peers.close()

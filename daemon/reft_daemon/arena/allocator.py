@@ -30,7 +30,7 @@ class SlotAllocator:
         # the event loop keeps only weak references to tasks
         self._tasks: set[asyncio.Future[Any]] = set()
 
-    async def alone(self, act: Callable[[], Awaitable[T]]) -> T:
+    async def run_alone(self, act: Callable[[], Awaitable[T]]) -> T:
         """Runs `act` while no other request of the job runs.
 
         If the caller is cancelled, `act` continues.
@@ -45,7 +45,7 @@ class SlotAllocator:
 
         task = asyncio.ensure_future(locked())
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._discard_task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -53,7 +53,7 @@ class SlotAllocator:
                 raise AttachError(f"job {self._job} was dropped while its slots were made.") from None
             raise
 
-    def _done(self, task: asyncio.Future[Any]) -> None:
+    def _discard_task(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved: the caller may be gone
@@ -66,21 +66,21 @@ class SlotAllocator:
         The arena's turn is held until the slots are finished or freed. Otherwise two requests could
         take the same free memory, and a new job of the same name could use the same files.
         """
-        await self._arena.turn.acquire()
+        await self._arena.allocation_lock.acquire()
         thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, names, geometry, cpus))
         try:
             await asyncio.wait({thread})
         except asyncio.CancelledError:
-            thread.add_done_callback(self._free)
+            thread.add_done_callback(self._free_result)
             raise
-        self._arena.turn.release()
+        self._arena.allocation_lock.release()
         return thread.result()
 
-    def _free(self, thread: asyncio.Future[list[SlotFile]]) -> None:
+    def _free_result(self, thread: asyncio.Future[list[SlotFile]]) -> None:
         if not thread.cancelled() and thread.exception() is None:
             for slot in thread.result():
                 self._arena.free(slot)
-        self._arena.turn.release()
+        self._arena.allocation_lock.release()
 
     def drop(self) -> None:
         """Cancels all running requests: the job is dropped."""

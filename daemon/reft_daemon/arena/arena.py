@@ -48,7 +48,7 @@ log = logging.getLogger("reft.daemon")
 RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and the other fields of a record
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
-_OWN = ("lock", "node-id", "port")  # files beside the folders of the jobs
+_OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -116,8 +116,8 @@ def fits(have: Geometry, want: Geometry) -> bool:
 
 def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
     """Returns `count` unused names for slots of a rank."""
-    mine = [name for name in taken if name.startswith(f"rank-{rank}.")]
-    serial = 1 + max((int(name.rpartition("-")[2]) for name in mine), default=-1)
+    rank_names = [name for name in taken if name.startswith(f"rank-{rank}.")]
+    serial = 1 + max((int(name.rpartition("-")[2]) for name in rank_names), default=-1)
     return [f"rank-{rank}.slot-{serial + i}" for i in range(count)]
 
 
@@ -128,15 +128,15 @@ def claim_folder(folder: Path) -> Path:
         ConfigError: the folder is a link, belongs to another user, or others may write it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode):
+    stats = folder.lstat()
+    if not stat.S_ISDIR(stats.st_mode):
         raise ConfigError(f"{folder} is not a folder.", "name another path")
-    if facts.st_uid != os.getuid():
+    if stats.st_uid != os.getuid():
         raise ConfigError(
-            f"{folder} belongs to uid {facts.st_uid}, you are {os.getuid()}.", "name a folder of your own"
+            f"{folder} belongs to uid {stats.st_uid}, you are {os.getuid()}.", "name a folder of your own"
         )
-    if facts.st_mode & 0o022:
-        raise ConfigError(f"others may write {folder} (mode {facts.st_mode & 0o777:o}).", f"chmod 700 {folder}")
+    if stats.st_mode & 0o022:
+        raise ConfigError(f"others may write {folder} (mode {stats.st_mode & 0o777:o}).", f"chmod 700 {folder}")
     return folder
 
 
@@ -155,7 +155,7 @@ class Arena:
 
     def __init__(self, folder: Path, budget_bytes: int, spare: SpareFiles = SpareFiles()) -> None:  # noqa: B008  frozen
         self.folder = claim_folder(folder)
-        if foreign := _foreign(folder):
+        if foreign := _foreign_name(folder):
             raise ConfigError(
                 f"{folder} holds files that are not reft's, such as {foreign}; slots would be mixed with them.",
                 "name an empty folder of a tmpfs, or a new one",
@@ -163,7 +163,7 @@ class Arena:
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
         # held while slots are made: one request at a time checks for free memory and takes it
-        self.turn = asyncio.Lock()
+        self.allocation_lock = asyncio.Lock()
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
@@ -197,7 +197,7 @@ class Arena:
         Raises:
             OSError: a record can't be opened for now.
         """
-        found = []
+        records = []
         for path in sorted(self.folder.glob("*/record")):
             try:
                 if path.stat().st_size > RECORD_MAX:
@@ -207,12 +207,12 @@ class Arena:
                     raise ValueError(f"it names job {record.manifest.job!r}")
                 if record.node_index >= max(len(record.manifest.nodes), 1):
                     raise ValueError(f"its manifest has no node {record.node_index}")
-                found.append(record)
+                records.append(record)
             except Exception as error:
                 if is_shortage(error):
                     raise
                 log.error("record %s can't be read, so its job can't be restored from this node: %s", path, error)
-        return found
+        return records
 
     def write_record(self, record: pb.JobRecord) -> None:
         """Replaces a job's record.
@@ -242,7 +242,7 @@ class Arena:
                     _replace(path, data)
                     return
             free = limits.file_system_free(self._lock)
-            raise _failure(
+            raise _no_room_or_attach_error(
                 error,
                 f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
                 f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
@@ -254,21 +254,21 @@ class Arena:
         Raises:
             OSError: a slot can't be opened for now.
         """
-        found = []
+        slots = []
         for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
             try:
-                found.append(self._open(job, path))
+                slots.append(self._open(job, path))
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
                 log.error("slot %s can't be used and is renamed to *.bad: %s", path, error)
                 path.rename(path.with_name(path.name + ".bad"))
-        return found
+        return slots
 
     def _open(self, job: str, path: Path) -> SlotFile:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            slot = self._mapped(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            slot = self._map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
             if header.job != job or not path.name.startswith(f"rank-{header.rank}."):
                 raise FormatError(f"its header names job {header.job!r}, rank {header.rank}.")
@@ -278,7 +278,7 @@ class Arena:
             os.close(descriptor)
             raise
 
-    def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+    def _map_slot(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
         if size < 2 * PAGE:
             raise FormatError(f"{size} bytes are too few for a slot.")
         header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
@@ -292,12 +292,12 @@ class Arena:
         Raises:
             FormatError: the descriptor is not a sealed memfd with a slot of that rank.
         """
-        facts = os.fstat(descriptor)
+        stats = os.fstat(descriptor)
         try:
-            is_fixed = stat.S_ISREG(facts.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            is_fixed = stat.S_ISREG(stats.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not is_fixed or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name):
                 raise FormatError(f"the descriptor for {name!r} is not a memfd of fixed size of rank {rank}.")
-            slot = self._mapped(name, None, descriptor, facts.st_size)
+            slot = self._map_slot(name, None, descriptor, stats.st_size)
         except OSError as error:
             raise FormatError(f"the descriptor for {name!r} is not a memfd that can be written: {error}.") from error
         if slot.map.header.job != job or slot.rank != rank:
@@ -341,21 +341,23 @@ class Arena:
         in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
         # counted before the slots exist, so that no spare files take the same memory
         self.held_bytes += size * len(names)
-        made: list[SlotFile] = []
+        new_slots: list[SlotFile] = []
         try:
             with _running_on(cpus):
                 for name in names:
-                    made.append(self._made(job, rank, folder / name if in_tmpfs else None, name, geometry))
+                    new_slots.append(self._make_slot(job, rank, folder / name if in_tmpfs else None, name, geometry))
         except OSError as error:
-            self.held_bytes -= size * (len(names) - len(made))
-            for slot in made:
+            self.held_bytes -= size * (len(names) - len(new_slots))
+            for slot in new_slots:
                 self.free(slot)
-            raise _failure(
-                error, f"{size} bytes for slot {names[len(made)]} can't be allocated: {error}.", "attach with slots=2"
+            raise _no_room_or_attach_error(
+                error,
+                f"{size} bytes for slot {names[len(new_slots)]} can't be allocated: {error}.",
+                "attach with slots=2",
             ) from error
-        return made
+        return new_slots
 
-    def _made(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
+    def _make_slot(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
         size = geometry.file_bytes
         if path:
             # The slot gets its final name after its header. A daemon that dies here leaves no file
@@ -367,7 +369,7 @@ class Arena:
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            pages = self._filled(descriptor, size, name)
+            pages = self._map_with_pages(descriptor, size, name)
             if not path:
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
@@ -380,7 +382,7 @@ class Arena:
             raise
         return slot
 
-    def _filled(self, descriptor: int, size: int, name: str) -> Bytes:
+    def _map_with_pages(self, descriptor: int, size: int, name: str) -> Bytes:
         """Maps a file and makes all its pages, as huge pages where the kernel allows it."""
         present = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
         if present < size:
@@ -408,24 +410,24 @@ class Arena:
         self.reserve.close()
         # also empty where somebody has removed the folder
         if not any(path.is_dir() for path in self.folder.glob("*")):
-            for name in _OWN:
+            for name in _OWN_FILES:
                 (self.folder / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # files of others keep the folder
                 self.folder.rmdir()
         os.close(self._lock)
 
 
-def _foreign(folder: Path) -> str:
+def _foreign_name(folder: Path) -> str:
     """Returns the name of a file that no arena has made; empty if there is none.
 
     A folder with a node-id belonged to an arena before: it always counts as clean.
     """
     if (folder / "node-id").exists():
         return ""
-    drafts = {f"{name}.new" for name in _OWN}
+    drafts = {f"{name}.new" for name in _OWN_FILES}
     for path in sorted(folder.iterdir()):
         is_jobs = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
-        if path.name not in {*_OWN, *drafts} and not is_jobs:
+        if path.name not in {*_OWN_FILES, *drafts} and not is_jobs:
             return path.name
     return ""
 
@@ -465,7 +467,7 @@ class _running_on:
         os.sched_setaffinity(0, self._before)
 
 
-def _failure(error: OSError, message: str, hint: str) -> AttachError:
+def _no_room_or_attach_error(error: OSError, message: str, hint: str) -> AttachError:
     """Returns NoRoom if memory is short, else AttachError.
 
     For NoRoom the daemon drops ended jobs, which helps against no other error.

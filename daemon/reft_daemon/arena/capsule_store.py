@@ -84,7 +84,7 @@ def _checksum(head: bytes, body: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CapsuleFile:
     path: Path
     descriptor: int
     file_bytes: int
@@ -102,11 +102,11 @@ class CapsuleStore:
 
     arena: Arena
     job: str
-    _kept: dict[int, dict[Version, _Kept]] = field(default_factory=dict)
+    _files: dict[int, dict[Version, _CapsuleFile]] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
-        return sum(each.file_bytes for versions in self._kept.values() for each in versions.values())
+        return sum(each.file_bytes for versions in self._files.values() for each in versions.values())
 
     def adopt(self) -> None:
         """Takes over the capsules that an earlier daemon of this arena kept.
@@ -123,7 +123,7 @@ class CapsuleStore:
                 path.unlink()
                 continue
             try:
-                self._take(path)
+                self._open_file(path)
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
@@ -144,31 +144,31 @@ class CapsuleStore:
             raise StaleEpoch(
                 f"{version} of rank {record.rank} is not of the history of epoch {decision.epoch.counter}."
             )
-        versions = self._kept.setdefault(record.rank, {})
+        versions = self._files.setdefault(record.rank, {})
         if version in versions or version in surplus([*versions, version], decision, outcome):
             return
         data = encode(self.job, record)
         self.arena.check_room(len(data))
-        path = self.arena.write_file(self.job, _name(record.rank, version), data)
+        path = self.arena.write_file(self.job, _file_name(record.rank, version), data)
         try:
-            self._take(path)
+            self._open_file(path)
         except (OSError, FormatError) as error:
             raise AttachError(f"the capsule of rank {record.rank}, {version}, can't be kept: {error}.") from error
 
     def prune(self, decision: Decision, outcome: Outcome) -> None:
         """Removes the capsules that no recovery can need any more."""
-        for rank, versions in self._kept.items():
+        for rank, versions in self._files.items():
             for version in surplus(versions, decision, outcome):
                 self._drop(rank, version)
 
-    def copies(self) -> list[pb.CapsuleHeader]:
+    def headers(self) -> list[pb.CapsuleHeader]:
         """Returns the headers of all capsules here, for an inventory."""
         return [
             pb.CapsuleHeader(
-                rank=rank, version=messages.version_to(version), unreplicated_bytes=each.unreplicated_bytes
+                rank=rank, version=messages.version_to(version), unreplicated_bytes=file.unreplicated_bytes
             )
-            for rank, versions in sorted(self._kept.items())
-            for version, each in sorted(versions.items(), key=lambda item: item[0].order)
+            for rank, versions in sorted(self._files.items())
+            for version, file in sorted(versions.items(), key=lambda item: item[0].order)
         ]
 
     def get(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
@@ -177,21 +177,21 @@ class CapsuleStore:
         Raises:
             OSError: the record can't be read for now.
         """
-        each = self._kept.get(rank, {}).get(version)
-        if each is None:
+        file = self._files.get(rank, {}).get(version)
+        if file is None:
             return None
         try:
-            return self._read(each.path.name, each.descriptor)
+            return self._read(file.path.name, file.descriptor)
         except (OSError, FormatError) as error:
             if is_shortage(error):
                 raise
-            _set_aside(each.path, error)
+            _set_aside(file.path, error)
             self._drop(rank, version)
             return None
 
     def free(self) -> None:
         """Removes all capsules of the job."""
-        for rank, versions in self._kept.items():
+        for rank, versions in self._files.items():
             for version in list(versions):
                 self._drop(rank, version)
 
@@ -200,28 +200,28 @@ class CapsuleStore:
         if size > BODY_MAX + HEAD.size + CHECKSUM.size:
             raise FormatError(f"{size} bytes; a capsule's record has at most {BODY_MAX} bytes.")
         job, record = decode(os.pread(descriptor, size, 0))
-        if job != self.job or _name(record.rank, messages.version_from(record.version)) != name:
+        if job != self.job or _file_name(record.rank, messages.version_from(record.version)) != name:
             raise FormatError(
                 f"the file names job {job!r}, rank {record.rank}, {messages.version_from(record.version)}."
             )
         return record
 
-    def _take(self, path: Path) -> None:
+    def _open_file(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             record = self._read(path.name, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        kept = _Kept(path, descriptor, os.fstat(descriptor).st_size, record.unreplicated_bytes)
-        self._kept.setdefault(record.rank, {})[messages.version_from(record.version)] = kept
-        self.arena.held_bytes += kept.file_bytes
+        file = _CapsuleFile(path, descriptor, os.fstat(descriptor).st_size, record.unreplicated_bytes)
+        self._files.setdefault(record.rank, {})[messages.version_from(record.version)] = file
+        self.arena.held_bytes += file.file_bytes
 
     def _drop(self, rank: int, version: Version) -> None:
-        each = self._kept[rank].pop(version)
-        self.arena.held_bytes -= each.file_bytes
-        os.close(each.descriptor)
-        each.path.unlink(missing_ok=True)
+        file = self._files[rank].pop(version)
+        self.arena.held_bytes -= file.file_bytes
+        os.close(file.descriptor)
+        file.path.unlink(missing_ok=True)
 
 
 def check_record(record: pb.CapsuleRecord, world: int) -> None:
@@ -241,7 +241,7 @@ def check_record(record: pb.CapsuleRecord, world: int) -> None:
             )
 
 
-def _name(rank: int, version: Version) -> str:
+def _file_name(rank: int, version: Version) -> str:
     return f"capsule-{rank}.{version.epoch.counter}-{version.epoch.ident.hex()}-{version.step}"
 
 

@@ -29,13 +29,13 @@ def header_of(job: str, slot: SlotFile) -> Header | None:
 def sealed_versions(job: str, slots: Iterable[SlotFile]) -> list[Version]:
     """Returns the versions that the slots hold SEALED, oldest first."""
     headers = [header_of(job, slot) for slot in slots]
-    found = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
-    return sorted(found, key=lambda version: version.order)
+    versions = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
+    return sorted(versions, key=lambda version: version.order)
 
 
-def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
+def header_messages(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
     """Returns the headers of all undamaged slots, as messages for an inventory."""
-    found = []
+    slot_headers = []
     for slot in slots:
         header = header_of(job, slot)
         if header is None:
@@ -49,5 +49,5 @@ def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
         )
         if header.version:
             message.version.CopyFrom(messages.version_to(header.version))
-        found.append(message)
-    return found
+        slot_headers.append(message)
+    return slot_headers

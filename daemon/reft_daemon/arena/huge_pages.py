@@ -22,7 +22,7 @@ import numpy.typing as npt
 from reft.wire.shm import advise, huge_bytes
 
 _COLLAPSE = 25  # MADV_COLLAPSE; Python has no name for it
-_PLACES = 32  # huge pages per call of madvise
+_PAGES_PER_CALL = 32  # huge pages per call of madvise
 # one core nearly saturates memory; the second hides the time that a hypervisor needs to back a page
 _THREADS = 2
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY)  # the kernel was moving a page between its lists
@@ -44,31 +44,31 @@ def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
     """
     size = huge_bytes()
     first, end = -(-begin // size) * size, pages.nbytes // size * size
-    parts = iter(range(first, end, _PLACES * size))
+    blocks = iter(range(first, end, _PAGES_PER_CALL * size))
 
-    def run(_: int) -> int:
-        nonlocal parts
-        made = 0
-        while (at := next(parts, None)) is not None:
-            stop = min(at + _PLACES * size, end)
+    def collapse_blocks(_: int) -> int:
+        nonlocal blocks
+        collapsed_bytes = 0
+        while (at := next(blocks, None)) is not None:
+            stop = min(at + _PAGES_PER_CALL * size, end)
             refused = _collapse(descriptor, pages, range(at, stop, size))
             if not refused:
-                made += stop - at
+                collapsed_bytes += stop - at
             elif refused not in _TRANSIENT:
-                parts = iter(())
-        return made
+                blocks = iter(())
+        return collapsed_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="reft-huge") as pool:
-        return sum(pool.map(run, range(_THREADS)))
+        return sum(pool.map(collapse_blocks, range(_THREADS)))
 
 
-def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], places: range) -> int:
-    """Makes each place one huge page; returns 0, or the errno of the first refusal."""
+def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], offsets: range) -> int:
+    """Makes one huge page at each offset; returns 0, or the errno of the first refusal."""
     try:
-        for place in places:
-            os.pwrite(descriptor, b"\0", place)
+        for offset in offsets:
+            os.pwrite(descriptor, b"\0", offset)
     except OSError as error:  # out of memory: the caller sees it next, and reports it
         return error.errno or errno.EIO
-    some = pages[places.start : places.stop]
+    block = pages[offsets.start : offsets.stop]
     # The second call succeeds if the kernel was still moving a page at the first call.
-    return advise(some, _COLLAPSE) and advise(some, _COLLAPSE)
+    return advise(block, _COLLAPSE) and advise(block, _COLLAPSE)

@@ -35,7 +35,7 @@ def limits(
         margin: share of the machine's memory that stays free.
     """
     memory = psutil.virtual_memory()
-    found = [
+    bounds = [
         MemoryLimit(
             "the machine's free memory",
             memory.available - int(margin * memory.total) + spare_bytes,
@@ -43,7 +43,7 @@ def limits(
         )
     ]
     if budget_bytes:
-        found.append(
+        bounds.append(
             MemoryLimit(
                 "--memory",
                 budget_bytes - held_bytes,
@@ -53,14 +53,14 @@ def limits(
     for group in _groups(proc, cgroups):
         free = _group_free(group)
         if free is not None:
-            found.append(
+            bounds.append(
                 MemoryLimit(
                     f"the memory limit of the cgroup {group}",
                     free + spare_bytes,
                     "raise the container's memory limit, or attach with slots=2",
                 )
             )
-    return found
+    return bounds
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:

@@ -54,16 +54,16 @@ class SparePool:
         self, want: SpareFiles, folder: Path, held: Callable[[], int], limits: Callable[[], list[MemoryLimit]]
     ) -> None:
         self.want = want
-        self._folder, self._held, self._limits = folder, held, limits
+        self._folder, self._held_bytes, self._limits = folder, held, limits
         self._ready: list[int] = []
-        self._growing = 0  # finished bytes of the file that is being made
+        self._growing_bytes = 0  # finished bytes of the file that is being made
         self._lock = threading.Lock()
-        self._said = ""
+        self._logged_reason = ""
 
     @property
     def bytes(self) -> int:
         """Bytes that the spare files have taken from the machine."""
-        return len(self._ready) * self.want.file_bytes + self._growing
+        return len(self._ready) * self.want.file_bytes + self._growing_bytes
 
     def ready_bytes(self, slots: int) -> int:
         """Returns how many bytes of ready files `slots` new slots would use."""
@@ -71,38 +71,38 @@ class SparePool:
 
     def refill(self) -> None:
         """Makes the missing files; blocks meanwhile. A shortage of memory is logged once."""
-        before = len(self._ready)
-        reason = self._refusal(max(self._missing(), 0) * self.want.file_bytes)
-        while not reason and self._missing() > 0:
-            reason = self._make()
-        if reason and reason != self._said:
+        ready_before = len(self._ready)
+        reason = self._refusal(max(self._missing_files(), 0) * self.want.file_bytes)
+        while not reason and self._missing_files() > 0:
+            reason = self._make_file()
+        if reason and reason != self._logged_reason:
             log.warning("spare files take %s of the %s wanted: %s", size(self.bytes), size(self.want.bytes), reason)
-        if len(self._ready) > before:
+        if len(self._ready) > ready_before:
             log.info("%d spare files of %s are ready for slots", len(self._ready), size(self.want.file_bytes))
-        self._said = reason
+        self._logged_reason = reason
 
-    def _missing(self) -> int:
-        room = self.want.bytes - self._held() - self.bytes
+    def _missing_files(self) -> int:
+        room = self.want.bytes - self._held_bytes() - self.bytes
         return room // self.want.file_bytes if self.want.file_bytes else 0
 
     def _refusal(self, need: int) -> str:
         return (refusal(need, self._limits(), "spare memory needs") if need else None) or ""
 
-    def _make(self) -> str:
+    def _make_file(self) -> str:
         """Makes one more file; returns the reason if that fails, else an empty text."""
-        wanted, descriptor = self.want.file_bytes, -1
+        file_bytes, descriptor = self.want.file_bytes, -1
         try:
             descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.ftruncate(descriptor, wanted)
-            pages = map_file(descriptor, wanted)[1]
-            while self._growing < wanted and self.want.count:
-                end = min(self._growing + CHUNK, wanted)
-                if reason := self._refusal(end - self._growing):
+            os.ftruncate(descriptor, file_bytes)
+            pages = map_file(descriptor, file_bytes)[1]
+            while self._growing_bytes < file_bytes and self.want.count:
+                end = min(self._growing_bytes + CHUNK, file_bytes)
+                if reason := self._refusal(end - self._growing_bytes):
                     return reason
-                _fill(descriptor, pages[:end], self._growing)
-                self._growing = end
+                _fill(descriptor, pages[:end], self._growing_bytes)
+                self._growing_bytes = end
             with self._lock:
-                self._growing = 0
+                self._growing_bytes = 0
                 if self.want.count:  # 0: the pool was closed meanwhile
                     self._ready.append(descriptor)
                     descriptor = -1
@@ -110,7 +110,7 @@ class SparePool:
         except OSError as error:
             return str(error)
         finally:
-            self._growing = 0
+            self._growing_bytes = 0
             if descriptor >= 0:
                 os.close(descriptor)
 

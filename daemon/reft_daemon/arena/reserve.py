@@ -47,10 +47,10 @@ class SpaceReserve:
 
     def give(self) -> bool:
         """Gives the whole reserve back; returns False if the reserve was empty."""
-        had, self._bytes = self._bytes, 0
-        if had:
+        reserved_bytes, self._bytes = self._bytes, 0
+        if reserved_bytes:
             os.ftruncate(self._descriptor, 0)
-        return bool(had)
+        return bool(reserved_bytes)
 
     def close(self) -> None:
         """Closes the file, which frees the reserve."""

@@ -20,7 +20,7 @@ def is_shortage(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _SHORT
 
 
-def told(error: OSError) -> AttachError:
+def shortage_error(error: OSError) -> AttachError:
     """Returns the error for a caller: the system refused a call that the daemon needed."""
     return AttachError(
         f"the daemon can't do this now: {error}.", "see the limits of reft-daemon (ulimit -n), or try again"

@@ -63,7 +63,7 @@ class CapsuleReplication:
 
     store: CapsuleStore
     capsule_acks: CapsuleAcks = field(default_factory=lambda: CapsuleAcks(()))
-    _known: Outcome = field(default_factory=Outcome)
+    _known_outcome: Outcome = field(default_factory=Outcome)
     _unreplicated_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
 
     def settle(self, decision: Decision, outcome: Outcome, is_over: bool) -> None:
@@ -78,8 +78,8 @@ class CapsuleReplication:
         """
         self.capsule_acks.settle(outcome)
         if not is_over:
-            self._known = outcome
-        self.store.prune(decision, self._known)
+            self._known_outcome = outcome
+        self.store.prune(decision, self._known_outcome)
 
     def batch(self, slots: Collection[SlotFile], epoch: Epoch, holder: int) -> list[pb.CapsuleRecord]:
         """Returns the records that `holder` lacks, oldest step first, at most one message full.
@@ -131,7 +131,7 @@ class CapsuleReplication:
             if slot.rank != rank:
                 continue
             try:
-                record = self._read(slot, version)
+                record = self._read_record(slot, version)
             except (OSError, FormatError) as error:
                 log.error("slot=%s: the capsule of %s can't be read: %s", slot.name, version, error)
                 continue
@@ -139,44 +139,44 @@ class CapsuleReplication:
                 return record
         return None
 
-    def sealed(self, slots: Collection[SlotFile], epoch: Epoch) -> dict[int, dict[int, int]]:
+    def cell_digests(self, slots: Collection[SlotFile], epoch: Epoch) -> dict[int, dict[int, int]]:
         """Returns an epoch's SEALED steps in a rank's slots: step → cell → digest of the cell.
 
         The digests are compared with those of the replicas. This is needed for a rank that died
         before it reported the step, or that reported it to the previous daemon. Capsules contain
         these digests.
         """
-        found: dict[int, dict[int, int]] = {}
+        digests_by_step: dict[int, dict[int, int]] = {}
         for slot in slots:
             try:
                 header = slot.map.reread()
                 if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
                     compared = capsule_format.decode(slot.map.capsule())["compared"]
-                    found[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
+                    digests_by_step[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
             except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
                 log.error("slot=%s is damaged, or has no digests to compare with its replicas: %s", slot.name, error)
-        return found
+        return digests_by_step
 
-    def _read(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
-        before = slot.map.reread()
-        if before.state is not SlotState.SEALED or before.version != version:
+    def _read_record(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
+        header = slot.map.reread()
+        if header.state is not SlotState.SEALED or header.version != version:
             return None
         try:
             record = pb.CapsuleRecord(
                 rank=slot.rank,
                 version=messages.version_to(version),
-                unreplicated_bytes=self._kept_of(slot.map),
+                unreplicated_bytes=self._unreplicated_bytes_of(slot.map),
                 capsule=slot.map.capsule(),
                 digests=slot.map.digests[: slot.map.chunks].tobytes(),
             )
         except FormatError:
-            if slot.map.reread().seq == before.seq:
+            if slot.map.reread().seq == header.seq:
                 raise
             return None
         # If `seq` has changed, the trainer has begun to write the slot again during this read.
-        return record if slot.map.reread().seq == before.seq else None
+        return record if slot.map.reread().seq == header.seq else None
 
-    def _kept_of(self, slot: SlotMap) -> int:
+    def _unreplicated_bytes_of(self, slot: SlotMap) -> int:
         """Returns the bytes of the slot's unreplicated leaves, which no other slot has."""
         key = (slot.header.layout, slot.header.table_digest)
         if key not in self._unreplicated_bytes:

@@ -34,8 +34,8 @@ class DegradedTime:
         Also called after a restart of the daemon, which forgets the earlier start time.
         """
         self.lasted_s, self._since_s = 0.0, None
-        before = {node.id for node in record.base_manifest.nodes} if record.decision.HasField("base") else set()
-        if before - {node.id for node in record.manifest.nodes}:
+        base_nodes = {node.id for node in record.base_manifest.nodes} if record.decision.HasField("base") else set()
+        if base_nodes - {node.id for node in record.manifest.nodes}:
             self._since_s = time.monotonic()
 
     def heard(self, whole: int) -> None:

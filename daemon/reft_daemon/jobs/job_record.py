@@ -126,15 +126,15 @@ class JobRecord:
             lease = self.leases[entry.rank] = Lease(
                 Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed
             )
-            lease.handed.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
+            lease.given_slots.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
         # only after all leases are known: the end of a trainer writes the record
         for rank, lease in list(self.leases.items()):
             if not lease.closed:
-                self._begin(rank, lease)
+                self._watch_trainer(rank, lease)
         for rank in self.ranks:
-            self._answer_from_slots(rank)
+            self._report_sealed_slots(rank)
 
-    def _begin(self, rank: int, lease: Lease) -> None:
+    def _watch_trainer(self, rank: int, lease: Lease) -> None:
         """Watches the rank's trainer.
 
         Raises:
@@ -178,10 +178,10 @@ class JobRecord:
                     f"epoch {new.epoch.counter} of job {self.id} is over; epoch {self.epoch.counter} is in force."
                 )
         refuse_living(self.id, self.leases)
-        held = self.all_slots
+        slots = self.all_slots
         for name in request.dropped:
-            if name in held and header_of(self.id, held[name]):
-                held[name].map.empty()
+            if name in slots and header_of(self.id, slots[name]):
+                slots[name].map.empty()
         self.record = pb.JobRecord(
             manifest=request.manifest,
             decision=request.decision,
@@ -194,7 +194,7 @@ class JobRecord:
         self._start_round()
         self.save()
         self.since_s = self.ended_s = time.monotonic()
-        self._tell()
+        self._call_listeners()
 
     def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
         """Returns the manifest under which the base was written: the decision's, or a known one."""
@@ -205,8 +205,10 @@ class JobRecord:
         if base.epoch == self.epoch:
             return self.record.manifest
         # No version became whole since the last attach. So both decisions have the same base.
-        before = messages.decision_from(self.record.decision).base
-        is_same = before is not None and before.epoch == base.epoch and self.record.HasField("base_manifest")
+        earlier_base = messages.decision_from(self.record.decision).base
+        is_same = (
+            earlier_base is not None and earlier_base.epoch == base.epoch and self.record.HasField("base_manifest")
+        )
         return self.record.base_manifest if is_same else None
 
     def _start_round(self) -> None:
@@ -220,10 +222,12 @@ class JobRecord:
             self.retired[name] = self.slots.pop(name)  # the slot's rank trains on another node now
 
     def _settle_capsules(self, round: Round) -> None:
-        self.capsule_replication.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
+        self.capsule_replication.settle(
+            messages.decision_from(self.record.decision), round.outcome, self._are_all_closed
+        )
 
     @property
-    def _is_over(self) -> bool:
+    def _are_all_closed(self) -> bool:
         """Whether all trainers here closed their sessions.
 
         A new run may start from what was whole at that moment. So these versions are kept.
@@ -251,24 +255,24 @@ class JobRecord:
                 "attach with a larger chunk_bytes",
             )
         process = Process(request.pid, request.pid_start)
-        self._check_free(request.rank, process)
+        self._check_trainer(request.rank, process)
         if not process.is_alive:
             raise AttachError(
                 f"process {request.pid}, started at {request.pid_start}, does not exist: it can't hold a lease.",
             )
-        slots = await self.allocator.alone(lambda: self._slots_for(request))
+        slots = await self.allocator.run_alone(lambda: self._slots_for(request))
         # Making slots takes time. Meanwhile a newer attach may have come, or the session may be
         # closed.
         self.check_epoch(request.epoch)
-        self._check_free(request.rank, process)
-        before = self.leases.get(request.rank)
-        if before is None or before.watch is None:
-            self._begin(request.rank, Lease(process, request.parent))
+        self._check_trainer(request.rank, process)
+        earlier_lease = self.leases.get(request.rank)
+        if earlier_lease is None or earlier_lease.watch is None:
+            self._watch_trainer(request.rank, Lease(process, request.parent))
             self.save()
-        self.leases[request.rank].handed.update(slot.name for slot in slots)
+        self.leases[request.rank].given_slots.update(slot.name for slot in slots)
         return slots
 
-    def _check_free(self, rank: int, process: Process) -> None:
+    def _check_trainer(self, rank: int, process: Process) -> None:
         """Raises unless the process is the rank's trainer, or may become its trainer.
 
         A process that has closed its session can't become the trainer again.
@@ -284,36 +288,38 @@ class JobRecord:
             raise AttachError(f"process {process.pid} has closed its session as rank {rank} of job {self.id}.")
 
     async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
-        wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
-        mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
-        sound = [slot for slot in mine if header_of(self.id, slot)]
-        fitting = [slot for slot in sound if fits(slot.map.header.geometry, wanted)][: request.slots]
-        if len(fitting) == request.slots:
-            return fitting
-        for slot in mine:
+        geometry = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+        rank_slots = [slot for slot in self.slots.values() if slot.rank == request.rank]
+        undamaged_slots = [slot for slot in rank_slots if header_of(self.id, slot)]
+        fitting_slots = [slot for slot in undamaged_slots if fits(slot.map.header.geometry, geometry)][: request.slots]
+        if len(fitting_slots) == request.slots:
+            return fitting_slots
+        for slot in rank_slots:
             header = header_of(self.id, slot)
-            if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
+            if not self._may_be_written(slot) and (header is None or header.state is SlotState.EMPTY):
                 # freed before new memory is taken, since the slot holds no version
                 self.arena.free(self.slots.pop(slot.name))
         names = next_names(self.all_slots, request.rank, request.slots)
-        made = await self.allocator.create(request.rank, names, wanted, list(request.cpus))
+        new_slots = await self.allocator.create(request.rank, names, geometry, list(request.cpus))
         # Retired only now: if memory is short, the trainer continues with its old slots.
         for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
             self.retired[slot.name] = self.slots.pop(slot.name)
-        self.slots.update({slot.name: slot for slot in made})
-        return made
+        self.slots.update({slot.name: slot for slot in new_slots})
+        return new_slots
 
-    def _is_written(self, slot: SlotFile) -> bool:
+    def _may_be_written(self, slot: SlotFile) -> bool:
         """Whether a living trainer may write the slot.
 
         A trainer writes only slots that it has mapped. It leaves a retired slot once it has begun
         to write a newer slot.
         """
         lease = self.leases.get(slot.rank)
-        if lease is None or lease.watch is None or slot.name not in lease.handed:
+        if lease is None or lease.watch is None or slot.name not in lease.given_slots:
             return False
-        later = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
-        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in later)
+        newer_headers = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
+        return slot.name in self.slots or all(
+            header is None or header.state is SlotState.EMPTY for header in newer_headers
+        )
 
     def take_back(self, slot: SlotFile) -> None:
         """Takes a memfd that a trainer returned after this daemon's restart."""
@@ -322,8 +328,8 @@ class JobRecord:
             return
         self.slots[slot.name] = slot
         if slot.rank in self.leases:
-            self.leases[slot.rank].handed.add(slot.name)
-        self._answer_from_slots(slot.rank)
+            self.leases[slot.rank].given_slots.add(slot.name)
+        self._report_sealed_slots(slot.rank)
 
     # Training
 
@@ -345,13 +351,13 @@ class JobRecord:
         lease = self.leases.get(request.rank)
         if lease is None or self.round is None:
             raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
-        said = messages.report_from(request.steps)
+        step_report = messages.report_from(request.steps)
         lease.trouble = request.trouble
         self.round.hear_request(request.rank, request.requested_every)
-        lease.step = max(lease.step, said.until)
-        if said.sealed:
+        lease.step = max(lease.step, step_report.until)
+        if step_report.sealed:
             self.sealed_s[request.rank] = time.monotonic()
-        self._answer_for(request.rank, said, messages.digests_from(request.steps))
+        self._hear_rank(request.rank, step_report, messages.digests_from(request.steps))
 
     def hear_node(self, request: pb.GatherRequest) -> Outcome:
         """Takes a child's report in the round; returns what is decided so far.
@@ -361,26 +367,26 @@ class JobRecord:
         """
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
-        said, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
-        if self.round.hear_node(request.node_index, said, digests, request.mismatched, request.requested_every):
-            self._changed()
+        node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
+        if self.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every):
+            self._publish_round()
         return self.round.outcome
 
     def hear_outcome(self, outcome: Outcome) -> None:
         """Takes the outcome that the parent sent in the round."""
         if self.round is not None and self.round.hear_outcome(outcome):
-            self._changed()
+            self._publish_round()
 
-    def _answer_for(self, rank: int, said: StepReport, digests: Digests) -> None:
+    def _hear_rank(self, rank: int, report: StepReport, digests: Digests) -> None:
         """Takes the report of a rank here.
 
         A sealed step counts once the holders have the rank's capsule.
         """
         if self.round is None or rank not in self.round.ranks:
             return
-        due = self.capsule_replication.capsule_acks.hear_rank(rank, said, digests)
-        if self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)):
-            self._changed()
+        counted_report = self.capsule_replication.capsule_acks.hear_rank(rank, report, digests)
+        if self.round.hear_rank(rank, counted_report, self.capsule_replication.capsule_acks.digests_of(rank)):
+            self._publish_round()
         else:
             self.on_change(self)
 
@@ -405,45 +411,45 @@ class JobRecord:
         if self.round is not None:
             self._settle_capsules(self.round)
 
-    def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
+    def capsules_for(self, holder: int) -> list[pb.CapsuleRecord]:
         """Returns the capsules that a holder of this node still lacks, at most one message full."""
         return self.capsule_replication.batch(self.all_slots.values(), self.epoch, holder)
 
-    def acknowledged(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
+    def note_kept(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
         """Notes that a holder keeps these records now."""
         if self.round is None or epoch != self.epoch:
             return
-        kept = [(record.rank, record.version.step) for record in records]
+        kept_steps = [(record.rank, record.version.step) for record in records]
         changed = False
-        for rank, due in self.capsule_replication.capsule_acks.acknowledge(holder, kept).items():
+        for rank, due in self.capsule_replication.capsule_acks.acknowledge(holder, kept_steps).items():
             changed = self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)) or changed
         if changed:
-            self._changed()
+            self._publish_round()
 
     def capsule(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
         """Returns a rank's record, from the rank's own slot or from the store."""
         return self.capsule_replication.record(self.all_slots.values(), rank, version)
 
-    def _changed(self) -> None:
+    def _publish_round(self) -> None:
         self._free_retired()
         if self.round is not None:
             self._settle_capsules(self.round)
         if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
             self.record.had_whole = True
-            self._note()
-        self._tell()
+            self._save_or_log()
+        self._call_listeners()
         self.on_change(self)
 
-    def _tell(self) -> None:
+    def _call_listeners(self) -> None:
         for listener in list(self.listeners):
             listener()
 
     def _free_retired(self) -> None:
-        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._is_over:
+        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._are_all_closed:
             return
         whole = Version(self.epoch, self.round.outcome.whole)
         for name, slot in list(self.retired.items()):
-            if self._is_written(slot):
+            if self._may_be_written(slot):
                 continue
             header = header_of(self.id, slot)
             if header is None or header.version is None or header.version.is_older_than(whole):
@@ -469,7 +475,7 @@ class JobRecord:
         self.ended_s = time.monotonic()
         how = "closed" if lease.closed else "died"
         log.info("job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
-        self._note()
+        self._save_or_log()
         self.on_change(self)
         task = asyncio.ensure_future(self.seal_landed(rank))
         task.add_done_callback(_log_failure)
@@ -490,13 +496,13 @@ class JobRecord:
                     log.info("job=%s rank=%d sealed %s for its ended trainer", self.id, rank, slot.map.header.version)
             except FormatError as error:
                 log.error("job=%s rank=%d %s can't be sealed: %s", self.id, rank, header.version, error)
-        self._answer_from_slots(rank)
+        self._report_sealed_slots(rank)
 
-    def _answer_from_slots(self, rank: int) -> None:
-        found = self.capsule_replication.sealed(
+    def _report_sealed_slots(self, rank: int) -> None:
+        digests_by_step = self.capsule_replication.cell_digests(
             [slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch
         )
-        self._answer_for(rank, StepReport(sealed=frozenset(found)), found)
+        self._hear_rank(rank, StepReport(sealed=frozenset(digests_by_step)), digests_by_step)
 
     def sealed_versions(self, rank: int) -> list[Version]:
         """Returns the versions that the rank's slots hold SEALED, oldest first."""
@@ -506,7 +512,7 @@ class JobRecord:
 
     def headers(self) -> list[pb.SlotHeader]:
         """Returns the headers of all slots; damaged slots are left out."""
-        return headers.messages_of(self.id, self.all_slots.values())
+        return headers.header_messages(self.id, self.all_slots.values())
 
     def save(self) -> None:
         """Writes the record to the arena, so that a restarted daemon knows the same."""
@@ -516,7 +522,7 @@ class JobRecord:
             self.record.leases.add(rank=rank, pid=pid, pid_start=start, parent=lease.parent, closed=lease.closed)
         self.arena.write_record(self.record)
 
-    def _note(self) -> None:
+    def _save_or_log(self) -> None:
         """Saves facts that only a restarted daemon needs.
 
         A failure is logged: this daemon can go on.

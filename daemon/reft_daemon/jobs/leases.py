@@ -33,10 +33,10 @@ class Lease:
     closed: bool = False
     step: int = -1
     trouble: str = ""
-    handed: set[str] = field(default_factory=set)
+    given_slots: set[str] = field(default_factory=set)
 
 
-async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new: Collection[int]) -> None:
+async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new_pids: Collection[int]) -> None:
     """Ends the orphans of an earlier attach, all at once: each may take seconds to free memory.
 
     Args:
@@ -44,24 +44,24 @@ async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, 
         leases: rank → its trainer.
         same_launch: whether the new attach belongs to the same launch; then all earlier trainers
             are orphans.
-        new: pids of the processes that attach.
+        new_pids: pids of the processes that attach.
 
     Raises:
         AlreadyAttached: a trainer lives and is no orphan; no process was ended.
         AttachError: an orphan does not die.
     """
-    orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new)]
+    orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new_pids)]
     for rank, lease in orphans:
         log.warning("job=%s rank=%d ending orphan pid=%d", job, rank, lease.process.pid)
-    ended = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
-    for (rank, lease), has_ended in zip(orphans, ended, strict=True):
+    kill_results = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
+    for (rank, lease), has_ended in zip(orphans, kill_results, strict=True):
         if not has_ended:
             raise AttachError(
                 f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end that process by hand"
             )
 
 
-def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new: Collection[int]) -> bool:
+def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new_pids: Collection[int]) -> bool:
     """Whether a rank's trainer lives and must be ended for a new attach.
 
     Raises:
@@ -69,12 +69,12 @@ def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new: Collec
     """
     if lease.watch is None:
         return False
-    if lease.process.pid in new:
+    if lease.process.pid in new_pids:
         raise AlreadyAttached(
             f"rank {rank} of job {job} is attached by this very process.", "close the earlier session first"
         )
     if not same_launch and not lease.process.is_orphan(lease.parent):
-        raise _lives(job, rank, lease)
+        raise _living_trainer_error(job, rank, lease)
     return True
 
 
@@ -85,10 +85,10 @@ def refuse_living(job: str, leases: Mapping[int, Lease]) -> None:
     """
     for rank, lease in leases.items():
         if lease.watch is not None:
-            raise _lives(job, rank, lease)
+            raise _living_trainer_error(job, rank, lease)
 
 
-def _lives(job: str, rank: int, lease: Lease) -> AlreadyAttached:
+def _living_trainer_error(job: str, rank: int, lease: Lease) -> AlreadyAttached:
     return AlreadyAttached(
         f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
         "end that run, or give this run another name with job= or REFT_JOB",
@@ -121,10 +121,10 @@ class ProcessWatch:
             os.close(self._descriptor)
             raise
         self._on_end = on_end
-        self._over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._end)
+        self._ended_event = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._process_ended)
 
-    def _end(self) -> None:
+    def _process_ended(self) -> None:
         self.close()
         self._on_end()
 
@@ -133,19 +133,19 @@ class ProcessWatch:
 
         Returns False if the process still lives after FENCE_DEADLINE_S.
         """
-        if not self._over.is_set():
+        if not self._ended_event.is_set():
             # the process was just reaped; the event loop does not know yet
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         try:
-            await asyncio.wait_for(self._over.wait(), FENCE_DEADLINE_S)
+            await asyncio.wait_for(self._ended_event.wait(), FENCE_DEADLINE_S)
         except asyncio.TimeoutError:
             return False
         return True
 
     def close(self) -> None:
         """Stops watching: the process has ended, or has closed its session."""
-        self._over.set()
+        self._ended_event.set()
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)

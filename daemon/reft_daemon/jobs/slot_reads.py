@@ -48,7 +48,7 @@ async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[
         raise UnreadableSlot(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
     end = min(request.offset + request.size, slot.file_bytes)
     if request.checked:
-        await asyncio.to_thread(_check, slot, request.offset, end)
+        await asyncio.to_thread(_check_digests, slot, request.offset, end)
     for at in range(request.offset, end, READ_CHUNK):
         try:
             data = os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
@@ -63,10 +63,10 @@ async def read_here(job: JobRecord, request: pb.ReadRequest, into: Bytes) -> Non
     Raises:
         UnreadableSlot, FormatError: see `read`; also FormatError if fewer or more bytes came.
     """
-    whole = b"".join([data async for data in read(job, request)])
-    if len(whole) != into.nbytes:
-        raise FormatError(f"slot {request.slot} gave {len(whole)} of {into.nbytes} bytes.")
-    into[:] = np.frombuffer(whole, np.uint8)
+    data_read = b"".join([data async for data in read(job, request)])
+    if len(data_read) != into.nbytes:
+        raise FormatError(f"slot {request.slot} gave {len(data_read)} of {into.nbytes} bytes.")
+    into[:] = np.frombuffer(data_read, np.uint8)
 
 
 def status_of(error: ReftError) -> grpc.StatusCode:
@@ -74,7 +74,7 @@ def status_of(error: ReftError) -> grpc.StatusCode:
     return error.status if isinstance(error, UnreadableSlot) else rpc.status_of(error)
 
 
-def _check(slot: SlotFile, begin: int, end: int) -> None:
+def _check_digests(slot: SlotFile, begin: int, end: int) -> None:
     """Raises FormatError if a chunk of the data between two offsets of the file is damaged."""
     header = slot.map.header
     size, data = header.geometry.chunk_bytes, header.geometry.data_offset
@@ -95,9 +95,9 @@ def is_damage(error: BaseException) -> bool:
 
 def refuse_living(job: JobRecord) -> None:
     """Raises AttachError while trainers of the job live."""
-    living = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
-    if living:
+    living_ranks = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
+    if living_ranks:
         raise AttachError(
-            f"process {job.leases[living[0]].process.pid} trains rank {living[0]} of job {job.id}.",
+            f"process {job.leases[living_ranks[0]].process.pid} trains rank {living_ranks[0]} of job {job.id}.",
             "end the job's trainers first; or let the job attach again, which finds lost nodes without a rebuild",
         )

@@ -42,7 +42,7 @@ LATE_SHOWN_S = 3.0
 TICK_S = 0.1
 # seconds since another node spoke of a newer round, before this node says that it is left behind: a
 # slow rendezvous is no loss
-LEFT_S = 5.0
+LEFT_BEHIND_S = 5.0
 LINGER_S = 60.0  # after the end of the last trainer and the agent's last beat
 # after a rank was found to make no progress; by then other nodes have reported their ranks
 KILL_AFTER_S = 1.0
@@ -71,13 +71,13 @@ class AgentProcess:
 
     Attributes:
         pid: process id.
-        said: the phase in the agent's last beat.
+        phase: the phase in the agent's last beat.
         last_s: time of the last beat.
         watch: None if the process can't be watched, or has ended.
     """
 
     pid: int
-    said: AgentPhase
+    phase: AgentPhase
     last_s: float
     watch: ProcessWatch | None = None
 
@@ -88,8 +88,8 @@ class JobMonitor:
     Args:
         job: name of the job.
         own: id of this node.
-        term: the first membership view.
-        held: launch → this daemon's record of the job; None before the first attach.
+        view: the first membership view.
+        find_record: launch → this daemon's record of the job; None before the first attach.
         on_final: called at once when a node's signal becomes final.
     """
 
@@ -97,64 +97,68 @@ class JobMonitor:
         self,
         job: str,
         own: str,
-        term: MembershipView,
-        held: Callable[[str], JobRecord | None],
+        view: MembershipView,
+        find_record: Callable[[str], JobRecord | None],
         on_final: Callable[[JobMonitor], None],
     ) -> None:
         self.job = job
-        self.term, self._own = term, own
-        self._held_in = held
+        self.view, self._own = view, own
+        self._find_record = find_record
         self._on_final = on_final
         self._agent: AgentProcess | None = None
         self.version = time.time_ns()  # starts above all versions of an earlier daemon
         self.news = asyncio.Event()
-        self._looked_s = time.monotonic()
-        self._late = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
-        self._left: tuple[float, str] | None = None
-        self._paces: dict[int, StepProgress] = {}
+        self._last_look_s = time.monotonic()
+        self._last_delay = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
+        self._left_behind: tuple[float, str] | None = None
+        self._progress_of: dict[int, StepProgress] = {}
         self._active_s = time.monotonic()
         # trainers whose death says nothing about this view
-        self._past: frozenset[Process] = frozenset()
-        self.given_up = GivenUpNodes(term.launch, term.round)
-        self._start(term, self._trainers(lambda lease: lease.watch is None))
+        self._ignored_trainers: frozenset[Process] = frozenset()
+        self.given_up = GivenUpNodes(view.launch, view.round)
+        self._set_view(view, self._trainers(lambda lease: lease.watch is None))
 
-    def begin(self, term: MembershipView) -> None:
+    def start_view(self, view: MembershipView) -> None:
         """Starts a new membership view. Everything is forgotten, except which nodes were lost."""
-        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.detector.lost())
+        self.given_up = self.given_up.next(view.launch, view.round, view.nodes, self.detector.lost())
         # An agent announces a round before its workers attach. So the trainers that are here now
         # were ended for that round.
-        self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
+        self._set_view(view, self._trainers(lambda lease: bool(view.launch) or lease.watch is None))
 
     @property
-    def _held(self) -> JobRecord | None:
-        return self._held_in(self.term.launch)
+    def _job_record(self) -> JobRecord | None:
+        return self._find_record(self.view.launch)
 
     def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
-        held = self._held
-        return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
+        job_record = self._job_record
+        return (
+            frozenset(each.process for each in job_record.leases.values() if condition(each))
+            if job_record
+            else frozenset()
+        )
 
-    def _start(self, term: MembershipView, past: frozenset[Process]) -> None:
+    def _set_view(self, view: MembershipView, ignored_trainers: frozenset[Process]) -> None:
         now_s = time.monotonic()
-        self.term, self._past = term, past
-        self.detector = FailureDetector(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
+        self.view, self._ignored_trainers = view, ignored_trainers
+        self.detector = FailureDetector(self._own, {node: each.name for node, each in view.nodes.items()}, now_s)
         self._signal_log = SignalLog(self.detector)
-        self._left = None
-        self._paces.clear()
+        self._left_behind = None
+        self._progress_of.clear()
         self._active_s = now_s
-        self._tell()
-        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, term.launch, term.round, len(term.nodes))
+        self._wake_listeners()
+        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, view.launch, view.round, len(view.nodes))
 
     # What is heard
 
-    def agent_beat(self, pid: int, said: AgentPhase) -> None:
+    def agent_beat(self, pid: int, phase: AgentPhase) -> None:
         """Takes a beat of this node's own agent."""
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
             self._forget_agent()
-            self._agent = AgentProcess(pid, said, now_s)
+            self._agent = AgentProcess(pid, phase, now_s)
         if self._agent.watch is None:
             self._agent.watch = self._watch_agent(pid)
-        self._agent.said, self._agent.last_s = said, now_s
+        self._agent.phase, self._agent.last_s = phase, now_s
         self.look(now_s)
 
     def has_other_agent(self, pid: int) -> bool:
@@ -163,16 +167,16 @@ class JobMonitor:
 
     def _watch_agent(self, pid: int) -> ProcessWatch | None:
         try:
-            facts = stat_of(pid)
-            return ProcessWatch(Process(pid, facts.start), self._agent_ended) if facts else None
+            stat = stat_of(pid)
+            return ProcessWatch(Process(pid, stat.start), self._agent_ended) if stat else None
         except OSError:  # the next beat tries again
             return None
 
     def _agent_ended(self) -> None:
         if self._agent is not None:
             self._agent.watch = None
-            if self._agent.said is not AgentPhase.FINISHED:
-                self._agent.said = AgentPhase.DEAD
+            if self._agent.phase is not AgentPhase.FINISHED:
+                self._agent.phase = AgentPhase.DEAD
             log.info("job=%s agent pid=%d has ended", self.job, self._agent.pid)
         self.look(time.monotonic())
 
@@ -181,7 +185,7 @@ class JobMonitor:
             self._agent.watch.close()
         self._agent = None
 
-    def lives(self, node: str) -> None:
+    def note_alive(self, node: str) -> None:
         """Notes that a node's daemon or agent is alive; its round does not matter."""
         self.given_up = self.given_up.without(node)
 
@@ -192,19 +196,19 @@ class JobMonitor:
             StaleEpoch: the message is of an older round.
             AttachError: the message is of another launch.
         """
-        if launch != self.term.launch:
-            raise AttachError(f"job {self.job} is watched for launch {self.term.launch!r} here, not for {launch!r}.")
-        if round < self.term.round:
-            raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.term.round} has begun.")
-        return round == self.term.round
+        if launch != self.view.launch:
+            raise AttachError(f"job {self.job} is watched for launch {self.view.launch!r} here, not for {launch!r}.")
+        if round < self.view.round:
+            raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.view.round} has begun.")
+        return round == self.view.round
 
     def left_behind(self, reason: str) -> None:
         """Notes that another node is in a newer round."""
-        self._left = self._left or (time.monotonic(), reason)
+        self._left_behind = self._left_behind or (time.monotonic(), reason)
 
     def attached(self) -> None:
         """Forgets the ranks' usual step times: a new attach within this view may change them."""
-        self._paces.clear()
+        self._progress_of.clear()
 
     # What follows
 
@@ -215,102 +219,108 @@ class JobMonitor:
         first call may come from a waiting message, such as its own agent's beat. Without this check
         all nodes would look silent.
         """
-        late_s, self._looked_s = now_s - self._looked_s - TICK_S, now_s
+        late_s, self._last_look_s = now_s - self._last_look_s - TICK_S, now_s
         if late_s > LATE_S:
-            self._late = (late_s, now_s)
+            self._last_delay = (late_s, now_s)
         facts = self._facts(now_s)
         changes = self.detector.look(now_s, late_s, self_report(self._own, facts), facts.stall is not None)
-        self.changed(changes)
+        self.publish(changes)
 
-    def changed(self, changes: Iterable[SignalChange]) -> None:
+    def publish(self, changes: Iterable[SignalChange]) -> None:
         """Publishes changes of signals to agents and to the log."""
-        told = [change for change in changes if change.is_news]
+        news = [change for change in changes if change.is_news]
         now_s = time.monotonic()
-        self._signal_log.heard(told, now_s)
+        self._signal_log.heard(news, now_s)
         for change in self._signal_log.due(now_s):
-            each = self.detector.members[change.node]
+            member = self.detector.members[change.node]
             level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
-            log.log(level, "job=%s node=%s %s -> %s %s", self.job, each.name, change.before.name, change.after.name,
-                    each.reason)  # fmt: skip
-        if told:
-            self._tell()
-        if any(change.after.is_final for change in told):
+            log.log(level, "job=%s node=%s %s -> %s %s", self.job, member.name, change.before.name, change.after.name,
+                    member.reason)  # fmt: skip
+        if news:
+            self._wake_listeners()
+        if any(change.after.is_final for change in news):
             self._on_final(self)
 
-    def _tell(self) -> None:
+    def _wake_listeners(self) -> None:
         self.version += 1
         self.news.set()
         self.news = asyncio.Event()
 
     @property
-    def word(self) -> NodeReport:
+    def own_report(self) -> NodeReport:
         """This node's report on itself, as of now."""
         return self_report(self._own, self._facts(time.monotonic()))
 
     def _facts(self, now_s: float) -> NodeFacts:
-        held = self._held
+        job = self._job_record
         agent = self._agent
-        leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
-        late_s, late_at_s = self._late
-        stall = self._stall(held, now_s)
-        awaited = self._awaited(stall) if stall else None
-        is_left = self._left is not None and now_s - self._left[0] > LEFT_S
+        leases = {} if job is None else {rank: job.leases[rank] for rank in job.ranks if rank in job.leases}
+        late_s, late_at_s = self._last_delay
+        stall = self._stall(job, now_s)
+        awaited = self._awaited_stall(stall) if stall else None
+        is_left_behind = self._left_behind is not None and now_s - self._left_behind[0] > LEFT_BEHIND_S
         return NodeFacts(
             died=tuple(
                 (rank, each.process.pid) for rank, each in leases.items()
-                if each.watch is None and not each.closed and each.process not in self._past
+                if each.watch is None and not each.closed and each.process not in self._ignored_trainers
             ),
-            agent=agent.said if agent else None,
+            agent=agent.phase if agent else None,
             agent_pid=agent.pid if agent else 0,
             # With an agent, only the agent's FINISHED counts as the end: an exception closes a
             # session, too.
-            closed=agent is None and bool(leases) and len(leases) == len(held.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
-            snaps=held is not None and held.round is not None and held.round.is_open,
+            closed=agent is None and bool(leases) and len(leases) == len(job.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
+            snaps=job is not None and job.round is not None and job.round.is_open,
             stall=stall, laggard=awaited.rank if awaited else None,
             late_s=late_s if now_s - late_at_s < LATE_SHOWN_S else 0.0,
-            left_behind=self._left[1] if self._left and is_left else "",
+            left_behind=self._left_behind[1] if self._left_behind and is_left_behind else "",
         )  # fmt: skip
 
-    def _stall(self, held: JobRecord | None, now_s: float) -> Stall | None:
+    def _stall(self, job_record: JobRecord | None, now_s: float) -> Stall | None:
         """Returns the rank of this node that delays the others; None if all make progress."""
-        if held is None:
+        if job_record is None:
             return None
-        found = []
-        for rank, lease in held.leases.items():
-            pace = self._paces.setdefault(rank, StepProgress())
-            pace.saw(lease.step, now_s)
-            still_s = pace.stands_still_s(now_s)
+        stalls = []
+        for rank, lease in job_record.leases.items():
+            progress = self._progress_of.setdefault(rank, StepProgress())
+            progress.saw(lease.step, now_s)
+            still_s = progress.stands_still_s(now_s)
             if still_s is not None and lease.watch is not None:
-                found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, _is_stopped(lease.process.pid)))
-        return laggard(found)
+                stalls.append(
+                    Stall(rank, progress.step, still_s, progress.usual_s or 0.0, _is_stopped(lease.process.pid))
+                )
+        return laggard(stalls)
 
-    def _awaited(self, own: Stall) -> Stall:
+    def _awaited_stall(self, own: Stall) -> Stall:
         """Returns the stall that the whole job waits for, as far as this node knows.
 
         It compares the ranks of this node with those that other nodes reported.
         """
-        words = [each.word for node, each in self.detector.members.items() if node != self._own]
-        return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
+        reports = [each.word for node, each in self.detector.members.items() if node != self._own]
+        return laggard([own, *(word.stall for word in reports if word is not None and word.stall is not None)]) or own
 
     def to_kill(self) -> Stall | None:
         """Returns the local rank that the whole job waits for, if the wait has lasted long enough.
 
         None if the job waits for another node's rank, or for none.
         """
-        here = self.detector.members[self._own]
-        own = self.word.stall
-        if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
+        own_node = self.detector.members[self._own]
+        own_stall = self.own_report.stall
+        if (
+            own_stall is None
+            or own_node.signal is not Signal.SUSPECT
+            or time.monotonic() - own_node.since_s < KILL_AFTER_S
+        ):
             return None
-        others = (each.signal for node, each in self.detector.members.items() if node != self._own)
-        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
+        other_signals = (each.signal for node, each in self.detector.members.items() if node != self._own)
+        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in other_signals):
             return None  # ranks here wait for that node, and the job restarts because of it
-        return own if self._awaited(own) is own else None
+        return own_stall if self._awaited_stall(own_stall) is own_stall else None
 
     def is_over(self, now_s: float) -> bool:
         """Whether nobody has worked on the job here for LINGER_S, so that the watch can end."""
-        held = self._held
-        is_spoken_for = self._agent is not None and self._agent.watch is not None
-        if is_spoken_for or (held is not None and held.is_live):
+        job_record = self._job_record
+        has_living_agent = self._agent is not None and self._agent.watch is not None
+        if has_living_agent or (job_record is not None and job_record.is_live):
             self._active_s = now_s
         if self._agent is not None:
             self._active_s = max(self._active_s, self._agent.last_s)
@@ -318,12 +328,12 @@ class JobMonitor:
 
     def close(self) -> None:
         self._forget_agent()
-        self._tell()
+        self._wake_listeners()
 
 
 def _is_stopped(pid: int) -> bool:
     """Whether a process is known to be stopped, or stuck in the kernel."""
     with contextlib.suppress(OSError):
-        facts = stat_of(pid)
-        return facts is not None and facts.state in "TtD"
+        stat = stat_of(pid)
+        return stat is not None and stat.state in "TtD"
     return False

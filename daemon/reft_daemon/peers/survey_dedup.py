@@ -59,10 +59,10 @@ def _manifests(
     decision: pb.Decision, holder: pb.JobRecord | pb.InventoryReply
 ) -> list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]]:
     """Returns (epoch, field, manifest) of each manifest that is present."""
-    found: list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]] = []
+    manifests: list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]] = []
     if holder.HasField("manifest"):
-        found.append((decision.epoch.SerializeToString(deterministic=True), "manifest", holder.manifest))
+        manifests.append((decision.epoch.SerializeToString(deterministic=True), "manifest", holder.manifest))
     if holder.HasField("base_manifest"):
         epoch = decision.base.epoch.SerializeToString(deterministic=True)
-        found.append((epoch, "base_manifest", holder.base_manifest))
-    return found
+        manifests.append((epoch, "base_manifest", holder.base_manifest))
+    return manifests

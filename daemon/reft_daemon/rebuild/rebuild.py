@@ -43,7 +43,7 @@ from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.registry import Registry
 
 log = logging.getLogger("reft.daemon")
-BANDS_AT_ONCE = 2  # one slice is read while another is decoded
+SLICES_AT_ONCE = 2  # one slice is read while another is decoded
 READ_DEADLINE_S = 30.0
 PATIENCE_S = 5.0
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Rebuild:
     request: pb.RebuildRequest
     _read_bytes: int = 0
     # rank → offset of the data in its slot's file
-    _data_at: dict[int, int] = field(default_factory=dict)
+    _data_offsets: dict[int, int] = field(default_factory=dict)
 
     @property
     def version(self) -> Version:
@@ -98,8 +98,8 @@ class Rebuild:
             NoRoom: the slots don't fit.
         """
         request = self.request
-        placement, layouts = await self._placed()
-        work = await _in_thread(self._stripes, placement)
+        placement, layouts = await self._placement_and_layouts()
+        stripe_rebuilds = await _in_thread(self._stripes, placement)
         name = request.manifest.job
         is_new = name not in self.registry.jobs
         if not is_new:
@@ -107,12 +107,12 @@ class Rebuild:
         job = await self._adopt()
         lost: list[_Lost] = []
         try:
-            lost = [await self._fetch(job, each, placement, layouts) for each in request.lost]
-            await self._open(job, lost, work)
-            await self._fill(job, lost, placement, work)
+            lost = [await self._fetch_capsule(job, each, placement, layouts) for each in request.lost]
+            await self._prepare_slots(job, lost, stripe_rebuilds)
+            await self._decode_slices(job, lost, placement, stripe_rebuilds)
             for each in lost:
                 await self._verify(each, placement)
-            self._check_still(job)
+            self._check_not_replaced(job)
             headers = [self._seal(job, each) for each in lost]
         except DamagedSource as error:
             log.warning("job=%s rebuild: %s", name, error)
@@ -129,7 +129,7 @@ class Rebuild:
 
     # What is to be done
 
-    async def _placed(self) -> tuple[Placement, dict[int, Layout]]:
+    async def _placement_and_layouts(self) -> tuple[Placement, dict[int, Layout]]:
         """Returns the placement of the version's epoch, and the predicted layout of each lost rank.
 
         Raises:
@@ -152,8 +152,8 @@ class Rebuild:
         return await _in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
 
     def _stripes(self, placement: Placement) -> list[StripeRebuild]:
-        have = {each.rank for each in self.request.slots}
-        return list(stripes(placement, have, {each.rank for each in self.request.lost}))
+        surviving_ranks = {each.rank for each in self.request.slots}
+        return list(stripes(placement, surviving_ranks, {each.rank for each in self.request.lost}))
 
     async def _adopt(self) -> JobRecord:
         """Makes the job known, as an attach would have done on the lost node.
@@ -171,7 +171,7 @@ class Rebuild:
             raise StaleEpoch(f"epoch {job.epoch.counter} of job {job.id} is in force here.")
         return job
 
-    async def _fetch(
+    async def _fetch_capsule(
         self, job: JobRecord, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
     ) -> _Lost:
         """Fetches a lost rank's capsule, and works out the table and size of the rank's slot.
@@ -180,33 +180,35 @@ class Rebuild:
             DamagedSource: the capsule is missing or damaged.
             ConfigError: the slot had bytes that no other slot has.
         """
-        node, what = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
-        record = await self._capsule(job, node, lost.rank)
+        node, capsule_name = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
+        record = await self._request_capsule(job, node, lost.rank)
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != self.version:
-            raise DamagedSource(node, what, "the capsule is missing")
-        part = placement.part(lost.rank)
-        chunks = -(-part.data_bytes // placement.chunk_bytes)
+            raise DamagedSource(node, capsule_name, "the capsule is missing")
+        rank_placement = placement.part(lost.rank)
+        chunks = -(-rank_placement.data_bytes // placement.chunk_bytes)
         try:
             tree = capsule_format.decode(record.capsule)
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
-            raise DamagedSource(node, what, str(error)) from error
+            raise DamagedSource(node, capsule_name, str(error)) from error
         if record.unreplicated_bytes or len(record.digests) != 8 * chunks:
             raise ConfigError(
                 f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, and "
                 f"{len(record.digests) // 8} chunks, where the placement has {chunks}: it can't be rebuilt."
             )
         table = rebuilt_table(placement, layouts[lost.rank], lost.rank, absent)
-        return _Lost(lost.rank, record, table, part.data_bytes)
+        return _Lost(lost.rank, record, table, rank_placement.data_bytes)
 
-    async def _capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
+    async def _request_capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
         if self._is_here(node):
             return job.capsule(rank, self.version)
-        ask = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
+        capsule_request = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
         token = self.request.manifest.token
         try:
-            reply = await _patiently(
-                lambda: self.registry.peers.call(node, token, pb_grpc.DaemonStub, "FetchCapsule", ask, READ_DEADLINE_S)
+            reply = await _retry_while_unavailable(
+                lambda: self.registry.peers.call(
+                    node, token, pb_grpc.DaemonStub, "FetchCapsule", capsule_request, READ_DEADLINE_S
+                )
             )
         except (grpc.RpcError, OSError) as error:
             if slot_reads.is_damage(error):
@@ -219,17 +221,19 @@ class Rebuild:
 
     # Slots
 
-    async def _open(self, job: JobRecord, lost: Iterable[_Lost], work: Iterable[StripeRebuild]) -> None:
+    async def _prepare_slots(
+        self, job: JobRecord, lost: Iterable[_Lost], stripe_rebuilds: Iterable[StripeRebuild]
+    ) -> None:
         """Checks all needed sources, then makes WRITING slots for the lost ranks."""
-        needed = {piece.rank for stripe in work for piece in stripe.read}
+        needed = {piece.rank for stripe in stripe_rebuilds for piece in stripe.read}
         sources = {each.rank: each for each in self.request.slots}
-        await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
+        await asyncio.gather(*(self._check_source(job, sources[rank]) for rank in sorted(needed)))
         for each in lost:
-            slot = await _to_its_end(job.allocator.alone(partial(self._made, job, each)))
+            slot = await _run_to_end(job.allocator.run_alone(partial(self._make_slot, job, each)))
             slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
 
-    async def _made(self, job: JobRecord, lost: _Lost) -> SlotFile:
-        self._check_still(job)
+    async def _make_slot(self, job: JobRecord, lost: _Lost) -> SlotFile:
+        self._check_not_replaced(job)
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
         (slot,) = await job.allocator.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
         lost.slot = slot
@@ -243,9 +247,9 @@ class Rebuild:
         is_own = self.version.epoch == messages.epoch_from(request.decision.epoch)
         return (request.manifest if is_own else request.base_manifest).chunk_bytes
 
-    async def _look(self, job: JobRecord, source: pb.SlotSource) -> None:
+    async def _check_source(self, job: JobRecord, source: pb.SlotSource) -> None:
         head = np.zeros(2 * PAGE, np.uint8)
-        await self._read(job, source, 0, head, checked=False)
+        await self._read_source(job, source, 0, head, checked=False)
         node = self.request.nodes[source.node]
         try:
             header = best_header(head)
@@ -253,9 +257,9 @@ class Rebuild:
             raise DamagedSource(node, source.slot, str(error)) from error
         if (header.rank, header.version, header.state) != (source.rank, self.version, SlotState.SEALED):
             raise DamagedSource(node, source.slot, f"it holds {header.version} of rank {header.rank}")
-        self._data_at[source.rank] = header.geometry.data_offset
+        self._data_offsets[source.rank] = header.geometry.data_offset
 
-    async def _read(
+    async def _read_source(
         self, job: JobRecord, source: pb.SlotSource, offset: int, into: Bytes, checked: bool = True
     ) -> None:
         """Fills `into` with bytes of a source's file.
@@ -265,15 +269,17 @@ class Rebuild:
             AttachError: the node can't be reached.
         """
         node = self.request.nodes[source.node]
-        ask = pb.ReadRequest(
+        read_request = pb.ReadRequest(
             job=job.id, slot=source.slot, version=self.request.version, offset=offset, size=into.nbytes, checked=checked
         )
         try:
             if self._is_here(node):
-                await slot_reads.read_here(job, ask, into)
+                await slot_reads.read_here(job, read_request, into)
             else:
                 token = self.request.manifest.token
-                await _patiently(lambda: self.registry.peers.read(node, token, ask, into, READ_DEADLINE_S))
+                await _retry_while_unavailable(
+                    lambda: self.registry.peers.read(node, token, read_request, into, READ_DEADLINE_S)
+                )
         except (grpc.RpcError, OSError, ReftError) as error:
             if slot_reads.is_damage(error):
                 raise DamagedSource(node, source.slot, reason_of(error)) from error
@@ -282,60 +288,60 @@ class Rebuild:
 
     # Bytes
 
-    async def _fill(
-        self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, work: list[StripeRebuild]
+    async def _decode_slices(
+        self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, stripe_rebuilds: list[StripeRebuild]
     ) -> None:
         """Decodes all slices, BANDS_AT_ONCE at a time."""
-        maker = ShardRebuilder(placement)
-        waiting = (band for stripe in work for band in bands(placement, stripe))
+        rebuilder = ShardRebuilder(placement)
+        slices = (band for stripe in stripe_rebuilds for band in bands(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
-        async def serve() -> None:
-            for band in waiting:
-                self._check_still(job)
+        async def decode_next_slices() -> None:
+            for band in slices:
+                self._check_not_replaced(job)
                 job.ended_s = time.monotonic()  # the job must not expire during the rebuild
-                await self._band(job, band, placement, maker, targets)
+                await self._decode_slice(job, band, placement, rebuilder, targets)
 
-        tasks = [asyncio.ensure_future(serve()) for _ in range(BANDS_AT_ONCE)]
+        tasks = [asyncio.ensure_future(decode_next_slices()) for _ in range(SLICES_AT_ONCE)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             # The slots may be freed after this. So all tasks that write them must have ended.
-            await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
+            await _run_to_end(asyncio.gather(*tasks, return_exceptions=True))
 
-    async def _band(
+    async def _decode_slice(
         self,
         job: JobRecord,
-        band: RebuildSlice,
+        rebuild_slice: RebuildSlice,
         placement: Placement,
-        maker: ShardRebuilder,
+        rebuilder: ShardRebuilder,
         targets: dict[int, SlotFile | None],
     ) -> None:
-        lane, width = placement.lanes[band.stripe.lane], band.end - band.begin
+        lane, width = placement.lanes[rebuild_slice.stripe.lane], rebuild_slice.end - rebuild_slice.begin
         sources = {each.rank: each for each in self.request.slots}
-        rows = {piece.shard: np.empty((lane.code.w, width), np.uint8) for piece in band.stripe.read}
+        rows = {piece.shard: np.empty((lane.code.w, width), np.uint8) for piece in rebuild_slice.stripe.read}
         reads = []
-        for piece in band.stripe.read:
-            at = self._data_at[piece.rank] + piece.offset
+        for piece in rebuild_slice.stripe.read:
+            at = self._data_offsets[piece.rank] + piece.offset
             # the slice spans whole packets: read the shard in one call
             if width == lane.packet_bytes:
-                reads.append(self._read(job, sources[piece.rank], at, rows[piece.shard].reshape(-1)))
+                reads.append(self._read_source(job, sources[piece.rank], at, rows[piece.shard].reshape(-1)))
                 continue
             for packet in range(lane.code.w):
-                begin = at + packet * lane.packet_bytes + band.begin
-                reads.append(self._read(job, sources[piece.rank], begin, rows[piece.shard][packet]))
+                begin = at + packet * lane.packet_bytes + rebuild_slice.begin
+                reads.append(self._read_source(job, sources[piece.rank], begin, rows[piece.shard][packet]))
         await asyncio.gather(*reads)
-        made = {}
-        for piece in band.stripe.made:
+        decoded = {}
+        for piece in rebuild_slice.stripe.made:
             slot = targets[piece.rank]
             assert slot is not None, "a lost rank without a slot"
             for packet in range(lane.code.w):
-                begin = piece.offset + packet * lane.packet_bytes + band.begin
-                made[piece.shard, packet] = slot.map.data[begin : begin + width]
+                begin = piece.offset + packet * lane.packet_bytes + rebuild_slice.begin
+                decoded[piece.shard, packet] = slot.map.data[begin : begin + width]
         read = {(shard, packet): row for shard, packets in rows.items() for packet, row in enumerate(packets)}
-        await _in_thread(maker.make, band, read, made)
+        await _in_thread(rebuilder.make, rebuild_slice, read, decoded)
 
     async def _verify(self, lost: _Lost, placement: Placement) -> None:
         """Compares the decoded data with the digests that were taken when the data was saved.
@@ -348,8 +354,8 @@ class Rebuild:
         assert slot is not None, "a lost rank without a slot"
 
         def first_bad() -> int:
-            found = enumerate(slot.map.digests_of(0, slot.map.chunks))
-            return next((i for i, digest in found if digest != int(digests[i])), -1)
+            digests_now = enumerate(slot.map.digests_of(0, slot.map.chunks))
+            return next((i for i, digest in digests_now if digest != int(digests[i])), -1)
 
         bad = await _in_thread(first_bad)
         if bad >= 0:
@@ -376,7 +382,7 @@ class Rebuild:
             data_bytes=lost.data_bytes,
         )
 
-    def _check_still(self, job: JobRecord) -> None:
+    def _check_not_replaced(self, job: JobRecord) -> None:
         """Raises if a new attach has come, a trainer lives, or the job was purged meanwhile.
 
         Raises:
@@ -401,7 +407,7 @@ class Rebuild:
             self.registry.purge(job.id)
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+async def _retry_while_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     """Repeats a call for PATIENCE_S while the daemon is unavailable: it may be restarting.
 
     gRPC itself connects again only once a second.
@@ -409,26 +415,26 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return await ask()
+            return await call()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
                 raise
         await asyncio.sleep(0.2)
 
 
-async def _in_thread(act, *arguments):  # type: ignore[no-untyped-def]
+async def _in_thread(function, *arguments):  # type: ignore[no-untyped-def]
     """Runs a function in a thread, to its end.
 
     Raises:
         ConfigError: the function raised ValueError.
     """
     try:
-        return await _to_its_end(asyncio.to_thread(act, *arguments))
+        return await _run_to_end(asyncio.to_thread(function, *arguments))
     except ValueError as error:
         raise ConfigError(f"it can't be rebuilt: {error}.") from error
 
 
-async def _to_its_end(work: Awaitable[T]) -> T:
+async def _run_to_end(work: Awaitable[T]) -> T:
     """Waits until `work` has ended, even if the caller is cancelled; then returns its result.
 
     The work writes into a slot, which must not be freed before.

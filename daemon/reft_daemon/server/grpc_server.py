@@ -21,10 +21,10 @@ CALLS_MAX = 1024  # calls at the same time
 
 def server() -> grpc.aio.Server:
     """Returns a server without services and ports."""
-    return grpc.aio.server(options=rpc.OPTIONS, interceptors=[_Refuser()], maximum_concurrent_rpcs=CALLS_MAX)
+    return grpc.aio.server(options=rpc.OPTIONS, interceptors=[_RequestChecker()], maximum_concurrent_rpcs=CALLS_MAX)
 
 
-class _Refuser(grpc.aio.ServerInterceptor):
+class _RequestChecker(grpc.aio.ServerInterceptor):
     """Refuses calls whose request can't be parsed."""
 
     async def intercept_service(
@@ -35,37 +35,37 @@ class _Refuser(grpc.aio.ServerInterceptor):
             return None  # unknown method: gRPC answers this itself
         parse = handler.request_deserializer
 
-        def parsed(data: bytes) -> Any:
+        def parse_or_error(data: bytes) -> Any:
             try:
                 return parse(data)
             except DecodeError as error:
                 return error
 
         return handler._replace(
-            request_deserializer=parsed,
-            unary_unary=_checked(handler.unary_unary),
-            unary_stream=_checked(handler.unary_stream),
+            request_deserializer=parse_or_error,
+            unary_unary=_checking_request(handler.unary_unary),
+            unary_stream=_checking_request(handler.unary_stream),
         )
 
 
-def _checked(answer: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def _checking_request(answer: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Returns a method that refuses unparsable requests before it calls `answer`."""
     if answer is None:
         return None
 
-    async def once(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        await _refuse(request, context)
+    async def answer_once(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        await _refuse_unparsed(request, context)
         return await answer(request, context)
 
-    async def pieces(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        await _refuse(request, context)
+    async def answer_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        await _refuse_unparsed(request, context)
         async with contextlib.aclosing(answer(request, context)) as replies:
             async for piece in replies:
                 yield piece
 
-    return pieces if inspect.isasyncgenfunction(answer) else once
+    return answer_stream if inspect.isasyncgenfunction(answer) else answer_once
 
 
-async def _refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
+async def _refuse_unparsed(request: Any, context: grpc.aio.ServicerContext) -> None:
     if isinstance(request, DecodeError):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request can't be read: {request}")

@@ -102,7 +102,7 @@ class LocalSocket:
         if len(self._newcomers) >= CONNECTIONS_MAX:
             self._loop.remove_reader(self._listener)
 
-    def uncount(self, connection: _Connection) -> None:
+    def remove_newcomer(self, connection: _Connection) -> None:
         """Removes a connection from the newcomers: it has sent a request, or has ended."""
         self._newcomers.discard(connection)
         self._listen()
@@ -214,11 +214,11 @@ class _Connection:
         self._socket.close()
         close_all(self._received)
         self._waiting.clear()
-        self._follow(None)
+        self._listen_to(None)
         for timer in (self._timer, self._deadline):
             if timer is not None:
                 timer.cancel()
-        self._server.uncount(self)
+        self._server.remove_newcomer(self)
 
     # Requests
 
@@ -232,7 +232,7 @@ class _Connection:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-            self._server.uncount(self)
+            self._server.remove_newcomer(self)
         kind = request.WhichOneof("what")
         if kind != "report" and len(body) > REQUEST_MAX:
             raise ValueError(f"a request of {len(body)} bytes; the limit is {REQUEST_MAX}")
@@ -244,7 +244,7 @@ class _Connection:
             elif kind == "slots":
                 self._handle_slots(request.slots)
             elif kind == "who":
-                self._send(pb.LocalReply(calls=1, caller=_seen(self._pid)))
+                self._send(pb.LocalReply(calls=1, caller=_caller_of(self._pid)))
             else:
                 raise ValueError("no request")
         except ReftError as error:
@@ -264,12 +264,12 @@ class _Connection:
         if request.returned:
             return self._take_back(job, request)
         # A trainer with a lease may also read the slots of its job's other ranks on this node.
-        held = job.all_slots
-        ranks = {slot.rank for slot in held.values()} if request.rank in job.leases else {request.rank}
-        unknown = [name for name in request.slots if name not in held or held[name].rank not in ranks]
+        slots = job.all_slots
+        ranks = {slot.rank for slot in slots.values()} if request.rank in job.leases else {request.rank}
+        unknown = [name for name in request.slots if name not in slots or slots[name].rank not in ranks]
         if unknown or not 0 < len(request.slots) <= DESCRIPTORS_MAX:
             raise AttachError(f"rank {request.rank} of job {job.id} can't have slots {unknown} here.")
-        descriptors = [held[name].descriptor for name in request.slots]
+        descriptors = [slots[name].descriptor for name in request.slots]
         self._send(pb.LocalReply(calls=1, descriptors=len(descriptors)), descriptors)
 
     def _take_back(self, job: JobRecord, request: pb.SlotsRequest) -> None:
@@ -287,14 +287,14 @@ class _Connection:
         if len(self._waiting) >= WAITING_MAX:
             raise ValueError(f"{WAITING_MAX} of its reports wait for a reply")
         job = self._server.registry.get(report.job)
-        self._follow(job)
+        self._listen_to(job)
         job.report(report)
         self._report = report
         newest = report.steps.until if report.steps.HasField("until") else -1
         self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
         self._answer_reports()
 
-    def _follow(self, job: JobRecord | None) -> None:
+    def _listen_to(self, job: JobRecord | None) -> None:
         """Calls `_answer_reports` at the news of that job from now on."""
         if job is self._job:
             return
@@ -320,14 +320,14 @@ class _Connection:
         if waiting and self._timer is None:
             self._timer = self._loop.call_at(min(each.until_s for each in waiting), self._wait_is_over)
         if calls:
-            self._send(pb.LocalReply(calls=calls, report=_news(job, self._report.rank, outcome)))
+            self._send(pb.LocalReply(calls=calls, report=_report_reply(job, self._report.rank, outcome)))
 
     def _wait_is_over(self) -> None:
         self._timer = None
         self._answer_reports()
 
 
-def _news(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
+def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     has_slots = any(slot.rank == rank for slot in job.slots.values())
     return pb.ReportReply(
         whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
@@ -335,19 +335,19 @@ def _news(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     )  # fmt: skip
 
 
-def _seen(pid: int) -> pb.Caller:
+def _caller_of(pid: int) -> pb.Caller:
     """Returns the caller's process, as this daemon sees it.
 
     Raises:
         AttachError: this daemon can't see the process, and so would not notice its death.
     """
     try:
-        facts = stat_of(pid)
+        stat = stat_of(pid)
     except OSError as error:
-        raise shortage.told(error) from error
-    if facts is None:
+        raise shortage.shortage_error(error) from error
+    if stat is None:
         raise AttachError(
             "the caller lives in a pid namespace that this daemon does not see.",
             "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
         )
-    return pb.Caller(pid=pid, pid_start=facts.start, parent=facts.parent)
+    return pb.Caller(pid=pid, pid_start=stat.start, parent=stat.parent)

@@ -70,13 +70,13 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
             await context.abort(slot_reads.status_of(error), str(error))
         except OSError as error:
             # not DATA_LOSS: the error does not show that data is damaged
-            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.told(error)))
+            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.shortage_error(error)))
 
     return call
 
 
 @contextlib.contextmanager
-def _of(node: pb.Node) -> Iterator[None]:
+def _naming_node(node: pb.Node) -> Iterator[None]:
     """Adds the node's name to the errors of failed calls.
 
     Raises:
@@ -106,7 +106,7 @@ async def authorise(registry: Registry, name: str, context: Context) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
 
 
-async def authorise_term(registry: Registry, name: str, context: Context) -> None:
+async def authorise_agents(registry: Registry, name: str, context: Context) -> None:
     """Admits callers on the unix socket, and over TCP callers with the agents' token.
 
     Unlike `authorise`, this works before the first attach. Without agents the token is the
@@ -131,9 +131,9 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
         messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
         if request.agent_pid and _is_local(context):
-            self._registry.stay_for(request.agent_pid)
+            self._registry.keep_for_agent(request.agent_pid)
         if request.job and _is_local(context):
-            self._registry.visited()
+            self._registry.restart_idle_time()
         identity, job = self._identity, self._registry.jobs.get(request.job)
         held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(
@@ -147,7 +147,9 @@ class DaemonService(pb_grpc.DaemonServicer):
         await authorise(self._registry, request.job, context)
         # A token admits to one job. Names and scripts of other jobs are only for callers that can
         # open the socket.
-        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)]
+        others = [
+            _other_job(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)
+        ]
         reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
         job = self._registry.jobs.get(request.job)
         if job is None:
@@ -156,7 +158,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             await job.end_orphans(request.launch, request.pids)
         reply.manifest.CopyFrom(job.record.manifest)
         reply.slots.extend(job.headers())
-        reply.capsules.extend(job.capsule_replication.store.copies())
+        reply.capsules.extend(job.capsule_replication.store.headers())
         reply.had_whole = job.record.had_whole
         reply.trained_s, reply.failed = job.trained_s, job.has_failed
         if job.record.HasField("decision"):
@@ -185,14 +187,14 @@ class DaemonService(pb_grpc.DaemonServicer):
         A node that answers gets further time to end its orphans.
         """
         inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
-        found = await self._ask(node, token, inventory, wait_s)
-        found.brief = not request.again and wait_s < WHOLE_S
-        if not request.end_orphans or not found.HasField("reply"):
-            return found
+        surveyed = await self._request_inventory(node, token, inventory, wait_s)
+        surveyed.brief = not request.again and wait_s < WHOLE_S
+        if not request.end_orphans or not surveyed.HasField("reply"):
+            return surveyed
         inventory.end_orphans = True
-        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
+        return await self._request_inventory(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
 
-    async def _ask(
+    async def _request_inventory(
         self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float
     ) -> pb.SurveyedNode:
         # Each address gets an equal part of the time. A missing unix socket fails at once. When
@@ -202,7 +204,9 @@ class DaemonService(pb_grpc.DaemonServicer):
             1 if inventory.end_orphans else sum(not address.startswith("unix:") for address in node.addresses)
         )
         share_s = deadline_s / max(tcp_addresses, 1)
-        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, anew=True)
+        call = self._registry.peers.call(
+            node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, reconnect=True
+        )
         try:
             reply = await asyncio.wait_for(call, deadline_s)
         except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
@@ -213,8 +217,8 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
         await authorise(self._registry, request.job, context)
         if request.HasField("node"):
-            node, passed, token = await self._passed_on(request, context)
-            with _of(node):
+            node, passed, token = await self._forwarded_request(request, context)
+            with _naming_node(node):
                 return await self._registry.peers.call(  # type: ignore[return-value]
                     node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
                 )
@@ -265,14 +269,14 @@ class DaemonService(pb_grpc.DaemonServicer):
             async for data in slot_reads.read(self._registry.jobs.get(request.job), request):
                 yield data
             return
-        node, passed, token = await self._passed_on(request, context)
+        node, passed, token = await self._forwarded_request(request, context)
         pieces = self._registry.peers.pieces(node, token, passed, context.time_remaining())
-        with _of(node):
+        with _naming_node(node):
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
                     yield data
 
-    async def _passed_on(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
+    async def _forwarded_request(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
         """Returns the node to ask, the request for it, and the job's token.
 
         Daemons have certificates and know each other's addresses. A trainer needs neither, because
@@ -282,10 +286,10 @@ class DaemonService(pb_grpc.DaemonServicer):
             await context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "calls are forwarded only for callers on the unix socket"
             )
-        passed = type(request)()
-        passed.CopyFrom(request)
-        passed.ClearField("node")
-        return request.node, passed, self._registry.get(request.job).record.manifest.token
+        forwarded = type(request)()
+        forwarded.CopyFrom(request)
+        forwarded.ClearField("node")
+        return request.node, forwarded, self._registry.get(request.job).record.manifest.token
 
     @translated
     async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
@@ -293,11 +297,11 @@ class DaemonService(pb_grpc.DaemonServicer):
         if name in self._registry.jobs or not self._identity.trusts_peers:
             await authorise(self._registry, name, context)
         if request.HasField("onto") and not self._registry.peers.is_own(request.onto):
-            return await self._pass_on(request, context)
+            return await self._forward_rebuild(request, context)
         async with self._rebuilding:
             return await Rebuild(self._registry, request).run()
 
-    async def _pass_on(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+    async def _forward_rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
         """Forwards the request to the daemon that is to rebuild.
 
         Only daemons may be able to reach that daemon.
@@ -306,12 +310,12 @@ class DaemonService(pb_grpc.DaemonServicer):
         await authorise(self._registry, job.id, context)
         slot_reads.refuse_living(job)
         onto, token = request.onto, job.record.manifest.token
-        passed = pb.RebuildRequest()
-        passed.CopyFrom(request)
-        passed.ClearField("onto")
+        forwarded = pb.RebuildRequest()
+        forwarded.CopyFrom(request)
+        forwarded.ClearField("onto")
         try:
             reply = await self._registry.peers.call(
-                onto, token, pb_grpc.DaemonStub, "Rebuild", passed, REBUILD_DEADLINE_S
+                onto, token, pb_grpc.DaemonStub, "Rebuild", forwarded, REBUILD_DEADLINE_S
             )
         except grpc.RpcError as error:
             await context.abort(error.code(), f"daemon {onto.addresses[0]}: {error.details()}")
@@ -358,12 +362,12 @@ class DaemonService(pb_grpc.DaemonServicer):
 
     @translated
     async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return self._registry.heartbeat_service.agent_beat(request)
 
     @translated
     async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return await self._registry.heartbeat_service.signals(request)
 
     @translated
@@ -389,7 +393,7 @@ class PeerService(pb_grpc.PeerServicer):
 
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return self._registry.heartbeat_service.beat(request)
 
     @translated
@@ -441,14 +445,16 @@ def _check_sizes(request: pb.LeaseRequest) -> None:
         )
 
 
-def _held(job: JobRecord) -> pb.OtherJob:
+def _other_job(job: JobRecord) -> pb.OtherJob:
     manifest = job.record.manifest
-    common = [set(job.sealed_versions(rank)) for rank in job.ranks]
-    newest = max(set.intersection(*common) if common else set(), key=lambda v: v.order, default=None)
-    held = pb.OtherJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
+    sealed_sets = [set(job.sealed_versions(rank)) for rank in job.ranks]
+    newest = max(set.intersection(*sealed_sets) if sealed_sets else set(), key=lambda v: v.order, default=None)
+    other_job = pb.OtherJob(
+        job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s
+    )
     if newest and not job.is_live:
-        held.newest.CopyFrom(messages.version_to(newest))
-    return held
+        other_job.newest.CopyFrom(messages.version_to(newest))
+    return other_job
 
 
 def _status(job: JobRecord, node: str) -> pb.JobStatus:

@@ -42,7 +42,7 @@ class SocketKeeper:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.local_path = path, _beside(path, ".ln")
+        self._path, self.local_path = path, _with_suffix(path, ".ln")
         self._lock = -1
         self._claim()
         self._server: grpc.aio.Server | None = None
@@ -53,9 +53,9 @@ class SocketKeeper:
         for path in (self._path, self.local_path):
             if path.exists() and not path.is_socket():  # making the socket would remove this file
                 raise ConfigError(f"{path} exists, and is not a socket.", "name another path with --socket")
-        before, self._lock = self._lock, lock_file(_beside(self._path, ".lock"), "socket folder")
-        if before >= 0:
-            os.close(before)
+        earlier_lock, self._lock = self._lock, lock_file(_with_suffix(self._path, ".lock"), "socket folder")
+        if earlier_lock >= 0:
+            os.close(earlier_lock)
 
     async def open(self, registry: Registry, serve: Callable[[grpc.aio.Server], None]) -> None:
         """Listens at both sockets.
@@ -68,11 +68,11 @@ class SocketKeeper:
         self._server = server()
         serve(self._server)
         self._path.unlink(missing_ok=True)
-        before = os.umask(0o177)
+        earlier_umask = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix:{self._path}")
         finally:
-            os.umask(before)
+            os.umask(earlier_umask)
         await self._server.start()
         self._path.chmod(0o600)
 
@@ -83,11 +83,11 @@ class SocketKeeper:
             await asyncio.sleep(LOOK_S)
             try:
                 # in a thread: a file system that hangs must not block the daemon
-                if await asyncio.to_thread(self._are_there):
+                if await asyncio.to_thread(self._sockets_exist):
                     failed = ""
                     continue
                 await self.close(None)
-                if not _beside(self._path, ".lock").exists():
+                if not _with_suffix(self._path, ".lock").exists():
                     self._claim()
                 await self.open(registry, serve)
                 log.warning("somebody removed the sockets at %s: they were made again", self._path)
@@ -97,7 +97,7 @@ class SocketKeeper:
                     log.error("the sockets at %s can't be checked or made again: %s", self._path, error)
                 failed = str(error)
 
-    def _are_there(self) -> bool:
+    def _sockets_exist(self) -> bool:
         # os.path.exists, not Path.exists: that raises if a folder can't be read, which would end
         # the daemon.
         return os.path.exists(self._path) and os.path.exists(self.local_path)
@@ -115,5 +115,5 @@ class SocketKeeper:
         os.close(self._lock)
 
 
-def _beside(path: Path, suffix: str) -> Path:
+def _with_suffix(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)

@@ -1,4 +1,4 @@
-"""The file of a kept capsule: one that an earlier reft wrote is read, and written again byte for byte."""
+"""Tests the format of capsule files: a file of an earlier reft is read and rewritten byte for byte."""
 
 from __future__ import annotations
 

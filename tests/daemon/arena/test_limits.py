@@ -1,4 +1,4 @@
-"""How much an arena may take: of the machine, of --memory, and of the container, by cgroups of both versions."""
+"""Tests the limits on the arena: machine, --memory, and the container's cgroups of both versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dict[str, int]:
-    """Folder → free bytes of each bound that a cgroup sets."""
+    """Returns folder → free bytes, for each limit that a cgroup sets."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(line)
@@ -41,7 +41,7 @@ def test_the_machine_is_a_bound_with_a_margin(tmp_path):
 
 
 def test_the_margin_is_for_slots_a_capsule_may_have_of_it(tmp_path, monkeypatch):
-    """Else nothing becomes whole as soon as training itself leaves less free than the margin."""
+    """Otherwise no step becomes whole once training leaves less than the margin free."""
     short = SimpleNamespace(total=1000 * GIB, available=40 * GIB)
     monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: short)
     arena = Arena(tmp_path / "arena", 0)
@@ -70,7 +70,7 @@ def test_version_2_counts_every_ancestor_and_gives_page_cache_back(tmp_path):
         "pod/box/leaf": {"memory.max": "max", "memory.current": "7"},
     }  # fmt: skip
     found = free_of(tmp_path, "0::/pod/box/leaf\n", groups)
-    assert found == {"/pod": 5 * GIB, "/pod/box": 2 * GIB}  # a file in a tmpfs is not given back
+    assert found == {"/pod": 5 * GIB, "/pod/box": 2 * GIB}  # a tmpfs file can't be given back
 
 
 def test_version_1(tmp_path):

@@ -1,4 +1,4 @@
-"""`reft-daemon --spare`: memory that is there before it is needed, and goes to the slots."""
+"""Tests `reft-daemon --spare`: memory is allocated before it is needed, and slots take it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Node:
-    """A pool beside an arena that is only numbers."""
+    """A pool beside a simulated arena, which has only numbers."""
 
     def __init__(self, folder: Path, want: SpareFiles, room: int = 1 << 30) -> None:
         self.held, self.room = 0, room
@@ -34,7 +34,7 @@ class Node:
         self.pool = SparePool(want, folder, lambda: self.held, bounds)
 
     def present(self) -> int:
-        """Bytes of the pool whose pages exist."""
+        """Returns the bytes of the pool whose pages exist."""
         return sum(os.fstat(each).st_blocks * 512 for each in self.pool._ready)
 
 
@@ -88,7 +88,7 @@ def test_it_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
     assert node.pool.bytes == 4 * MIB
     node.held = 8 * MIB
     node.pool.refill()
-    assert node.pool.bytes == 4 * MIB, "what is there stays"
+    assert node.pool.bytes == 4 * MIB, "existing spare files stay"
     node.held = 0
     node.pool.refill()
     assert node.pool.bytes == node.present() == 8 * MIB
@@ -113,7 +113,7 @@ def test_room_is_asked_for_before_each_chunk(make, monkeypatch):
     def shrinking(descriptor: int, pages: np.ndarray, begin: int) -> None:
         fill(descriptor, pages, begin)
         present.append(os.fstat(descriptor).st_blocks * 512)
-        node.room = 3 * MIB  # somebody else took the rest
+        node.room = 3 * MIB  # another process took the rest
 
     monkeypatch.setattr(pool, "_fill", shrinking)
     node.pool.refill()
@@ -172,10 +172,10 @@ def test_a_standby_daemon_has_slots_ready_and_its_first_arena_takes_them(start, 
 
 
 def nameless(pid: int) -> set[int]:
-    """The inodes of the daemon's files that have no name."""
+    """Returns the inodes of the daemon's unnamed files."""
     found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a call's socket may close meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the socket of a call may close meanwhile
             target = os.readlink(descriptor)
             if target.endswith("(deleted)") and "/reft-test-" in target:
                 found.add(os.stat(descriptor).st_ino)
@@ -184,6 +184,6 @@ def nameless(pid: int) -> set[int]:
 
 def test_a_daemon_without_room_for_its_spare_memory_serves(start, trainer):
     daemon = start("--spare", "2x4MiB", "--memory", "6MiB")
-    until(lambda: "spare memory stays at 0 B of 8.0 MiB" in daemon.log.read_text(), what="the line that says so")
+    until(lambda: "spare files take 0 B of the 8.0 MiB wanted" in daemon.log.read_text(), what="the log line")
     assert spare_of(daemon) == (0, 8 * MIB)
     assert Job([(daemon, [0])]).decide().lease(0, trainer.pid)

@@ -1,4 +1,4 @@
-"""What a daemon says for a rank by the rank's slots: only what a restore could use."""
+"""Tests what a daemon reports for a rank from the rank's slots: only steps that a restore could use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_a_slot_whose_capsule_is_damaged_is_not_said_to_be_sealed(tmp_path, capl
         slots = await job.lease(lease_request(1))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096, compared={7: 10 * step})
-        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
-        assert job.capsule_replication.sealed(slots, epoch_of(2)) == {}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(2)) == {}
         slots[1].map.put_capsule(b"no capsule")
-        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(1)) == {1: {7: 10}}
         assert f"slot={slots[1].name} is damaged" in caplog.text
 
     asyncio.run(run())

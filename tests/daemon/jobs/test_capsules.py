@@ -1,4 +1,7 @@
-"""Capsules among real daemons: kept by f others before a version is whole, through deaths and silence, and let go of."""
+"""Tests capsules among real daemons: f other nodes keep them before a version is whole.
+
+They survive deaths and silence, and are removed when no recovery needs them.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
 def placed(ranks: int, tolerate: int = 1) -> dict[str, object]:
-    """What of a manifest makes its ranks hold replicas that must survive `tolerate` nodes."""
+    """Returns manifest fields for ranks with replicas that must survive the loss of `tolerate` nodes."""
     leaves = layout_of(2 * CHUNK).leaves
     return {"protect": "auto", "tolerate": tolerate, "chunk_bytes": CHUNK, **described(*[leaves] * ranks)}
 
 
 @pytest.fixture
 def job(start, trainer) -> Job:
-    """Two daemons with a rank each, that keep each other's capsules."""
+    """Two daemons with one rank each; each daemon keeps the other's capsules."""
     return held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
 
 
@@ -42,7 +45,7 @@ def held_job(daemons: list[DaemonProcess], tolerate: int = 1) -> Job:
 
 
 def seal(job: Job, trainer, step: int, ranks: list[int] | None = None) -> None:
-    """The ranks seal a step, each in the first of its slots that is free or holds the oldest, and say so."""
+    """Each rank seals a step in its free or oldest slot, and reports it."""
     for rank in job.home if ranks is None else ranks:
         slots = job.slots(rank, trainer.pid, slots=3)
         oldest = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
@@ -51,7 +54,7 @@ def seal(job: Job, trainer, step: int, ranks: list[int] | None = None) -> None:
 
 
 def copies(job: Job, node: int) -> list[tuple[int, int]]:
-    """(rank, step) of what a node keeps for others."""
+    """Returns (rank, step) of the capsules that a node keeps for others."""
     reply = job.daemons[node].call("Inventory", pb.InventoryRequest(job="job"))
     return [(copy.rank, copy.version.step) for copy in reply.capsules]
 
@@ -92,7 +95,7 @@ def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, train
     found = [(node, rank) for node in range(3) for rank, step in copies(job, node) if step == 1]
     assert all(node != rank for node, rank in found)
     assert sorted(rank for _, rank in found) == sorted([0, 1, 2] * tolerate)
-    for node, rank in [*found, (0, 0)]:  # as a holder has it, and as its own slot has it
+    for node, rank in [*found, (0, 0)]:  # from a holder, and from the rank's own slot
         got = fetch(job, node, rank, 1)
         assert (got.rank, got.version.step, got.capsule, got.unreplicated_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
         assert got.digests == fetch(job, rank, rank, 1).digests and len(got.digests) == 16
@@ -124,7 +127,7 @@ def test_nodes_of_one_domain_do_not_keep_for_each_other(start, trainer):
 
 
 def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
-    """Its own answer has long arrived: only the capsule that it should keep is missing."""
+    """The holder's own report has arrived before. Only the capsule that it should keep is missing."""
     seal(job, trainer, 1)
     all_whole(job, 1)
     sent = job.daemons[1].call("Status", pb.StatusRequest()).round_bytes_sent
@@ -141,7 +144,7 @@ def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
 
 
 def test_without_its_capsule_an_answer_does_not_count(start, trainer):
-    """The daemon above the sender hears everything, and still must not announce."""
+    """The coordinator hears all reports, but must not announce the step as whole."""
     dropping = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "capsules.send:drop"})
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
     seal(job, trainer, 1)
@@ -193,7 +196,7 @@ def test_a_daemon_that_was_restarted_owes_again_what_it_finds_sealed(start, trai
     dropping.environment = {}
     dropping.flags = ("--listen", job.hellos[1].addresses[0])
     dropping.start()
-    all_whole(job, 1)  # nobody reports it again
+    all_whole(job, 1)  # no rank reports the step again
     assert copies(job, 0) == [(1, 1)]
 
 
@@ -214,7 +217,7 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
         all_whole(job, step)
     assert copies(job, 0) == [(1, 3)] and len(files(job, 0)) == 1
     held = job.daemons[0].call("Status", pb.StatusRequest()).held_bytes
-    keep(job, 0, record(job, 2, rank=1))  # late: nobody needs it
+    keep(job, 0, record(job, 2, rank=1))  # late: no recovery needs it
     keep(job, 0, record(job, 4, rank=1), record(job, 4, rank=1))
     keep(job, 0, record(job, 4, rank=1))
     assert copies(job, 0) == [(1, 3), (1, 4)]
@@ -229,7 +232,10 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
 
 
 def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
-    """Its link to the coordinator is broken: what was whole long ago must not give way to voids that it takes for open."""
+    """The holder's link to the coordinator is broken, so it takes void steps for undecided.
+
+    These steps must not displace a whole version.
+    """
     keep(job, 1, record(job, 1))
     for step in range(2, UNDECIDED_MAX + 10):
         decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(1, step - 1))
@@ -268,7 +274,10 @@ def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
 
 
 def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_from(job, trainer):
-    """Ranks that renew their placement in mid-run ask what is whole; news that come after that must not take it from them."""
+    """Later news must not remove a step from ranks that re-attach.
+
+    Ranks that re-attach during a run ask which step is whole after they closed their sessions.
+    """
     seal(job, trainer, 1)
     all_whole(job, 1)
     job.close([0])
@@ -277,7 +286,7 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
         request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step, rank=1)], outcome=decided)
         tcp_call(job.hellos[0].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
     assert job.whole(0) == 3 and copies(job, 0) == [(1, 1), (1, 2), (1, 3)]
-    for step in range(10, 50):  # of ranks that train on by mistake
+    for step in range(10, 50):  # from ranks that continue training by mistake
         keep(job, 0, record(job, step, rank=1))
     assert copies(job, 0) == [(1, 1), *((1, step) for step in range(50 - UNDECIDED_MAX, 50))]
     base = job.version(1)
@@ -285,7 +294,7 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
     assert copies(job, 0) == [(1, 1)]
     seal(job, trainer, 2)
     all_whole(job, 2)
-    until(lambda: copies(job, 0) == [(1, 2)], what="the base's end: these trainers train")
+    until(lambda: copies(job, 0) == [(1, 2)], what="the removal of the base, since these trainers train")
 
 
 def test_it_is_freed_with_the_job(job, trainer):
@@ -311,7 +320,7 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
     keep(job, 0, record(job, 1, rank=1), record(job, 2, rank=1))
     path = job.daemons[0].folder / "job" / files(job, 0)[0]
     data = bytearray(path.read_bytes())
-    is_read = damage not in ("renamed", "link")  # of those it still has what it wrote
+    is_read = damage not in ("renamed", "link")  # the daemon still has the file that it wrote open
     if damage == "flipped":
         data[-20] ^= 1
     elif damage == "renamed":
@@ -326,7 +335,7 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
     job.daemons[0].kill()
     job.daemons[0].start()
     assert copies(job, 0) == [(1, 2)]
-    assert "can't be used, it is kept as *.bad" in job.daemons[0].log.read_text()
+    assert "can't be used and is renamed to *.bad" in job.daemons[0].log.read_text()
     assert [name for name in files(job, 0) if name.endswith(".bad")] and fetch(job, 0, 1, 2).capsule == bytes(7)
 
 
@@ -337,7 +346,7 @@ def test_limits(job):
         keep(job, 0, record(job, 1, rank=1, digests=DIGESTS_MAX + 8))
     with refused(Code.INVALID_ARGUMENT, "rank 2"):
         keep(job, 0, record(job, 1, rank=2))
-    with refused(Code.INVALID_ARGUMENT, "steps end at"):
+    with refused(Code.INVALID_ARGUMENT, "the highest step is"):
         keep(job, 0, record(job, messages.STEP_MAX + 1, rank=1))
     with refused(Code.INVALID_ARGUMENT, "larger chunk_bytes"):
         job.lease(0, data_bytes=CHUNK * (DIGESTS_MAX // 8 + 1))
@@ -401,7 +410,7 @@ def test_the_manifest_of_the_base_is_kept(daemon):
     job.manifest.script = "third"
     job.decide(base=job.version(5, 2))
     assert base_script() == "second"
-    job.decide(base=job.version(5, 2))  # nothing was whole in between
+    job.decide(base=job.version(5, 2))  # no version became whole in between
     daemon.kill()
     daemon.start()
     assert base_script() == "second"
@@ -411,7 +420,7 @@ def test_the_manifest_of_the_base_is_kept(daemon):
     daemon.call("Decide", request)
     assert base_script() == "told"
     request.base_manifest.job = "other"
-    with refused(Code.INVALID_ARGUMENT, "manifest of the base"):
+    with refused(Code.INVALID_ARGUMENT, "the base's manifest"):
         daemon.call("Decide", request)
     job.decide()
     assert not daemon.call("Inventory", pb.InventoryRequest(job="job")).HasField("base_manifest")
@@ -431,7 +440,7 @@ def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job
 
 
 def held_again(job: Job, daemons: list[DaemonProcess]) -> Job:
-    """The next attach of the job, with another set of nodes; the base is step 1 of the epoch before."""
+    """Attaches the job again, with other nodes. The base is step 1 of the previous epoch."""
     again = Job([(daemon, [rank]) for rank, daemon in enumerate(daemons)], **placed(len(daemons)))
     again.counter = job.counter + 1
     for i, daemon in enumerate(daemons):
@@ -450,7 +459,7 @@ def test_slots_of_a_rank_that_moved_are_read_here_and_then_freed(daemon, trainer
     moved.counter = job.close([1]).counter
     moved.decide(base=job.version(1))
     assert "refused" in ask_error(moved, 0, names[:1])
-    moved.lease(0, slots=0)  # now it is known
+    moved.lease(0, slots=0)  # now the rank has a lease
     (slot,) = moved.maps(0, names[:1])
     assert slot.header.rank == 1 and slot.bad_chunks() == []
     assert "refused" in ask_error(moved, 1, ["rank-7.slot-0"])
@@ -471,5 +480,5 @@ def ask_error(job: Job, rank: int, names: list[str]) -> str:
 def test_domains_that_can_not_be(start):
     with pytest.raises(RuntimeError, match="--domain"):
         start("--domain", "x" * 65)
-    with pytest.raises(RuntimeError, match="that can be printed"):
+    with pytest.raises(RuntimeError, match="printable characters"):
         start("--domain", "a\nb")

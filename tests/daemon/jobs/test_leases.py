@@ -1,4 +1,4 @@
-"""Who is a rank's trainer: a session that was closed stays closed, whatever was still under way."""
+"""Tests which process is a rank's trainer. A closed session stays closed, even with calls in progress."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, train
     with refused(Code.FAILED_PRECONDITION, "has closed its session"):
         job.lease(0, trainer.pid)
     assert not daemon.status("job").ranks[0].alive
-    assert job.decide().lease(0, trainer.pid) == names, "the next attach of the same process is another matter"
+    assert job.decide().lease(0, trainer.pid) == names, "the same process may attach again"
 
 
 @pytest.mark.parametrize("event", ["closed", "attached anew"])
 def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
-    """A larger layout's slots are leased beside training: the session may be closed while they are being made."""
+    """Slots for a larger layout are leased during training. The session may close meanwhile."""
 
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
@@ -86,7 +86,7 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
 
 
 def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
-    """Two launches of a job in one moment: the second has looked, and found nobody, when the first one registers."""
+    """Two launches of a job start at once. The first trainer registers after the second launch has found no orphans."""
     job = Job([(daemon, [0])]).decide()
     daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], end_orphans=True))
     job.lease(0, trainer.pid)
@@ -101,7 +101,7 @@ def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refus
 
 
 def test_a_living_trainers_rank_is_leased_to_nobody_else(daemon, trainer):
-    """Two processes would write the same slots."""
+    """Otherwise two processes would write the same slots."""
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     with refused(Code.ALREADY_EXISTS, f"is attached by process {trainer.pid}"):

@@ -1,4 +1,4 @@
-"""What lies on another node comes by way of the own daemon: it has the certificates, and trainers have none."""
+"""Tests reads from another node through the own daemon, which has the certificates that trainers lack."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.certificates import Certificates, why_not
 from tests.support.jobs import Code, Job, refused, write
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-DATA_BYTES = 5 << 20  # several messages of a stream
+DATA_BYTES = 5 << 20  # several messages of the stream
 
 
 @pytest.fixture
 def job(start, tmp_path) -> Job:
-    """Two nodes with nothing in common but TCP; rank 1 has sealed step 3."""
+    """Two nodes that reach each other only over TCP; rank 1 has sealed step 3."""
     flags = Certificates(tmp_path).flags("ours")
     job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
     job.decide()
@@ -110,7 +110,7 @@ def test_calls_over_tcp_are_not_passed_on(start):
     version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
     with rpc.channel(address) as channel:
         stub = pb_grpc.DaemonStub(channel)
-        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
             stub.FetchCapsule(pb.CapsuleRequest(job="job", version=version, node=node), timeout=10, metadata=metadata)
-        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
             list(stub.Read(pb.ReadRequest(job="job", slot="s", node=node), timeout=10, metadata=metadata))

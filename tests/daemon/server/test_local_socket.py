@@ -1,4 +1,4 @@
-"""The daemon's end of the local socket: silent, greedy and foolish callers keep nobody else waiting."""
+"""Tests the daemon's end of the local socket: silent, greedy and faulty callers delay no other caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(step: int = 0, wait_ms: int = 10_000) -> bytes:
 
 
 class PlayedJob:
-    """A job that hears reports, and decides when a test says so."""
+    """A job that takes reports, and decides a step when a test says so."""
 
     def __init__(self) -> None:
         self.id = "job"
@@ -58,16 +58,16 @@ class PlayedJob:
 
 
 async def turns(until: Callable[[], object]) -> None:
-    """Lets the loop turn until something is so."""
+    """Runs the event loop until a condition is true."""
     for _ in range(1_000_000):
         if until():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it did not come to be so")
+    raise AssertionError("the condition did not become true")
 
 
 class Asking:
-    """A caller."""
+    """One caller."""
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,7 +80,7 @@ class Asking:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def reply(self) -> pb.LocalReply | None:
-        """The next reply; None if the daemon has ended the connection."""
+        """Returns the next reply; None if the daemon has closed the connection."""
         while not self._replies:
             data = await asyncio.get_running_loop().sock_recv(self.socket, READ_BYTES)
             if not data:
@@ -94,7 +94,7 @@ class Asking:
 
 
 class Place:
-    """A daemon's local socket with one job, and callers."""
+    """A daemon's local socket with one job, and its callers."""
 
     def __init__(self, path) -> None:
         self.job = PlayedJob()
@@ -106,7 +106,7 @@ class Place:
         return self.callers[-1]
 
     async def newcomer(self) -> tuple[Asking, served._Connection]:
-        """A caller, and the daemon's end of its connection."""
+        """Returns a caller, and the daemon's end of its connection."""
         caller, before = self.caller(), set(self.server._newcomers)
         await turns(lambda: self.server._newcomers - before)
         (connection,) = self.server._newcomers - before
@@ -115,7 +115,7 @@ class Place:
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a scenario beside a server; leaves no connection and no descriptor."""
+    """Runs a scenario with a server; checks that no connection and no descriptor is left."""
 
     def running(scenario: Callable[[Place], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -170,7 +170,7 @@ def test_silent_callers_make_others_wait_until_their_deadline(run, monkeypatch, 
         await half.send(WHO[:5])
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         for each in (silent, half):
-            assert "no request came within 0.3 s" in (await each.reply()).error
+            assert "no request arrived within 0.3 s" in (await each.reply()).error
             assert await each.reply() is None
 
     run(scenario)
@@ -259,14 +259,14 @@ def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
         sending = asyncio.ensure_future(greedy.send(WHO * count))
         await turns(lambda: connection._unsent)
         unsent = len(connection._unsent)
-        for _ in range(100):  # each is a turn of the daemon's loop
+        for _ in range(100):  # lets the daemon's event loop run
             await asyncio.sleep(0)
         assert len(connection._unsent) == unsent < 10 * READ_BYTES and not sending.done()
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         for _ in range(count):
             assert (await greedy.reply()).caller.pid == os.getpid()
         await sending
-        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "in order, and after all of them"
+        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "after all earlier requests"
 
     run(scenario)
 
@@ -275,7 +275,7 @@ def test_descriptors_do_not_wait_for_a_caller_that_does_not_read(run, caplog):
     async def scenario(place: Place) -> None:
         caller = place.caller()
         await caller.send(WHO * 3000 + SLOTS)
-        await turns(lambda: "descriptors can't wait" in caplog.text)
+        await turns(lambda: "descriptors can't be buffered" in caplog.text)
 
     run(scenario)
 
@@ -292,7 +292,10 @@ def test_descriptors_that_no_request_takes_are_closed(run):
 
 
 def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(run, monkeypatch):
-    """It sends a bare ReportRequest, in which field 90 is its protocol; it looks for calls, status and error in 65 to 67."""
+    """It sends a bare ReportRequest with its protocol in field 90.
+
+    It reads calls, status and error in fields 65 to 67.
+    """
     monkeypatch.setattr(served, "DEADLINE_S", 0.3)
 
     async def scenario(place: Place) -> None:
@@ -306,7 +309,9 @@ def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(
             assert "you speak protocol 6, this daemon" in reply.error
             assert (reply.calls, reply.protocol) == (1, PROTOCOL)
             silent = place.caller()
-            assert (await silent.reply()).error and await silent.reply() is None, "a deadline later it is heard still"
+            assert (await silent.reply()).error and await silent.reply() is None, (
+                "it is still served after the deadline"
+            )
         numbers = {each.name: each.number for each in pb.LocalReply.DESCRIPTOR.fields}
         assert [numbers[name] for name in ("calls", "status", "error", "protocol")] == [65, 66, 67, 90]
 

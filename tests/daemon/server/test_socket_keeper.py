@@ -1,4 +1,4 @@
-"""A daemon whose sockets somebody removes, as scripts that clear /tmp after a job do."""
+"""Tests a daemon whose sockets are removed, as by scripts that clear /tmp after a job."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     slots = job.maps(0, names)
-    for step in (1, 2):  # the second time too
+    for step in (1, 2):  # also the second time
         clear(daemon)
         assert daemon.answers()
-        assert len(job.maps(0, names)) == len(names)  # descriptors
+        assert len(job.maps(0, names)) == len(names)  # these are sent over the local socket
         write(slots[step - 1], job.version(step), SlotState.SEALED)
         assert job.report(0, {step: StepAnswer.SEALED}).whole == step
     assert {path.name for path in daemon.home.iterdir()} >= {"d.sock", "d.sock.ln", "d.sock.lock"}
