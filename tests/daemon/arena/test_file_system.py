@@ -35,7 +35,7 @@ def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trai
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
+def test_a_removed_folder_does_not_end_the_daemon(daemon, trainer, holds):
     job = Job([(daemon, [0])])
     if holds:
         write(job.decide().slots(0, trainer.pid)[0], job.version(1))
@@ -50,7 +50,7 @@ def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
     assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()
 
 
-def test_capsules_of_others_outlive_their_files(start, trainer):
+def test_kept_capsules_survive_the_removal_of_their_files(start, trainer):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
     seal(job, trainer, 1)
     all_whole(job, 1)
@@ -71,7 +71,7 @@ def fill(folder: Path) -> list[Path]:
 
 
 def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
-    """Fills the file system, including the daemon's reserve whenever the daemon gives some of it back."""
+    """Fills the file system, and any part of its reserve that the daemon gives back."""
     for _ in range(30):
         theirs = fill(daemon.folder)
         try:
@@ -99,7 +99,7 @@ def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
     assert cramped.status("job").epoch == job.epoch
 
 
-def test_what_can_not_be_written_down_is_sealed_all_the_same(cramped, trainer):
+def test_a_step_is_sealed_although_the_record_can_not_be_written(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
     fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)

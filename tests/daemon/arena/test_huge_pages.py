@@ -50,7 +50,7 @@ def test_all_but_the_end_is_made_of_huge_pages_of_zeros(file):
     assert present(descriptor) == pages.nbytes and not pages.any()
 
 
-def test_what_is_there_already_is_left_alone(file):
+def test_existing_pages_are_left_unchanged(file):
     need_huge_pages()
     descriptor, pages = file
     kept = HUGE + 5
@@ -60,7 +60,7 @@ def test_what_is_there_already_is_left_alone(file):
     assert (pages[:kept] == 7).all() and not pages[kept:].any()
 
 
-def test_a_kernel_that_does_not_know_it_is_not_asked_again(file, monkeypatch):
+def test_a_lasting_refusal_by_the_kernel_ends_the_tries(file, monkeypatch):
     descriptor, pages = file
     monkeypatch.setattr(huge_pages, "_COLLAPSE", 9999)
     monkeypatch.setattr(huge_pages, "_PAGES_PER_CALL", 1)
@@ -69,7 +69,7 @@ def test_a_kernel_that_does_not_know_it_is_not_asked_again(file, monkeypatch):
     assert present(descriptor) <= os.sysconf("SC_PAGESIZE"), "one huge page was tried, not all"
 
 
-def test_without_room_it_ends_and_the_caller_finds_out(file, monkeypatch):
+def test_without_free_memory_make_huge_stops(file, monkeypatch):
     need_huge_pages()
     descriptor, pages = file
     write = os.pwrite

@@ -62,7 +62,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(pool, "CHUNK", 2 * MIB)
 
 
-def test_a_slot_gets_a_file_that_is_there_already(make, folder):
+def test_a_slot_takes_a_ready_file(make, folder):
     node = make(2, 3 * MIB)
     node.pool.refill()
     assert node.present() == node.pool.bytes == 6 * MIB and node.pool.ready_bytes(5) == 6 * MIB
@@ -81,7 +81,7 @@ def test_a_slot_gets_a_file_that_is_there_already(make, folder):
     assert node.pool.bytes == node.pool.ready_bytes(1) == 0
 
 
-def test_it_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
+def test_the_pool_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
     node = make(4, 2 * MIB)
     node.held = 3 * MIB
     node.pool.refill()
@@ -94,7 +94,7 @@ def test_it_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
     assert node.pool.bytes == node.present() == 8 * MIB
 
 
-def test_what_does_not_fit_is_not_begun_and_is_said_once(make, caplog):
+def test_files_that_do_not_fit_are_not_begun_and_logged_once(make, caplog):
     node = make(2, 4 * MIB, room=7 * MIB)
     with caplog.at_level(logging.WARNING):
         node.pool.refill()
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_not_begun_and_is_said_once(make, caplog):
     assert node.pool.bytes == 8 * MIB
 
 
-def test_room_is_asked_for_before_each_chunk(make, monkeypatch):
+def test_free_memory_is_checked_before_each_chunk(make, monkeypatch):
     node, fill, present = make(1, 6 * MIB), pool._fill, []
 
     def shrinking(descriptor: int, pages: np.ndarray, begin: int) -> None:
@@ -120,7 +120,7 @@ def test_room_is_asked_for_before_each_chunk(make, monkeypatch):
     assert present == [2 * MIB] and node.pool.bytes == 0
 
 
-def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, caplog):
+def test_an_unfinished_file_is_given_back(make, monkeypatch, caplog):
     node, write = make(2, 4 * MIB), os.pwrite
 
     def full(descriptor: int, data: bytes, at: int) -> int:
@@ -134,20 +134,20 @@ def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, capl
     assert "No space left" in caplog.text
 
 
-def test_without_the_flag_there_is_none(make, folder):
+def test_without_the_flag_there_are_no_spare_files(make, folder):
     node = make()
     node.pool.refill()
     assert node.pool.bytes == 0 and node.pool.take(folder / "slot", MIB) is None
 
 
-def test_spare_memory_is_free_for_slots_and_counts_for_nobody_else():
+def test_spare_memory_counts_as_free_for_slots_only():
     free, with_spare = (limits.limits(5 * MIB, 2 * MIB, spare_bytes=spare) for spare in (0, 1 << 40))
     assert with_spare[0].free_bytes > free[0].free_bytes + (1 << 39)
     assert with_spare[1] == free[1], "--memory bounds slots, wherever their pages come from"
 
 
 @pytest.mark.parametrize("text", ["64GiB", "x1MiB", "2x", "-2x1MiB", "2 x", "2xlarge"])
-def test_nonsense_is_refused(text):
+def test_an_invalid_spare_flag_is_refused(text):
     assert parse_spare("3x2MiB") == SpareFiles(3, 2 * MIB) and parse_spare("") == SpareFiles()
     with pytest.raises(ConfigError):
         parse_spare(text)
@@ -182,7 +182,7 @@ def nameless(pid: int) -> set[int]:
     return found
 
 
-def test_a_daemon_without_room_for_its_spare_memory_serves(start, trainer):
+def test_a_daemon_without_memory_for_spare_files_serves(start, trainer):
     daemon = start("--spare", "2x4MiB", "--memory", "6MiB")
     until(lambda: "spare files take 0 B of the 8.0 MiB wanted" in daemon.log.read_text(), what="the log line")
     assert spare_of(daemon) == (0, 8 * MIB)

@@ -58,7 +58,7 @@ def itself() -> Process:
 
 
 @pytest.mark.parametrize("call", ["pidfd_open", "read_text"])
-def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypatch, call):
+def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkeypatch, call):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -78,7 +78,7 @@ def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypa
     asyncio.run(run())
 
 
-def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
+def test_a_failed_watch_keeps_no_descriptor(monkeypatch):
     async def run() -> None:
         process, before = itself(), len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
@@ -90,7 +90,7 @@ def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_caller_is_told_and_may_try_again(daemon, trainer):
+def test_a_lack_of_descriptors_is_an_error_that_may_be_retried(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     pid = daemon.process.pid
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -107,7 +107,7 @@ def test_a_caller_is_told_and_may_try_again(daemon, trainer):
     assert daemon.status("job").ranks[0].alive
 
 
-def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
+def test_a_daemon_raises_its_limit_of_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
     try:
@@ -121,7 +121,7 @@ def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
 
 
 @pytest.mark.parametrize("what", ["slot", "record", "capsule"])
-def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what):
+def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch, what):
     async def run() -> None:
         request = decide_request(1)
         job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
@@ -150,7 +150,7 @@ def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what)
     asyncio.run(run())
 
 
-def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeypatch):
+def test_an_agent_is_watched_once_the_system_allows_it(arena, monkeypatch):
     async def run() -> None:
         agent = Trainer()
         registry = registry_of(arena)
@@ -175,7 +175,7 @@ def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeyp
     asyncio.run(run())
 
 
-def test_a_process_that_has_just_been_reaped_is_no_error_to_kill():
+def test_killing_a_reaped_process_is_no_error():
     async def run() -> None:
         child = Trainer()
         watch = ProcessWatch(Process(child.pid, stat_of(child.pid).start), lambda: None)
@@ -185,7 +185,7 @@ def test_a_process_that_has_just_been_reaped_is_no_error_to_kill():
     asyncio.run(run())
 
 
-def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(monkeypatch):
+def test_kill_returns_when_the_session_is_closed_meanwhile(monkeypatch):
     # a process that has closed its session may live on
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
 
@@ -200,7 +200,7 @@ def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(mon
     asyncio.run(run())
 
 
-def test_loops_go_on_where_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
+def test_loops_go_on_if_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(socket_keeper, "LOOK_S", 0)
     monkeypatch.setattr(main, "SPARE_S", 0)
     pool = SparePool(SpareFiles(1, 4096), tmp_path, lambda: 0, list)

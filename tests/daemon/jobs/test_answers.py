@@ -1,4 +1,4 @@
-"""Tests what a daemon reports for a rank from the rank's slots: only steps that a restore could use."""
+"""Tests that a daemon reports only those steps of a slot that a restore could use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.jobs import epoch_of, write
 
 
-def test_a_slot_whose_capsule_is_damaged_is_not_said_to_be_sealed(tmp_path, caplog):
+def test_a_slot_with_a_damaged_capsule_is_not_reported_as_sealed(tmp_path, caplog):
     async def run() -> None:
         job = JobRecord(
             Arena(tmp_path / "arena", 64 << 20), pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None

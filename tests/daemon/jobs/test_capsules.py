@@ -28,7 +28,7 @@ SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
 def placed(ranks: int, tolerate: int = 1) -> dict[str, object]:
-    """Returns manifest fields for ranks with replicas that must survive the loss of `tolerate` nodes."""
+    """Returns manifest fields for ranks whose replicas must survive `tolerate` lost nodes."""
     leaves = layout_of(2 * CHUNK).leaves
     return {"protect": "auto", "tolerate": tolerate, "chunk_bytes": CHUNK, **described(*[leaves] * ranks)}
 
@@ -88,7 +88,7 @@ def all_whole(job: Job, step: int) -> None:
 
 
 @pytest.mark.parametrize("tolerate", [1, 2])
-def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, trainer, tolerate):
+def test_a_whole_version_has_each_capsule_on_f_other_nodes(start, trainer, tolerate):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(3)], tolerate)
     seal(job, trainer, 1)
     until(lambda: job.whole(0) == 1, what="whole(1)")
@@ -104,7 +104,7 @@ def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, train
         assert 0 < status.capsule_bytes_sent < 1024 * tolerate and 0 < status.round_bytes_sent < 4096
 
 
-def test_no_capsule_travels_where_nothing_is_tolerated(start, trainer):
+def test_no_capsule_is_sent_if_tolerate_is_0(start, trainer):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)], tolerate=0)
     seal(job, trainer, 1)
     all_whole(job, 1)
@@ -112,7 +112,7 @@ def test_no_capsule_travels_where_nothing_is_tolerated(start, trainer):
     assert job.daemons[1].call("Status", pb.StatusRequest()).capsule_bytes_sent == 0
 
 
-def test_nodes_of_one_domain_do_not_keep_for_each_other(start, trainer):
+def test_nodes_of_one_domain_do_not_keep_each_others_capsules(start, trainer):
     daemons = [start("--listen", "127.0.0.1:0", "--domain", domain) for domain in ("rack-1", "rack-1", "rack-2")]
     hellos = [daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)) for daemon in daemons]
     assert [hello.domain for hello in hellos] == ["rack-1", "rack-1", "rack-2"]
@@ -126,8 +126,8 @@ def test_nodes_of_one_domain_do_not_keep_for_each_other(start, trainer):
     assert sorted(copies(job, 0) + copies(job, 1)) == [(2, 1)]
 
 
-def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
-    """The holder's own report has arrived before. Only the capsule that it should keep is missing."""
+def test_a_silent_holder_delays_whole_and_nothing_else(job, trainer):
+    """Only the capsule that the holder should keep is missing: its report has arrived."""
     seal(job, trainer, 1)
     all_whole(job, 1)
     sent = job.daemons[1].call("Status", pb.StatusRequest()).round_bytes_sent
@@ -143,7 +143,7 @@ def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
     assert copies(job, 0) == [(1, 2)] and copies(job, 1) == [(0, 2)]
 
 
-def test_without_its_capsule_an_answer_does_not_count(start, trainer):
+def test_a_sealed_step_without_its_capsule_does_not_count(start, trainer):
     """The coordinator hears all reports, but must not announce the step as whole."""
     dropping = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "capsules.send:drop"})
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
@@ -160,7 +160,7 @@ def test_a_void_needs_no_capsule(job, trainer):
     assert messages.outcome_from(job.report(0, {1: VOID}, wait_ms=100)).voids(1)
 
 
-def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job, trainer):
+def test_mismatched_replicas_make_a_step_void_although_capsules_come_late(job, trainer):
     for rank in (0, 1):
         slot = job.slots(rank, trainer.pid)[0]
         write(slot, job.version(1))
@@ -175,7 +175,7 @@ def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job
 # Deaths
 
 
-def test_what_is_kept_survives_the_holders_death(job, trainer):
+def test_kept_capsules_survive_the_death_of_the_holder(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     before, held = fetch(job, 1, 0, 1), job.daemons[1].call("Status", pb.StatusRequest()).held_bytes
@@ -187,7 +187,7 @@ def test_what_is_kept_survives_the_holders_death(job, trainer):
     assert len(files(job, 1)) == 1
 
 
-def test_a_daemon_that_was_restarted_owes_again_what_it_finds_sealed(start, trainer):
+def test_a_restarted_daemon_sends_the_capsules_of_sealed_slots_again(start, trainer):
     dropping = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "capsules.send:drop"})
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
     seal(job, trainer, 1)
@@ -200,7 +200,7 @@ def test_a_daemon_that_was_restarted_owes_again_what_it_finds_sealed(start, trai
     assert copies(job, 0) == [(1, 1)]
 
 
-def test_what_is_sealed_for_a_dead_trainer_is_owed_too(job, trainer):
+def test_capsules_sealed_for_a_dead_trainer_are_sent_too(job, trainer):
     seal(job, trainer, 1, [0])
     write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
     trainer.kill()
@@ -211,7 +211,7 @@ def test_what_is_sealed_for_a_dead_trainer_is_owed_too(job, trainer):
 # What is let go of
 
 
-def test_only_what_may_still_be_restored_is_kept(job, trainer):
+def test_only_capsules_that_a_restore_may_need_are_kept(job, trainer):
     for step in (1, 2, 3):
         seal(job, trainer, step)
         all_whole(job, step)
@@ -231,7 +231,7 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
     assert len(files(job, 0)) == 1 + UNDECIDED_MAX
 
 
-def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
+def test_a_holder_learns_outcomes_with_the_capsules(job):
     """The holder's link to the coordinator is broken, so it takes void steps for undecided.
 
     These steps must not displace a whole version.
@@ -244,7 +244,7 @@ def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
     assert copies(job, 1) == [(0, 1), (0, step)]
 
 
-def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
+def test_capsules_are_sent_with_the_outcome(start, trainer):
     silent = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "round.send:drop"})
     job = held_job([silent, start("--listen", "127.0.0.1:0")])
     seal(job, trainer, 1, [1])
@@ -255,7 +255,7 @@ def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
     until(lambda: job.whole(1) == 1, what="the outcome, with the capsule of step 2")
 
 
-def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
+def test_a_decision_drops_capsules_of_other_histories_than_its_base(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     keep(job, 0, record(job, 2, rank=1))
@@ -273,7 +273,7 @@ def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
     assert copies(job, 0) == copies(job, 1) == [] and not files(job, 0)
 
 
-def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_from(job, trainer):
+def test_capsules_are_kept_after_all_sessions_were_closed(job, trainer):
     """Later news must not remove a step from ranks that re-attach.
 
     Ranks that re-attach during a run ask which step is whole after they closed their sessions.
@@ -297,7 +297,7 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
     until(lambda: copies(job, 0) == [(1, 2)], what="the removal of the base, since these trainers train")
 
 
-def test_it_is_freed_with_the_job(job, trainer):
+def test_capsules_are_freed_with_the_job(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     status = job.daemons[0].call("Status", pb.StatusRequest())
@@ -355,14 +355,14 @@ def test_limits(job):
     assert len(fetch(job, 0, 1, 1).digests) == DIGESTS_MAX
 
 
-def test_no_room(start):
+def test_a_capsule_that_does_not_fit_is_refused(start):
     job = held_job([start("--listen", "127.0.0.1:0", "--memory", "1MiB") for _ in range(2)])
     with refused(Code.RESOURCE_EXHAUSTED, "--memory"):
         keep(job, 0, record(job, 1, rank=1, size=CAPSULE_MAX))
     assert files(job, 0) == []
 
 
-def test_strangers_and_dead_histories(job):
+def test_capsules_of_strangers_and_of_older_epochs_are_refused(job):
     keep(job, 0, record(job, 1, rank=1))
     address = job.hellos[0].addresses[0]
     request = pb.CapsuleRequest(job="job", rank=1, version=messages.version_to(job.version(1)))
@@ -385,7 +385,7 @@ def test_strangers_and_dead_histories(job):
     assert copies(job, 0) == [(1, 1)]
 
 
-def test_a_manifest_that_can_not_be_placed(start):
+def test_a_manifest_without_a_placement_is_refused(start):
     job = held_job([start()])
     job.manifest.tables[0] = b"\xff\xff"
     with pytest.raises(grpc.RpcError) as error:
@@ -426,7 +426,7 @@ def test_the_manifest_of_the_base_is_kept(daemon):
     assert not daemon.call("Inventory", pb.InventoryRequest(job="job")).HasField("base_manifest")
 
 
-def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job, trainer):
+def test_a_replacement_node_takes_the_decision_of_an_unknown_job(start, job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     job.daemons[1].kill()
@@ -451,7 +451,7 @@ def held_again(job: Job, daemons: list[DaemonProcess]) -> Job:
     return again
 
 
-def test_slots_of_a_rank_that_moved_are_read_here_and_then_freed(daemon, trainer):
+def test_slots_of_a_moved_rank_are_readable_until_a_newer_step_is_whole(daemon, trainer):
     job = Job([(daemon, [0, 1])]).decide()
     names = job.lease(1, trainer.pid)
     write(job.maps(1, names)[0], job.version(1))
@@ -477,7 +477,7 @@ def ask_error(job: Job, rank: int, names: list[str]) -> str:
     return ""
 
 
-def test_domains_that_can_not_be(start):
+def test_invalid_domains_are_refused(start):
     with pytest.raises(RuntimeError, match="--domain"):
         start("--domain", "x" * 65)
     with pytest.raises(RuntimeError, match="printable characters"):

@@ -1,4 +1,4 @@
-"""Tests a rank that requests larger slots while it trains: nothing that it writes meanwhile is lost."""
+"""Tests that a rank loses nothing while it trains and requests larger slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_refused_lease_takes_nothing_from_the_trainer(start, trainer, filled):
 
 
 @pytest.mark.parametrize("filled", [0, 2])
-def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, filled):
+def test_steps_written_while_larger_slots_are_made_are_kept(daemon, trainer, filled):
     job = Job([(daemon, [0])]).decide()
     old = job.slots(0, trainer.pid)
     for step, slot in list(enumerate(old, 1))[:filled]:
@@ -69,7 +69,7 @@ def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, 
     assert len(job.headers()) == 2, "once the new slots are written, the old ones go"
 
 
-def test_what_a_trainer_left_in_slots_that_larger_ones_replace_is_sealed_too(daemon, trainer):
+def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     old, _ = job.slots(0, trainer.pid)
     job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
@@ -99,7 +99,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     asyncio.run(run())
 
 
-def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch):
+def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -126,7 +126,7 @@ def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch
     asyncio.run(run())
 
 
-def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch):
+def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -156,7 +156,7 @@ def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch)
     asyncio.run(run())
 
 
-def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
+def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
     def refuse(number: int) -> None:
         monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
 
@@ -177,7 +177,7 @@ def job_of(arena: Arena, name: str = "job") -> JobRecord:
     return job
 
 
-def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
+def test_two_leases_at_once_do_not_take_the_same_memory(arena, monkeypatch):
     to_thread, makers = asyncio.to_thread, []
 
     def counted(*arguments: object) -> object:
@@ -201,9 +201,7 @@ def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
     asyncio.run(run())
 
 
-def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_one_that_was_dropped(
-    arena, monkeypatch
-):
+def test_a_job_that_comes_again_waits_for_slots_of_the_dropped_job(arena, monkeypatch):
     async def run() -> None:
         create, begun, goes_on = arena.create, threading.Event(), threading.Event()
 
@@ -232,7 +230,7 @@ def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_
     asyncio.run(run())
 
 
-def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
+def test_slots_count_as_held_before_they_are_made(arena, monkeypatch):
     """Another thread makes spare files, in the memory that the arena does not count as held."""
     make_slot, held = arena._make_slot, []
 
@@ -245,7 +243,7 @@ def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
     assert held == [sum(slot.file_bytes for slot in slots)] * 2
 
 
-def test_who_reads_a_slot_that_is_freed_meanwhile_gets_no_other_file(arena):
+def test_a_read_of_a_slot_that_is_freed_meanwhile_reaches_no_other_file(arena):
     async def run() -> None:
         job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
         request.data_bytes = 2 * slot_reads.READ_CHUNK

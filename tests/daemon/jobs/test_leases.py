@@ -1,4 +1,4 @@
-"""Tests which process is a rank's trainer. A closed session stays closed, even with calls in progress."""
+"""Tests which process is a rank's trainer. A closed session stays closed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def release_request(counter: int) -> pb.ReleaseRequest:
     return pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(counter)), rank=0)
 
 
-def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, trainer):
+def test_a_process_that_closed_its_session_gets_no_lease_in_that_epoch(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
@@ -57,7 +57,7 @@ def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, train
 
 
 @pytest.mark.parametrize("event", ["closed", "attached anew"])
-def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
+def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, event):
     """Slots for a larger layout are leased during training. The session may close meanwhile."""
 
     async def run() -> None:
@@ -85,8 +85,11 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
     asyncio.run(run())
 
 
-def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
-    """Two launches of a job start at once. The first trainer registers after the second launch has found no orphans."""
+def test_a_decision_is_refused_while_a_new_trainer_lives(daemon, trainer):
+    """Two launches of a job start at once.
+
+    The first trainer registers after the second launch has found no orphans.
+    """
     job = Job([(daemon, [0])]).decide()
     daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], end_orphans=True))
     job.lease(0, trainer.pid)
@@ -100,18 +103,18 @@ def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refus
     job.decide().lease(0)
 
 
-def test_a_living_trainers_rank_is_leased_to_nobody_else(daemon, trainer):
+def test_the_rank_of_a_living_trainer_is_leased_to_no_other_process(daemon, trainer):
     """Otherwise two processes would write the same slots."""
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
-    with refused(Code.ALREADY_EXISTS, f"is attached by process {trainer.pid}"):
+    with refused(Code.ALREADY_EXISTS, f"is already attached by process {trainer.pid}"):
         job.lease(0, os.getpid())
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
     assert job.lease(0, os.getpid()) == names
 
 
-def test_an_orphan_that_does_not_die_is_said_and_nobody_trains_beside_it():
+def test_an_orphan_that_does_not_die_fails_the_attach():
     class Undying:
         async def kill(self) -> bool:
             return False

@@ -133,8 +133,8 @@ def test_a_stopped_or_killed_daemon_is_suspected_and_never_given_up(cluster):
     three.await_well()
 
 
-def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
-    """The first look may come from a message that waited at its sockets, e.g. its own agent's beat."""
+def test_a_daemon_that_was_stopped_does_not_judge_others_at_once(monkeypatch):
+    """The first look may come from a waiting message, e.g. its own agent's beat."""
     now_s = 1000.0
     monkeypatch.setattr("reft_daemon.membership.job_monitor.time.monotonic", lambda: now_s)
     nodes = {name: pb.Node(id=name, name=name) for name in ("here", "there")}
@@ -159,7 +159,7 @@ def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
     assert there.signal is Signal.OFFLINE, "this daemon has listened meanwhile, and the other is still silent"
 
 
-def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
+def test_the_death_of_a_trainer_is_signalled_to_all_at_once(cluster):
     """The reply to a waiting agent is sent at that moment."""
     two = cluster(2).train()
     two.await_well()
@@ -181,7 +181,7 @@ def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
 
 
 def test_trainers_and_agents_may_have_different_names_for_a_job(cluster):
-    """The script has `job=`, torchrun's command line names no job: both are paired by the launch."""
+    """The script has `job=`, and torchrun has no job name: the launch pairs both."""
     two = cluster(2).with_agents(name="run-1").train()
     two.await_well()
     two.daemons[0].kill()
@@ -196,7 +196,7 @@ def test_trainers_and_agents_may_have_different_names_for_a_job(cluster):
     assert {each.node for each in two.daemons[0].status("job").signals} == {"n0", "n1"}
 
 
-def test_a_dead_trainer_is_no_news_in_the_next_round(cluster):
+def test_an_earlier_death_is_not_signalled_in_the_next_round(cluster):
     two = cluster(2).with_agents().train()
     two.await_well()
     two.trainers[1].kill()
@@ -228,7 +228,7 @@ def test_an_agent_that_finished_or_stops_its_workers_is_no_failure_and_a_dead_on
 
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kills):
+def test_a_stalled_rank_is_named_and_killed_only_on_request(cluster, kills):
     two = cluster(2, *(["--kill-hung"] if kills else [])).train()
     for step in range(GAPS_MIN + 2):
         two.step(step)
@@ -249,7 +249,7 @@ def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kil
     assert Signal.OFFLINE not in two.seen(0)
 
 
-def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
+def test_a_node_that_was_given_up_can_not_restore_its_old_round(cluster):
     """The node is stopped, so it keeps its old view. The others go on in a new round and epoch."""
     three = cluster(3).with_agents().train()
     three.await_well()
@@ -302,7 +302,7 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, steps=sealed))
 
 
-def test_beats_that_can_not_be_are_refused(cluster):
+def test_invalid_beats_are_refused(cluster):
     two = cluster(2).with_agents()
     two.await_well()
     here, there = two.nodes

@@ -47,8 +47,8 @@ def test_a_link_is_half_open_then_a_node_is_cut_off_and_comes_back_and_another_d
             assert [name for name, seen in host.seen().items() if seen is Signal.OFFLINE] == [lost.node.name]
 
 
-def test_who_was_cut_off_for_long_is_heard_as_soon_as_the_link_is_back():
-    """TCP repeats unacknowledged data at ever longer intervals. The connection must not wait for that."""
+def test_a_node_cut_off_for_long_is_heard_as_soon_as_the_link_is_back():
+    """The connection must not wait for TCP, which repeats data at ever longer intervals."""
     with Watched(2) as nodes:
         here, cut = nodes.living
         manifest = pb.Manifest(job="job", named=True, token=bytes(32), world=2, every=1, launch="launch")

@@ -24,8 +24,8 @@ async def inventory(peers: PeerChannels, node: pb.Node, reconnect: bool) -> str:
     return (await peers.call(node, b"token", pb_grpc.DaemonStub, "Inventory", request, 10.0, reconnect=reconnect)).node
 
 
-async def test_that_a_host_could_not_be_reached_a_moment_ago_is_no_answer():
-    """A node comes back while gRPC pauses between two tries. A restore's plan must know the node."""
+async def test_a_host_that_was_unreachable_before_is_tried_again():
+    """A node comes back while gRPC pauses between two tries: a restore's plan needs that node."""
     address = f"127.0.0.1:{free_port()}"
     node, peers = pb.Node(name="n", addresses=[address]), PeerChannels(None, [])
     for _ in range(TRIES):

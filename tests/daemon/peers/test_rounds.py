@@ -1,4 +1,4 @@
-"""Tests rounds among real daemons: announced to all, not delayed by silent daemons, and over TLS."""
+"""Tests rounds among real daemons: announced to all, not delayed, and carried over TLS."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_report_is_answered_when_its_step_is_decided(three):
         assert time.monotonic() - began < 5
 
 
-def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
+def test_the_agreed_interval_is_the_greatest_requested_one(three):
     for rank, requested_every in enumerate((2, 9, 4)):
         three.report(rank, {1: SEALED}, requested_every=requested_every)
     all_whole(three, 1)
@@ -86,7 +86,7 @@ def test_a_void_is_announced_to_all_and_later_steps_go_on(three):
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_stopped_daemon_delays_nobody_and_the_round_heals(three, stopped):
+def test_a_stopped_daemon_delays_no_report_and_the_round_recovers(three, stopped):
     living = [i for i in range(3) if i != stopped]
     three.daemons[stopped].kill(signal.SIGSTOP)
     for step in (1, 2):
@@ -119,7 +119,7 @@ def test_a_daemon_that_was_killed_learns_the_round_again(three, killed):
     until(repeated, what="whole(1) for every rank")
 
 
-def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(three):
+def test_a_restarted_coordinator_gets_the_reports_again(three):
     for rank in (1, 2):
         three.report(rank, {1: SEALED})
         daemon = three.daemons[rank]
@@ -133,7 +133,7 @@ def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(t
     all_whole(three, 1)
 
 
-def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer):
+def test_sealed_steps_that_a_restarted_daemon_finds_reach_the_others(start, trainer):
     """The trainer does not report the step again: it reported the step to the daemon that died."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     write(job.slots(1, trainer.pid)[0], job.version(1))
@@ -144,8 +144,8 @@ def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer)
 
 
 @pytest.mark.parametrize("left", [SlotState.LANDED, SlotState.SEALED])
-def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(start, trainer, left):
-    """The report was lost with the daemon, or was never sent. The slot's capsule has the digests."""
+def test_mismatched_replicas_are_found_when_a_daemon_reports_for_a_trainer(start, trainer, left):
+    """The report was lost with the daemon, or was never sent; the capsule has the digests."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     for rank in (0, 1):
         write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})
@@ -160,8 +160,8 @@ def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(sta
     assert job.whole(0) == -1
 
 
-def test_a_daemon_that_listens_is_called_there_and_nowhere_else(start, trainer):
-    """On another host its socket's path leads to another daemon, which would keep the wrong capsules."""
+def test_a_daemon_that_listens_is_called_only_at_that_address(start, trainer):
+    """On another host its socket's path leads to another daemon."""
     job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)])
     assert [len(hello.addresses) for hello in job.hellos] == [1, 1]
     job.decide()
@@ -228,7 +228,7 @@ def test_a_round_over_tls(start, trainer, certificates):
     assert plain.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_certificate_of_another_authority_is_not_heard(start, trainer, certificates):
+def test_a_daemon_with_another_authoritys_certificate_is_refused(start, trainer, certificates):
     nodes = [
         (start("--listen", "127.0.0.1:0", *certificates(ca)), [rank]) for rank, ca in enumerate(("ours", "theirs"))
     ]

@@ -25,7 +25,7 @@ def job(start, trainer) -> Job:
     return held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
 
 
-def test_a_survey_names_the_silent(start, job, trainer):
+def test_a_survey_names_silent_nodes(start, job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     stopped, dead = start("--listen", "127.0.0.1:0"), start("--listen", "127.0.0.1:0")
@@ -51,7 +51,7 @@ def test_a_survey_names_the_silent(start, job, trainer):
     assert empty.node_id and empty.node == "test" and not empty.HasField("manifest")
 
 
-def test_manifests_that_the_asker_has_do_not_travel(job):
+def test_manifests_that_the_asker_has_are_not_sent(job):
     """For two thousand nodes they would be gigabytes, held until the last node has answered."""
     record = pb.JobRecord(manifest=job.manifest, decision=job.decision())
     request = pb.InventoryRequest(job="job", known=digests_of(record))
@@ -65,7 +65,7 @@ def test_manifests_that_the_asker_has_do_not_travel(job):
     assert not surveyed.nodes[0].reply.HasField("manifest")
 
 
-def test_a_survey_passes_the_fence_on(job, trainer):
+def test_a_survey_ends_orphans_on_other_nodes(job, trainer):
     write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
     request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", end_orphans=True)
     (refusal,) = job.daemons[0].call("Survey", request).nodes
@@ -76,8 +76,11 @@ def test_a_survey_passes_the_fence_on(job, trainer):
     assert [slot.state for slot in surveyed.reply.slots if slot.version.step == 1] == [pb.SEALED]
 
 
-async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
-    """A process that frees much memory takes seconds to die. A missing node is given up long before."""
+async def test_a_node_that_answers_gets_time_to_end_its_orphans(job):
+    """A process that frees much memory takes seconds to die.
+
+    A node that does not answer is given up long before.
+    """
     asked = []
 
     class Peers:

@@ -39,7 +39,7 @@ INLINE = "running_mean"
 
 
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:
-    """Returns a rank's tensors: replicas, a predicted leaf that never appears, and an inline leaf."""
+    """Returns a rank's tensors: replicas, a leaf that is never saved, and an inline leaf."""
     same = torch.Generator().manual_seed(1)
     return {
         "w": torch.randn(190, 301, generator=same), "b": torch.randn(77, generator=same).to(torch.bfloat16),
@@ -181,7 +181,7 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
 
 
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
-def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_path):
+def test_a_lost_node_is_rebuilt_by_daemons_with_tls(start, tmp_path):
     flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
     daemons = cluster(start, 3, *flags)
     held = Held(daemons, 1).end()
@@ -194,7 +194,7 @@ def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_pa
         assert contents(rebuilt_slot(spare, 1)) == before
 
 
-def test_one_node_more_than_f_is_said_with_what_is_missing(start):
+def test_a_loss_of_more_than_f_nodes_is_reported_with_what_is_missing(start):
     daemons = cluster(start, 4)
     Held(daemons, 1).end()
     with Lost(daemons[1], daemons[3]):
@@ -213,7 +213,7 @@ def status(daemon: DaemonProcess, *arguments: str):
     return CliRunner().invoke(main, ["status", *arguments], env={"REFT_DAEMON": daemon.address}, catch_exceptions=False)
 
 
-def test_nothing_lost_and_what_may_be_lost(start):
+def test_recover_and_what_if_without_a_loss(start):
     daemons = cluster(start, 4)
     Held(daemons, 1).end()
     found = recover(daemons[0], "--yes")
@@ -235,7 +235,7 @@ def test_nothing_lost_and_what_may_be_lost(start):
         assert "protect DEGRADED" in status(daemons[0]).stdout
 
 
-def test_how_long_it_is_degraded_after_a_restore(start):
+def test_degraded_time_ends_with_the_first_whole_version(start):
     daemons = cluster(start, 3)
     held = Held(daemons, 1).end()
     job = held.job
@@ -299,7 +299,7 @@ def damage(held: Held, rank: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_slot_is_an_erasure(start):
+def test_a_damaged_slot_counts_as_lost(start):
     """One node is lost and one slot is damaged: two losses, with f = 2."""
     daemons = cluster(start, 6)
     held = Held(daemons, 2).end()
@@ -330,7 +330,7 @@ def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
     until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon to forget the job")
 
 
-def test_with_an_older_whole_version_left_that_one_comes_back(start):
+def test_an_older_version_without_its_capsules_is_not_rebuilt(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1, steps=(1, 2)).end()
     spare = start("--node", "spare")
@@ -345,7 +345,7 @@ def test_with_an_older_whole_version_left_that_one_comes_back(start):
     assert before and (found.exit_code, document["step"]) == (4, None)
 
 
-def test_it_is_refused_while_trainers_live(start):
+def test_a_rebuild_is_refused_while_trainers_live(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1)
     found = recover(daemons[0], "--yes")
@@ -368,7 +368,7 @@ def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]]
     return rebuild_request(job_survey, job_survey.plan(erased), [rank], {})
 
 
-def test_who_may_rebuild_over_tcp(start):
+def test_which_callers_may_rebuild_over_tcp(start):
     daemons = cluster(start, 4, "--listen", "127.0.0.1:0")
     held = Held(daemons, 1).end()
     spare, deaf = start("--listen", "127.0.0.1:0"), start()
@@ -393,7 +393,7 @@ def test_who_may_rebuild_over_tcp(start):
             deaf.call("Rebuild", other)
 
 
-def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
+def test_recover_on_the_replacement_node_uses_its_own_daemon(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     before = contents(held.path(2))
@@ -414,7 +414,7 @@ def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
         assert reply.had_whole and messages.decision_from(reply.decision).epoch == held.job.version(1).epoch
 
 
-def test_what_was_decoded_is_compared_with_what_was_saved(start):
+def test_decoded_data_is_compared_with_the_saved_digests(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     spare = start("--node", "spare")
@@ -433,7 +433,7 @@ def test_what_was_decoded_is_compared_with_what_was_saved(start):
         assert spare.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
-def test_a_request_that_makes_no_sense_is_refused(start):
+def test_invalid_rebuild_requests_are_refused(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     spare = start("--node", "spare")
@@ -464,7 +464,7 @@ def test_a_request_that_makes_no_sense_is_refused(start):
         assert not spare.call("Status", pb.StatusRequest()).jobs
 
 
-def test_an_attach_that_comes_meanwhile_leases_no_slot_that_is_being_made(tmp_path):
+def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
     """The trainer would write a slot that the rebuild frees once it notices the attach."""
 
     async def run() -> None:

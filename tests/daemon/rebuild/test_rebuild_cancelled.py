@@ -72,7 +72,7 @@ PLACES = {"making": (Arena, "create"), "decoding": (ShardRebuilder, "make"), "co
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_left_of_it(request_of_rank_3, monkeypatch, place, is_known):
+def test_nothing_is_left_of_a_cancelled_rebuild(request_of_rank_3, monkeypatch, place, is_known):
     request = request_of_rank_3
 
     async def run(arena: Arena, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests requests that no trainer would make: the daemon refuses each with a fitting status, and goes on."""
+"""Tests that the daemon refuses invalid requests with a fitting status, and goes on."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def shared_read(daemon: DaemonProcess, request: pb.ReadRequest) -> list[pb.Chunk
         {"nodes": [pb.Node(name="n", ranks=[0, 0])], "world": 2},
     ],
 )
-def test_an_impossible_manifest(shared, changes):
+def test_an_invalid_manifest_is_refused(shared, changes):
     bad = Job([(shared, [0, 1])], name="impossible")
     bad.counter = 1
     if "nodes" in changes:
@@ -120,7 +120,7 @@ def test_an_impossible_manifest(shared, changes):
         shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=bad.decision()))
 
 
-def test_an_impossible_decision(shared):
+def test_an_invalid_decision_is_refused(shared):
     bad = Job([(shared, [0])], name="impossible")
     bad.counter = 1
     with refused(Code.INVALID_ARGUMENT, "no node 1"):
@@ -147,7 +147,7 @@ def test_a_held_job_with_another_token_is_not_taken_over(shared, job):
 
 
 @pytest.mark.parametrize("rank", [2, 77, (1 << 32) - 1])
-def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
+def test_a_rank_of_another_node_is_refused(shared, job, rank):
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
         job.lease(rank)
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
@@ -155,7 +155,7 @@ def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
 
 
 @pytest.mark.parametrize("nbytes", [1 << 40, 10 * psutil.virtual_memory().total, 1 << 63, (1 << 64) - 1])
-def test_more_than_there_is_is_refused_before_memory_is_touched(shared, job, nbytes):
+def test_too_large_slots_are_refused_before_memory_is_touched(shared, job, nbytes):
     process = psutil.Process(shared.process.pid)
     before, held = process.memory_info().rss, shared.call("Status", pb.StatusRequest()).held_bytes
     for _ in range(5):
@@ -173,23 +173,23 @@ def test_more_than_there_is_is_refused_before_memory_is_touched(shared, job, nby
         {"chunk_bytes": 1}, {"chunk_bytes": 5000},
     ],
 )  # fmt: skip
-def test_sizes_that_can_not_be(shared, job, changes):
+def test_invalid_sizes_are_refused(shared, job, changes):
     with refused(Code.INVALID_ARGUMENT):
         job.lease(1, **changes)
     assert not list((shared.folder / "job").glob("rank-1*"))
 
 
-def test_a_process_that_is_not_there(shared, job):
+def test_a_process_that_does_not_exist_gets_no_lease(shared, job):
     with refused(Code.FAILED_PRECONDITION, "does not exist"):
         job.lease(1, pid_start=1)
 
 
-def test_a_report_without_a_lease(shared, job):
+def test_a_report_without_a_lease_is_refused(shared, job):
     with refused(Code.FAILED_PRECONDITION, "holds no lease"):
         job.report(1, {1: StepAnswer.SEALED})
 
 
-def test_the_order_of_answers(shared, job):
+def test_reports_of_decided_steps_change_nothing(shared, job):
     job.lease(1)
     assert job.report(0, {3: StepAnswer.SEALED}).whole == -1
     assert job.report(1, {3: StepAnswer.SEALED}).whole == 3
@@ -209,7 +209,7 @@ def test_steps_at_the_end_of_the_range(shared, job):
             job.report(0, {step: StepAnswer.SEALED})
 
 
-def test_what_is_not_held_is_not_found(shared):
+def test_an_unknown_job_is_not_found(shared):
     for method, request in (
         ("Lease", pb.LeaseRequest(job="none")), ("Release", pb.ReleaseRequest(job="none")),
         ("Purge", pb.PurgeRequest(job="none")), ("Status", pb.StatusRequest(job="none")),
@@ -241,7 +241,7 @@ def test_an_older_epoch_is_stale_everywhere(shared, job):
     assert shared.status("job").epoch.counter == 2
 
 
-def test_over_tcp_only_the_jobs_own_token_opens(shared, job):
+def test_over_tcp_only_the_jobs_own_token_admits(shared, job):
     other = Job([(shared, [0])], name="other", token=b"o" * 32).decide()
     address = job.hellos[0].addresses[0]
     calls = [
@@ -300,7 +300,10 @@ def test_a_read_names_a_slot_and_a_version(shared, job):
 
 
 def test_a_thousand_idle_connections(shared, job):
-    """gRPC's connections stay open. Those of the local socket are served in turn, and dropped at their deadline."""
+    """gRPC's connections stay open.
+
+    Those of the local socket are served in turn, and dropped at their deadline.
+    """
     idle = []
     try:
         for path in [str(shared.socket)] * 900 + [job.local_socket()] * 60:
@@ -355,7 +358,7 @@ def test_a_bad_request(shared, job, data, answer):
     ("rank", "slots"),
     [(0, []), (0, ["rank-0.slot-9"]), (1, ["rank-0.slot-0"]), (0, ["../../lock"]), (0, ["rank-0.slot-0"] * 33)],
 )
-def test_slots_of_others_are_not_handed_out(shared, job, rank, slots):
+def test_slots_of_other_ranks_are_not_given(shared, job, rank, slots):
     request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=rank, slots=slots)
     with pytest.raises(AttachError, match="can't have slots"):
         local_socket.ask_slots(job.local_socket(), request, [], 5)
@@ -409,14 +412,14 @@ def test_more_descriptors_than_names_and_very_many(shared, job):
     until(lambda: descriptors_of(shared) <= before, what="their end")
 
 
-def test_a_caller_that_goes_silent_delays_nobody(shared, job):
+def test_a_silent_caller_delays_no_other_caller(shared, job):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(job.local_socket())
         silent.send(b"\5\0")
         assert len(job.maps(0, job.lease(0))) == 2
 
 
-def test_ask_twice_for_the_same_slots(shared, job):
+def test_slots_may_be_requested_twice(shared, job):
     names = job.lease(0)
     assert [len(job.maps(0, names)) for _ in range(2)] == [2, 2]
     assert job.lease(0) == names and job.lease(0, data_bytes=CHUNK) == names

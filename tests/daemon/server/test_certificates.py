@@ -40,7 +40,7 @@ def renew(daemon: DaemonProcess) -> None:
     until(lambda: daemon.log.read_text().count(RENEWED) > times, what="new certificates")
 
 
-def test_daemons_go_on_and_find_each_other_again_under_new_certificates(job, certificates):
+def test_daemons_connect_again_with_new_certificates(job, certificates):
     assert hears(job, 0) and hears(job, 1)
     certificates.replace("ours", "new")
     renew(job.daemons[0])

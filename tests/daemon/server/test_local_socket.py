@@ -1,4 +1,4 @@
-"""Tests the daemon's end of the local socket: silent, greedy and faulty callers delay no other caller."""
+"""Tests the daemon's end of the local socket: a bad caller delays no other caller."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def run(tmp_path):
     return running
 
 
-def test_another_users_caller_is_not_heard(run, monkeypatch):
+def test_a_caller_of_another_user_is_refused(run, monkeypatch):
     async def scenario(place: Place) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(local_socket, "peer", lambda connection: (os.getpid(), os.getuid() + 1))
@@ -145,14 +145,14 @@ def test_another_users_caller_is_not_heard(run, monkeypatch):
     run(scenario)
 
 
-def test_the_socket_is_its_users_alone(run):
+def test_only_the_user_can_open_the_socket(run):
     async def scenario(place: Place) -> None:
         assert place.server.path.stat().st_mode & 0o777 == 0o600
 
     run(scenario)
 
 
-def test_a_caller_is_told_who_it_is_as_the_kernel_has_it(run):
+def test_a_caller_gets_its_process_as_the_kernel_knows_it(run):
     async def scenario(place: Place) -> None:
         reply = await place.caller().ask(WHO)
         seen = pb.Caller(pid=os.getpid(), pid_start=stat_of(os.getpid()).start, parent=os.getppid())
@@ -177,7 +177,7 @@ def test_silent_callers_make_others_wait_until_their_deadline(run, monkeypatch, 
     assert caplog.text.count("was dropped") == 2
 
 
-def test_trainers_that_report_take_no_place_and_have_no_deadline(run, monkeypatch):
+def test_trainers_that_report_are_no_newcomers_and_have_no_deadline(run, monkeypatch):
     monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
     monkeypatch.setattr(served, "DEADLINE_S", 0.3)
 
@@ -215,7 +215,7 @@ def test_one_reply_answers_all_reports_that_were_decided(run):
     run(scenario)
 
 
-def test_a_report_waits_for_no_longer_than_it_says(run):
+def test_a_report_is_answered_after_its_requested_wait(run):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
         assert (await trainer.ask(report(1, wait_ms=0))).report.whole == -1
@@ -229,7 +229,7 @@ def test_a_report_waits_for_no_longer_than_it_says(run):
     run(scenario)
 
 
-def test_more_reports_than_a_trainer_leaves_unanswered_end_the_connection(run, caplog):
+def test_too_many_unanswered_reports_end_the_connection(run, caplog):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
         await trainer.send(b"".join(report(step) for step in range(WAITING_MAX + 1)))
@@ -241,7 +241,7 @@ def test_more_reports_than_a_trainer_leaves_unanswered_end_the_connection(run, c
 
 
 @pytest.mark.parametrize("data", [b"\3\0\0\0\xff\xff\xff" * 3, frame(pb.LocalRequest(protocol=PROTOCOL)) * 3])
-def test_bytes_that_are_no_request_are_warned_of_once(run, caplog, data):
+def test_bytes_that_are_no_request_are_logged_once(run, caplog, data):
     async def scenario(place: Place) -> None:
         caller = place.caller()
         assert (await caller.ask(data)).status == Code.INVALID_ARGUMENT.value[0]
@@ -251,7 +251,7 @@ def test_bytes_that_are_no_request_are_warned_of_once(run, caplog, data):
     assert caplog.text.count("was dropped") == 1
 
 
-def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
+def test_the_daemon_does_not_read_from_a_caller_that_does_not_read(run):
     count = 50_000
 
     async def scenario(place: Place) -> None:
@@ -271,7 +271,7 @@ def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
     run(scenario)
 
 
-def test_descriptors_do_not_wait_for_a_caller_that_does_not_read(run, caplog):
+def test_descriptors_are_not_buffered_for_a_caller_that_does_not_read(run, caplog):
     async def scenario(place: Place) -> None:
         caller = place.caller()
         await caller.send(WHO * 3000 + SLOTS)
@@ -291,7 +291,7 @@ def test_descriptors_that_no_request_takes_are_closed(run):
     run(scenario)
 
 
-def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(run, monkeypatch):
+def test_a_trainer_of_protocol_6_can_read_why_it_is_refused(run, monkeypatch):
     """It sends a bare ReportRequest with its protocol in field 90.
 
     It reads calls, status and error in fields 65 to 67.
@@ -318,7 +318,7 @@ def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(
     run(scenario)
 
 
-def test_an_error_in_the_daemon_ends_the_connection_so_that_the_report_is_said_again(run):
+def test_an_error_in_the_daemon_ends_the_connection(run):
     async def scenario(place: Place) -> None:
         unhandled: list[dict] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
@@ -329,7 +329,7 @@ def test_an_error_in_the_daemon_ends_the_connection_so_that_the_report_is_said_a
     run(scenario)
 
 
-def test_a_closed_socket_leaves_connections_as_they_are(run):
+def test_closing_the_socket_keeps_open_connections(run):
     async def scenario(place: Place) -> None:
         place.job.decide(1)
         trainer = place.caller()
@@ -342,7 +342,7 @@ def test_a_closed_socket_leaves_connections_as_they_are(run):
     run(scenario)
 
 
-def test_a_lack_of_descriptors_is_said_once_and_survived(run, monkeypatch, caplog):
+def test_a_lack_of_descriptors_is_logged_once_and_survived(run, monkeypatch, caplog):
     monkeypatch.setattr(served, "RETRY_S", 0.01)
 
     class Listener:

@@ -21,7 +21,7 @@ def clear(daemon) -> None:
     until(lambda: daemon.log.read_text().count(AGAIN) > times, what="new sockets")
 
 
-def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
+def test_the_sockets_are_made_again_and_the_slots_are_kept(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     slots = job.maps(0, names)
@@ -35,13 +35,13 @@ def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
     assert all(path.stat().st_mode & 0o077 == 0 for path in daemon.home.glob("d.sock*"))
 
 
-def test_no_second_one_serves_there_afterwards(daemon, tmp_path):
+def test_no_second_daemon_can_serve_there_afterwards(daemon, tmp_path):
     clear(daemon)
     code, text = run("--socket", daemon.socket, "--dir", tmp_path / "arena")
     assert code == 1 and f"pid {daemon.process.pid}" in text and "socket" in text
 
 
-def test_the_end_leaves_no_socket(daemon):
+def test_the_daemons_end_leaves_no_socket(daemon):
     clear(daemon)
     daemon.process.terminate()
     assert daemon.process.wait(60) == 0
