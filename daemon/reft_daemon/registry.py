@@ -49,7 +49,7 @@ class TimeToLive(NamedTuple):
     ended: float
     failed: float
 
-    def of(self, job: JobRecord) -> float:
+    def seconds_for(self, job: JobRecord) -> float:
         """Returns a job's time to live.
 
         On nodes without ranks of the job, the job counts as failed.
@@ -111,11 +111,11 @@ class Registry:
         """Takes over the jobs that an earlier daemon left in the arena."""
         for record in self.arena.records():
             job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.wake)
-            job.degraded.decided(record)
+            job.degraded.start_epoch(record)
             job.adopt()
             self._start_replicator(job)
             if job.is_live:
-                self.heartbeat_service.decided(job)
+                self.heartbeat_service.note_decision(job)
             self.wake(job)  # the slots may hold news for the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
@@ -154,11 +154,11 @@ class Registry:
         is_new = not job.record.HasField("decision") or job.epoch != messages.epoch_from(request.decision.epoch)
         job.decide(request, holders)
         if is_new:
-            job.degraded.decided(job.record)
+            job.degraded.start_epoch(job.record)
         if name in self._replicators:
             self._replicators.pop(name).close()
         self._start_replicator(job)
-        self.heartbeat_service.decided(job)
+        self.heartbeat_service.note_decision(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
         """Sends the capsules of the decision's base to this node's holders.
@@ -178,7 +178,7 @@ class Registry:
         base = messages.decision_from(job.record.decision).base
         if base is None:
             return
-        batches = job.capsule_replication.of_version(job.all_slots.values(), base)
+        batches = job.capsule_replication.batches_of_version(job.all_slots.values(), base)
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
         async def send_to(holder: int) -> None:
@@ -201,7 +201,7 @@ class Registry:
     def wake(self, job: JobRecord) -> None:
         """Tells a job's other nodes the state of the round and of this node's ranks."""
         if job.round is not None:
-            job.degraded.heard(job.round.outcome.whole)
+            job.degraded.note_whole(job.round.outcome.whole)
         if job.id in self._replicators:
             self._replicators[job.id].wake()
         self.heartbeat_service.wake(job.id)
@@ -244,7 +244,7 @@ class Registry:
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                if not job.is_live and now - job.ended_s > self._ttl_s.of(job):
+                if not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job):
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
             self._notice_removed_files()
             self.arena.reserve.refill()

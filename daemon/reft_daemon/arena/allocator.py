@@ -63,8 +63,9 @@ class SlotAllocator:
 
         If the job is dropped meanwhile, the finished slots are freed.
 
-        The arena's turn is held until the slots are finished or freed. Otherwise two requests could
-        take the same free memory, and a new job of the same name could use the same files.
+        The arena's `allocation_lock` is held until the slots are finished or freed. Otherwise two
+        requests could take the same free memory, and a new job of the same name could use the same
+        files.
         """
         await self._arena.allocation_lock.acquire()
         thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, names, geometry, cpus))

@@ -211,7 +211,7 @@ class Arena:
             except Exception as error:
                 if is_shortage(error):
                     raise
-                log.error("record %s can't be read, so its job can't be restored from this node: %s", path, error)
+                log.error("record %s can't be read, so the slots of its job are not offered: %s", path, error)
         return records
 
     def write_record(self, record: pb.JobRecord) -> None:
@@ -238,7 +238,7 @@ class Arena:
             _replace(path, data)
         except OSError as error:
             with contextlib.suppress(OSError):
-                if error.errno == errno.ENOSPC and self.reserve.give():
+                if error.errno == errno.ENOSPC and self.reserve.release():
                     _replace(path, data)
                     return
             free = limits.file_system_free(self._lock)
@@ -329,7 +329,7 @@ class Arena:
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
         """Makes slots with every page present, in the memory next to `cpus` (empty: anywhere).
 
-        The caller must hold `turn`.
+        The caller must hold `allocation_lock`.
 
         Raises:
             NoRoom: the slots don't fit; nothing is left behind.
@@ -363,9 +363,9 @@ class Arena:
             # The slot gets its final name after its header. A daemon that dies here leaves no file
             # that looks like a slot.
             draft = path.with_name(f"{name}.new")
-            ready = self.pool.take(draft, size)
+            spare_descriptor = self.pool.take(draft, size)
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(draft, flags, 0o600) if ready is None else ready
+            descriptor = os.open(draft, flags, 0o600) if spare_descriptor is None else spare_descriptor
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -384,11 +384,11 @@ class Arena:
 
     def _map_with_pages(self, descriptor: int, size: int, name: str) -> Bytes:
         """Maps a file and makes all its pages, as huge pages where the kernel allows it."""
-        present = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
-        if present < size:
+        present_bytes = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
+        if present_bytes < size:
             os.ftruncate(descriptor, size)
         pages = map_file(descriptor, size)[1]
-        huge = make_huge(descriptor, pages, present)
+        huge = make_huge(descriptor, pages, present_bytes)
         os.posix_fallocate(descriptor, 0, size)
         # the kernel's out-of-memory killer counts mapped pages against this process
         advise(pages, mmap.MADV_DONTNEED)
@@ -426,8 +426,8 @@ def _foreign_name(folder: Path) -> str:
         return ""
     drafts = {f"{name}.new" for name in _OWN_FILES}
     for path in sorted(folder.iterdir()):
-        is_jobs = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
-        if path.name not in {*_OWN_FILES, *drafts} and not is_jobs:
+        is_job_folder = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
+        if path.name not in {*_OWN_FILES, *drafts} and not is_job_folder:
             return path.name
     return ""
 

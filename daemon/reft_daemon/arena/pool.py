@@ -82,8 +82,8 @@ class SparePool:
         self._logged_reason = reason
 
     def _missing_files(self) -> int:
-        room = self.want.bytes - self._held_bytes() - self.bytes
-        return room // self.want.file_bytes if self.want.file_bytes else 0
+        missing_bytes = self.want.bytes - self._held_bytes() - self.bytes
+        return missing_bytes // self.want.file_bytes if self.want.file_bytes else 0
 
     def _refusal(self, need: int) -> str:
         return (refusal(need, self._limits(), "spare memory needs") if need else None) or ""

@@ -45,7 +45,7 @@ class SpaceReserve:
                     os.posix_fallocate(self._descriptor, 0, size)
                     self._bytes = size
 
-    def give(self) -> bool:
+    def release(self) -> bool:
         """Gives the whole reserve back; returns False if the reserve was empty."""
         reserved_bytes, self._bytes = self._bytes, 0
         if reserved_bytes:

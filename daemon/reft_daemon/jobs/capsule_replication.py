@@ -102,7 +102,7 @@ class CapsuleReplication:
             batch.append(record)
         return batch
 
-    def of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
+    def batches_of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
         """Returns the records of a version of all ranks that hold it here, one list per message."""
         batches: list[list[pb.CapsuleRecord]] = [[]]
         bytes_left = BATCH_MAX

@@ -20,7 +20,7 @@ class DegradedTime:
     _since_s: float | None = None
 
     @property
-    def is_so(self) -> bool:
+    def is_degraded(self) -> bool:
         return self._since_s is not None
 
     @property
@@ -28,7 +28,7 @@ class DegradedTime:
         """Seconds of degraded time so far in this epoch."""
         return self.lasted_s if self._since_s is None else time.monotonic() - self._since_s
 
-    def decided(self, record: pb.JobRecord) -> None:
+    def start_epoch(self, record: pb.JobRecord) -> None:
         """Starts a new epoch.
 
         Also called after a restart of the daemon, which forgets the earlier start time.
@@ -38,7 +38,7 @@ class DegradedTime:
         if base_nodes - {node.id for node in record.manifest.nodes}:
             self._since_s = time.monotonic()
 
-    def heard(self, whole: int) -> None:
+    def note_whole(self, whole: int) -> None:
         """Ends the degraded time once a step of the epoch is whole; `whole` is -1 before."""
         if self._since_s is not None and whole >= 0:
             self.lasted_s, self._since_s = self.seconds, None

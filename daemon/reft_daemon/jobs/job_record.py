@@ -52,6 +52,11 @@ class JobRecord:
         retired: earlier slots of this node's ranks, and slots of ranks that train on another node
             now.
         drafts: slots that a rebuild is making; no rank may use them yet.
+        leases: rank → its trainer.
+        since_s: when the decision in force came, or this daemon started.
+        ended_s: when the last trainer ended.
+        sealed_s: rank → when the rank last reported a sealed step.
+        listeners: called when the round has news, to answer waiting reports.
     """
 
     arena: Arena
@@ -197,7 +202,11 @@ class JobRecord:
         self._call_listeners()
 
     def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
-        """Returns the manifest under which the base was written: the decision's, or a known one."""
+        """Returns the manifest under which the base was written; None if it is unknown.
+
+        The decision may contain the manifest. Otherwise this daemon may know it from earlier
+        decisions.
+        """
         if request.HasField("base_manifest"):
             return request.base_manifest
         if base is None or not self.record.HasField("decision"):
@@ -230,7 +239,8 @@ class JobRecord:
     def _are_all_closed(self) -> bool:
         """Whether all trainers here closed their sessions.
 
-        A new run may start from what was whole at that moment. So these versions are kept.
+        A new run may start from the step that was whole at that moment. So this node keeps that
+        version.
         """
         return bool(self.leases) and all(lease.closed for lease in self.leases.values())
 

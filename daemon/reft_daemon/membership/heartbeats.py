@@ -99,9 +99,8 @@ class HeartbeatService:
     def given_up_s(self, job: str, launch: str, round: int) -> dict[str, float]:
         """Returns the nodes that the previous round lost → seconds since the loss.
 
-        Only nodes that are missing from this round.
-
-        Empty if this daemon watches another round or launch.
+        Only nodes that this round lacks are returned. The result is empty if this daemon watches
+        another round or launch.
         """
         monitor = self.monitor(job)
         given_up = monitor.given_up if monitor else GivenUpNodes()
@@ -111,7 +110,7 @@ class HeartbeatService:
 
     # Terms
 
-    def decided(self, job: JobRecord) -> None:
+    def note_decision(self, job: JobRecord) -> None:
         """Takes a new decision, or one found in the arena.
 
         Without agents, its manifest gives the membership view.
@@ -119,7 +118,7 @@ class HeartbeatService:
         manifest = job.record.manifest
         monitor = self.monitor(job.id)
         if monitor is not None and monitor.view.launch:
-            monitor.attached()
+            monitor.note_attach()
             return
         if not job.record.HasField("decision"):
             return
@@ -139,8 +138,8 @@ class HeartbeatService:
         )
         job_record = self._find_record(job, view.launch)
         if view.launch and job_record is not None and job_record.id != job:
-            # A restarted daemon may meet the trainers before their agents. Then the job was watched
-            # by the trainers' name until now.
+            # The restarted daemon has found the trainers before it heard their agents. Until now it
+            # watched the job by the trainers' name.
             self.forget(job_record.id)
 
     def forget(self, job: str) -> None:
@@ -168,7 +167,7 @@ class HeartbeatService:
             AlreadyAttached: another launch of the job is alive here.
             AttachError: the job is watched for another launch.
             ConfigError: the agent's description of the round is invalid.
-            UnknownJob: the agent of another node names a job that is not watched here.
+            JobNotWatched: the agent of another node names a job that is not watched here.
         """
         phase = messages.agent_from(request.phase)
         if request.node_id != self._own:
@@ -203,7 +202,7 @@ class HeartbeatService:
         After the requested wait, it returns them in any case.
 
         Raises:
-            UnknownJob: the job is not watched here.
+            JobNotWatched: the job is not watched here.
         """
         end_s = time.monotonic() + min(request.wait_ms / 1000, WAIT_MAX_S)
         while True:
@@ -245,7 +244,7 @@ class HeartbeatService:
         Raises:
             StaleEpoch: the beat is of an older round: the other nodes continued without that node.
             AttachError: the beat is of another launch, or meant for another node.
-            UnknownJob: the job is not watched here.
+            JobNotWatched: the job is not watched here.
         """
         monitor = self._monitor_or_raise(request.job)
         monitor.note_alive(request.source)
@@ -342,8 +341,8 @@ class HeartbeatService:
             self._timeouts.pop(node, None)
             self.beats_sent += 1
             if monitor.detector is detector:
-                signs, heard = messages.node_reports_from(reply.reports), messages.heard_from(reply.last_heard)
-                monitor.publish(detector.answered(node, signs, heard, time.monotonic()))
+                reports, heard = messages.node_reports_from(reply.reports), messages.heard_from(reply.last_heard)
+                monitor.publish(detector.answered(node, reports, heard, time.monotonic()))
         except grpc.RpcError as error:
             await self._note_failed_beat(monitor, detector is monitor.detector, node, error)
         except (OSError, ReftError) as error:
@@ -354,7 +353,7 @@ class HeartbeatService:
     async def _note_failed_beat(self, monitor: JobMonitor, is_current: bool, node: str, error: grpc.RpcError) -> None:
         code = error.code()
         if code is grpc.StatusCode.ABORTED and is_current:
-            monitor.left_behind(reason_of(error))
+            monitor.note_left_behind(reason_of(error))
             monitor.publish(monitor.detector.answered(node, [], {}, time.monotonic()))
         if code is grpc.StatusCode.UNAVAILABLE and is_current and "refused" in reason_of(error):
             monitor.detector.refused(node)
@@ -393,7 +392,7 @@ def _view_of(request: pb.AgentBeatRequest, own: str) -> MembershipView:
             f"allowed. Each member needs an id of its own, and this node must be a member."
         )
     if len(request.token) != 32 or not request.launch:
-        raise ConfigError(f"the agent of job {request.job} names no launch, or its token has not 32 bytes.")
+        raise ConfigError(f"the agent of job {request.job} names no launch, or its token does not have 32 bytes.")
     for node in nodes.values():
         if len(node.addresses) > ADDRESSES_MAX:
             raise ConfigError(

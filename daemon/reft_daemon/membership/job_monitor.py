@@ -40,8 +40,8 @@ from reft_daemon.jobs.leases import Lease, ProcessWatch
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
 TICK_S = 0.1
-# seconds since another node spoke of a newer round, before this node says that it is left behind: a
-# slow rendezvous is no loss
+# seconds that another node must have been in a newer round before this node counts as left behind:
+# a slow rendezvous is no loss
 LEFT_BEHIND_S = 5.0
 LINGER_S = 60.0  # after the end of the last trainer and the agent's last beat
 # after a rank was found to make no progress; by then other nodes have reported their ranks
@@ -71,7 +71,7 @@ class AgentProcess:
 
     Attributes:
         pid: process id.
-        phase: the phase in the agent's last beat.
+        phase: the phase in the agent's last beat; DEAD if the agent has ended without FINISHED.
         last_s: time of the last beat.
         watch: None if the process can't be watched, or has ended.
     """
@@ -202,11 +202,11 @@ class JobMonitor:
             raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.view.round} has begun.")
         return round == self.view.round
 
-    def left_behind(self, reason: str) -> None:
+    def note_left_behind(self, reason: str) -> None:
         """Notes that another node is in a newer round."""
         self._left_behind = self._left_behind or (time.monotonic(), reason)
 
-    def attached(self) -> None:
+    def note_attach(self) -> None:
         """Forgets the ranks' usual step times: a new attach within this view may change them."""
         self._progress_of.clear()
 

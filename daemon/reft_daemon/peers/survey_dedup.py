@@ -43,7 +43,7 @@ def digests_of(record: pb.JobRecord) -> list[int]:
     return [_digest(key, manifest) for key, _, manifest in _manifests(record.decision, record)]
 
 
-def leave_out(reply: pb.InventoryReply, known: Collection[int]) -> None:
+def clear_known_manifests(reply: pb.InventoryReply, known: Collection[int]) -> None:
     """Clears the manifests of a reply that the asker has, according to the asker's `digests_of`."""
     if known:
         for key, name, manifest in _manifests(reply.decision, reply):

@@ -26,7 +26,7 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
 from reft_daemon.membership.heartbeats import JobNotWatched
 from reft_daemon.peers.round_replicator import reason_of
-from reft_daemon.peers.survey_dedup import digests_of, leave_out, without_repeats
+from reft_daemon.peers.survey_dedup import clear_known_manifests, digests_of, without_repeats
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry, UnknownJob
 
@@ -165,7 +165,7 @@ class DaemonService(pb_grpc.DaemonServicer):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):
             reply.base_manifest.CopyFrom(job.record.base_manifest)
-        leave_out(reply, request.known)
+        clear_known_manifests(reply, request.known)
         return reply
 
     @translated
@@ -464,7 +464,7 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
         backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
         every=(job.round.outcome.interval.every if job.round else 0) or manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
-        degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
+        degraded=job.degraded.is_degraded, degraded_s=job.degraded.seconds,
         mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
     )  # fmt: skip
     if job.record.HasField("decision"):

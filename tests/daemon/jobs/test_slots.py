@@ -290,7 +290,7 @@ def test_an_invalid_record_does_not_stop_the_daemon(daemon, trainer, record):
     path.write_bytes(record if isinstance(record, bytes) else found.SerializeToString())
     daemon.start()
     assert not daemon.call("Status", pb.StatusRequest()).jobs
-    assert "its job can't be restored" in daemon.log.read_text()
+    assert "the slots of its job are not offered" in daemon.log.read_text()
 
 
 def test_an_unfinished_draft_is_no_slot(daemon, trainer):

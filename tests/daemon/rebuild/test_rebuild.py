@@ -389,7 +389,7 @@ def test_which_callers_may_rebuild_over_tcp(start):
         other = pb.RebuildRequest()
         other.CopyFrom(request)
         other.manifest.token = b"y" * 32
-        with refused(Code.INVALID_ARGUMENT, "held with another token"):
+        with refused(Code.INVALID_ARGUMENT, "with another token"):
             deaf.call("Rebuild", other)
 
 
