@@ -291,16 +291,16 @@ class Rebuild:
     async def _decode_slices(
         self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, stripe_rebuilds: list[StripeRebuild]
     ) -> None:
-        """Decodes all slices, BANDS_AT_ONCE at a time."""
+        """Decodes all slices, SLICES_AT_ONCE at a time."""
         rebuilder = ShardRebuilder(placement)
-        slices = (band for stripe in stripe_rebuilds for band in bands(placement, stripe))
+        slices = (each for stripe in stripe_rebuilds for each in bands(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
         async def decode_next_slices() -> None:
-            for band in slices:
+            for rebuild_slice in slices:
                 self._check_not_replaced(job)
                 job.ended_s = time.monotonic()  # the job must not expire during the rebuild
-                await self._decode_slice(job, band, placement, rebuilder, targets)
+                await self._decode_slice(job, rebuild_slice, placement, rebuilder, targets)
 
         tasks = [asyncio.ensure_future(decode_next_slices()) for _ in range(SLICES_AT_ONCE)]
         try:
