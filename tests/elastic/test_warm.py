@@ -84,6 +84,31 @@ def test_a_forked_worker_finds_what_one_that_python_started_finds(tmp_path, star
     assert (tmp_path / "warm.out").read_text() == "printed\n"
 
 
+GLOBALS = """
+import json, sys
+shown = {name: repr(value) for name, value in globals().items() if name not in ("__loader__", "__spec__")}
+shown["loader"] = [type(__loader__).__name__, vars(__loader__)]
+shown["spec"] = __spec__ and __spec__.name
+with open(sys.argv[1], "w") as file:
+    json.dump(shown, file)
+"""
+
+
+@pytest.mark.parametrize("words", [["shown.py"], ["-m", "shown"]], ids=["script", "module"])
+def test_a_forked_worker_has_the_module_globals_of_a_cold_start(tmp_path, start, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shown.py").write_text(GLOBALS)
+    globals_by_start = []
+    for is_warm in (True, False):
+        out = tmp_path / "globals"
+        assert start(is_warm, *words, str(out)).wait(60) == 0
+        globals_by_start.append(json.loads(out.read_text()))
+    warm_globals, cold_globals = globals_by_start
+    assert warm_globals == cold_globals
+    assert cold_globals["loader"] == ["SourceFileLoader", {"name": cold_globals["loader"][1]["name"],
+                                                           "path": str(tmp_path / "shown.py")}]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("what", "code"), [("0", 0), ("7", 7), ("say", 1), ("raise", 1), ("interrupt", -signal.SIGINT)]
 )

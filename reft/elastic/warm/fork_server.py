@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -221,7 +222,9 @@ def run(order: WorkerOrder) -> None:
         else:
             path = os.path.abspath(what)  # as python has it in __file__ and in tracebacks, whatever was typed
             code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-            runpy._run_code(code, vars(main), None, "__main__", None, None, path)  # type: ignore[attr-defined]
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+            exec(code, vars(main))
     except Exception as error:
         trace = _without_us(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
