@@ -16,6 +16,7 @@ any more ends with 0; a job can be started again under its name once all agents 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -274,13 +275,21 @@ def create(parameters: RendezvousParameters) -> Any:
     """
     check(parameters)
     rendezvous_id = rendezvous_id_of(parameters.run_id)
-    warm = begin(text(parameters, "warm_imports")) if truth(parameters, "warm") else None  # imports while we go on
-    facts, daemon = resolve_node(parameters)
-    connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
-    backend, store = connect(parameters, rendezvous_id)
-    if daemon:
-        os.environ["REFT_DAEMON"], _ = daemon
-    run_id, parameters.run_id = parameters.run_id, rendezvous_id
-    inner = create_torchs(store, backend, parameters)
-    shrink_s = number(parameters, "shrink_timeout")
-    return ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, OrphanReaper(), warm)
+    with contextlib.ExitStack() as cleanup:
+        warm = None
+        if truth(parameters, "warm"):
+            warm = begin(text(parameters, "warm_imports"))  # imports while this agent connects
+            cleanup.callback(warm.close)
+        facts, daemon = resolve_node(parameters)
+        connect = etcd.connect if parameters.endpoint.startswith(etcd.SCHEME) else tcp.connect
+        backend, store = connect(parameters, rendezvous_id)
+        if daemon:
+            os.environ["REFT_DAEMON"], _ = daemon
+        run_id, parameters.run_id = parameters.run_id, rendezvous_id
+        inner = create_torchs(store, backend, parameters)
+        shrink_s = number(parameters, "shrink_timeout")
+        reaper = OrphanReaper()
+        cleanup.callback(reaper.close)
+        handler = ReftRendezvousHandler(inner, facts, run_id, shrink_s, daemon, reaper, warm)
+        cleanup.pop_all()  # from here on the handler ends its processes itself
+    return handler
