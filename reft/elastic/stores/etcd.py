@@ -41,6 +41,7 @@ PAUSE_S = 0.1
 ENDING = (1, 14)  # gRPC's cancelled and unavailable: what a member says of calls that it cuts off when it is stopped
 LEASE_LOST = "requested lease not found"
 LEASE_EXISTS = "lease already exists"
+VALUE_SHOWN = 64  # bytes of a wrong value that an error shows
 
 
 class EtcdError(Exception):
@@ -153,7 +154,7 @@ class Keys:
         name, mark = self._name(key), self._name(f"{key}#{secrets.token_hex(8)}")
         while True:
             value, revision = self.get(key) or (b"0", 0)
-            total = str(int(value) + amount).encode()
+            total = str(self._number(key, value) + amount).encode()
             compare = [
                 {"key": name, "target": "MOD", "result": "EQUAL", "modRevision": str(revision)},
                 {"key": mark, "target": "CREATE", "result": "EQUAL", "createRevision": "0"},
@@ -166,6 +167,21 @@ class Keys:
             marked = done["responses"][0]["response_range"].get("kvs")
             if marked:  # a first try was done, and its answer lost
                 return int(_bytes(marked[0]["value"]))
+
+    def _number(self, key: str, value: bytes) -> int:
+        """Returns a counter's value.
+
+        Raises:
+            RendezvousStateError: the value is no number.
+        """
+        try:
+            return int(value)
+        except ValueError as error:
+            name = f"{self._prefix}{key}"
+            raise RendezvousStateError(
+                f"etcd holds {value[:VALUE_SHOWN]!r} under the counter key {name}, which is no number: another program wrote "
+                f"there. End the job's agents, run `etcdctl del '{name}'`, and start the job again."
+            ) from error
 
     def delete(self, key: str) -> bool:
         """Whether there was one."""
