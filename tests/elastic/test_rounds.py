@@ -230,7 +230,7 @@ def test_who_was_cut_off_and_comes_back_joins_anew(make_job):
     assert job.ranks(b) == [0]
     b._holder._is_gone = lambda facts, seen_s: False
     sees_restart(a)  # its workers run in a round that is over
-    assert "went on without this node" in a._said
+    assert "started a round without this node" in a._last_line
     (returned,) = job.join(a)
     sees_restart(b)
     assert sorted([*job.ranks(b), returned.result(10).rank]) == [0, 1]
@@ -264,12 +264,12 @@ def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monk
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
     b._inner._stop_heartbeats()
-    a._term = RoundMembers("job", "node-a", "launch", 0, b"", ())
+    a._round_members = RoundMembers("job", "node-a", "launch", 0, b"", ())
     job.shared.answers.clear()
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
     assert job.shared.standing == 1, "the question goes on"
-    a._news.heard(a._term, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    a._signals.heard(a._round_members, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
     assert a.num_nodes_waiting() == 1 and job.shared.standing == 1
     (joined,) = job.join(a)
     until(lambda: "store does not answer" in capfd.readouterr().err, what="a line for people")
@@ -366,8 +366,8 @@ def test_who_was_late_himself_judges_nobody(make_job):
     holder = holder_of(job, job.agent("node-a"), keep_alive_s=30)
     holder.sync(fresh=True)
     holder._synced_s -= 60  # we stood still for a minute, and the other's sign of life is as old
-    earlier = {"new_s": holder._seen[other].new_s - 60, "silent_s": holder._seen[other].silent_s - 60}
-    holder._seen = {other: replace(holder._seen[other], **earlier)}
+    earlier = {"new_s": holder._last_beats[other].new_s - 60, "silent_s": holder._last_beats[other].silent_s - 60}
+    holder._last_beats = {other: replace(holder._last_beats[other], **earlier)}
     holder.sync(fresh=True)
     assert other in holder.state.participants
 
