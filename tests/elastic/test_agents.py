@@ -155,7 +155,8 @@ def test_workers_of_a_killed_agent_end_and_its_successor_takes_its_rank(make):
     assert agents.ranks(2) == {"a": 0, "b": 1}
     (orphan,) = [psutil.Process(row[1]) for row in agents.workers() if row[0] == "b"]
     began = len(agents.workers())
-    # The agent sends the workers to the orphan reaper in its next loop. It sleeps between two loops.
+    # The agent sends the workers to the orphan reaper in its next loop. It sleeps between two
+    # loops.
     switches = psutil.Process(killed.pid).num_ctx_switches().voluntary
     until(lambda: psutil.Process(killed.pid).num_ctx_switches().voluntary > switches + 50, 30, "the agent's next loop")
     killed.kill()

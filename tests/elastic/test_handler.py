@@ -1,4 +1,4 @@
-"""Real runs of `torchrun --rdzv-backend=reft`: the entry point is found, and restarts do not hang."""
+"""Real runs of `torchrun --rdzv-backend=reft`: it is found, and restarts do not hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A counter in etcd whose value is no number: the error says which key, which value, and what to do."""
+"""A counter in etcd that holds no number: the error names the key, the value and the remedy."""
 
 from __future__ import annotations
 
