@@ -41,6 +41,10 @@ BOOT = (
     "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\n"
     "from reft.elastic.warm.fork_server import main\ndel sys\nmain()"
 )
+# Files whose frames come before the script's first line in a traceback.
+LAUNCHING_FILES = (
+    __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>",
+)  # fmt: skip
 BAD_FORK = b"bad"  # sent instead of a pid
 TITLE_ROOM = 2048  # bytes of padding in the server's command line, so that a worker's command fits there
 _STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: begin and end of the command line
@@ -204,6 +208,13 @@ def _is_in_bad_fork() -> bool:
     return bool(ask and ask())
 
 
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Runs a script as `python SCRIPT` does: without reading or writing a .pyc file."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def run(order: WorkerOrder) -> None:
     """Turns this process into the worker of the order, as if Python had been started for it."""
     *standard, go = order.descriptors
@@ -231,10 +242,9 @@ def run(order: WorkerOrder) -> None:
             runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what python -m runs
         else:
             path = os.path.abspath(target)  # as in a cold start, in __file__ and in tracebacks
-            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
             loader = importlib.machinery.SourceFileLoader("__main__", path)
             vars(main).update(__file__=path, __cached__=None, __loader__=loader)
-            exec(code, vars(main))
+            _ScriptLoader("__main__", path).exec_module(main)
     except Exception as error:
         trace = _script_traceback(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
@@ -262,7 +272,7 @@ def place_of(target: str, is_module: bool) -> str:
 
 def _script_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Returns the traceback from the first line of the script on."""
-    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while trace and trace.tb_frame.f_code.co_filename in LAUNCHING_FILES:
         trace = trace.tb_next
     return trace
 
