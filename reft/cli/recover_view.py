@@ -227,9 +227,9 @@ def recovery_lines(view: RecoveryView) -> list[str]:
 
 def _cell_line(cell: CellView) -> str:
     sizes = {"copied": cell.copied, "decoded": cell.decoded, "parity": cell.parity}
-    made = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
+    amounts = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
     leaves = f"{cell.leaves[0]}{more(len(cell.leaves) - 1, 'leaf', 'leaves')}"
-    return f"{leaves}: {made}; read from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
+    return f"{leaves}: {amounts}; read from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -174,17 +174,19 @@ class _Fit:
         # While `restarting` is set, Lightning skips schedulers that follow a metric at the end of
         # an epoch.
         self._loop._restarting = False
-        done = self._loop.epoch_loop.batch_progress.current.ready  # 0: the mark was at the end of the epoch before
+        trained_batches = (
+            self._loop.epoch_loop.batch_progress.current.ready
+        )  # 0: the mark was at the end of the epoch before
         if not _is_resumable(self._loop):
             if self._trainer.current_epoch > 0:
                 # setup_data has drawn an order as for a first epoch. A new epoch draws from the
                 # generators of the mark.
-                restore_random(self._position.before_iter if done else random)
+                restore_random(self._position.before_iter if trained_batches else random)
                 self._position.before_iter = capture_random()
                 iter(data_fetcher)
-            for _ in range(done):
+            for _ in range(trained_batches):
                 next(data_fetcher.iterator, None)
-        if done:
+        if trained_batches:
             restore_random(random)
         else:
             self._loop.restarting = False  # the epoch begins with its first batch

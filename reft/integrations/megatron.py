@@ -67,13 +67,13 @@ class RandomStates:
         Args:
             held: the states of all old ranks.
         """
-        mine = next((each for each in held if each["tp"] == self._place), None)
-        if mine is None:
+        own_states = next((states for states in held if states["tp"] == self._place), None)
+        if own_states is None:
             say(
                 f"no old rank had tensor-parallel rank {self._place}: Megatron's random states stay as they were seeded."
             )
         else:
-            self.load_state_dict(mine)
+            self.load_state_dict(own_states)
 
 
 def attach(

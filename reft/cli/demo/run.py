@@ -41,11 +41,11 @@ class DemoReport:
         """Returns why the demo did not pass; empty if it passed."""
         failures = list(self.comparison.differences)
         for fault in self.scenario.faults:
-            seen = next((each for each in self.disturbed.happened if each.fault == fault), None)
-            if seen is None:
+            outcome = next((seen_fault for seen_fault in self.disturbed.happened if seen_fault.fault == fault), None)
+            if outcome is None:
                 failures.append(f"{fault}: did not happen")
-            elif not seen.is_overcome:
-                failures.append(f"{fault}: the expected restore from memory did not follow ({seen.recovery})")
+            elif not outcome.is_overcome:
+                failures.append(f"{fault}: the expected restore from memory did not follow ({outcome.recovery})")
         return failures
 
     @property

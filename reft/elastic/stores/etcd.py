@@ -242,13 +242,13 @@ class EtcdBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         try:
-            before = int(token or 0)
+            expected_revision = int(token or 0)
         except (TypeError, ValueError):
             # The token is not from this backend, so the caller does not know the current state.
             # Nothing is written.
             current = self.get_state()
             return None if current is None else (*current, False)
-        held_state, revision, is_ours = _translate_errors(self._keys.put_if, "state", state, before)
+        held_state, revision, is_ours = _translate_errors(self._keys.put_if, "state", state, expected_revision)
         return (held_state, revision, is_ours) if revision else None
 
 

@@ -22,14 +22,14 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", options.port, is_master=True, wait_for_workers=False)
-    beats, changed_s = store.add(BEATS, 0), time.monotonic()
+    last_count, changed_s = store.add(BEATS, 0), time.monotonic()
     print("ready", flush=True)
     sys.stdout.close()
     while time.monotonic() - changed_s < options.idle_exit:
         time.sleep(min(1.0, options.idle_exit / 4))
-        now = store.add(BEATS, 0)
-        if now != beats:
-            beats, changed_s = now, time.monotonic()
+        count = store.add(BEATS, 0)
+        if count != last_count:
+            last_count, changed_s = count, time.monotonic()
 
 
 if __name__ == "__main__":
