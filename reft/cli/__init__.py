@@ -1,1 +1,1 @@
-"""What a person types: `reft-cli`. Asks daemons over gRPC; imports no torch."""
+"""The command line `reft-cli`. It asks daemons over gRPC and does not import torch."""

@@ -1,4 +1,4 @@
-"""One call of a daemon, and the errors that a command line can end with."""
+"""Calls one method of a daemon, and turns gRPC errors into errors of the command line."""
 
 from __future__ import annotations
 
@@ -12,40 +12,47 @@ from reft.errors import AttachError
 from reft.wire import rpc
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
-DEADLINE_S = 5.0  # a daemon that asks the others waits one second for each of them, at the same time
+DEADLINE_S = 5.0  # a daemon asks all others at the same time and waits one second for them
 
 
 class UnknownJob(AttachError):
     """The daemon holds no job of that name."""
 
 
-def local_address(given: str | None) -> str:
-    """Where this node's daemon is: as given, else REFT_DAEMON, else this user's own socket.
+def local_address(daemon: str | None) -> str:
+    """Returns the address of this node's daemon.
+
+    The order is: the argument, then REFT_DAEMON, then the socket of this user.
+
+    Args:
+        daemon: the value of --daemon, or None.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is not valid.
     """
-    config = Config.load(daemon=given)
+    config = Config.load(daemon=daemon)
     return rpc.check_address(config.daemon or f"unix:{Path(config.runtime_dir) / 'daemon.sock'}")
 
 
 def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S) -> Any:
-    """The daemon's reply.
+    """Returns the daemon's reply.
 
     Raises:
-        DaemonUnavailable: nobody answers in time.
+        DaemonUnavailable: no daemon answers in time.
         UnknownJob: the daemon does not hold the job.
-        ReftError: the daemon refused; its own words.
+        ReftError: the daemon refused; the message is the daemon's.
     """
     with rpc.channel(address) as channel:
         try:
             return getattr(pb_grpc.DaemonStub(channel), method)(request, timeout=deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                raise UnknownJob(error.details() or "", "reft-cli status lists the jobs that are held") from error
+                raise UnknownJob(
+                    error.details() or "", "reft-cli status lists the jobs that the daemon holds"
+                ) from error
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise AttachError(
-                    f"the daemon at {address} tells nothing over TCP to a caller without the job's token.",
-                    "ask on that node, over its unix socket",
+                    f"the daemon at {address} answers over TCP only to the trainers of the job.",
+                    "run reft-cli on that node, with --daemon unix:PATH",
                 ) from error
             raise rpc.error_of(error, address) from error

@@ -1,7 +1,8 @@
-"""`reft-cli`: status, recover, purge, timeline, demo. Exit codes are the same for all verbs.
+"""`reft-cli`: status, recover, purge, timeline, demo. All verbs share one set of exit codes.
 
-0 as asked   1 failed   2 wrong usage   3 WARN (with --check)   4 ERR (with --check), not survived, or not recoverable
-10 no daemon   11 no such job   129 its terminal was closed   130 interrupted by Ctrl-C   143 ended by SIGTERM
+0 done   1 failed   2 wrong usage   3 WARN (with --check)
+4 ERR (with --check), not survived (--what-if), or not recoverable (recover)
+10 no daemon   11 no such job   129 terminal closed   130 Ctrl-C   143 SIGTERM
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ EXIT_OF_HEALTH = {Health.OK: 0, Health.WARN: 3, Health.ERR: 4}
 WATCH_S = 1.0
 COLOURS = {"OK": "green", "WARN": "yellow", "ERR": "red"}
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, and nothing else.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
+)
 daemon_option = click.option(
-    "--daemon", metavar="unix:PATH", help="A daemon of this node; default: REFT_DAEMON, else this user's own."
+    "--daemon", metavar="unix:PATH", help="The daemon to ask, on this node. Default: REFT_DAEMON, else your own daemon."
 )
 
 
 class Verbs(click.Group):
-    """Says what is wrong with a command line as JSON too, where that was asked for."""
+    """Reports wrong command lines as JSON too, if --json was given."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if isinstance(
-            sys.stdout, io.TextIOWrapper
-        ):  # what a terminal of another encoding lacks must not end a recovery
+        # A character that the terminal's encoding lacks must not end a recovery.
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         as_json = "--json" in args
         with misused(as_json):
@@ -72,33 +74,61 @@ class Verbs(click.Group):
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Looks at the training state that reft holds in memory.
+    """Shows, recovers and frees the training state that reft holds in memory.
 
-    Exit codes: 0 as asked, 1 failed, 2 wrong usage, 3 WARN and 4 ERR (with --check), 10 no daemon, 11 no such job,
-    129, 130 and 143: SIGHUP, Ctrl-C, SIGTERM. 4 too if --what-if finds a loss, or recover nothing that can be restored.
+    Run reft-cli on a node of the job. Begin with "reft-cli status".
+
+    \b
+    Exit codes:
+      0    done
+      1    failed
+      2    wrong usage
+      3    status --check: the health of a job is WARN
+      4    status --check: the health of a job is ERR
+           status --what-if: the state would be lost
+           recover: no step can be restored
+      10   no daemon answers
+      11   no such job
+      129  SIGHUP: the terminal was closed
+      130  Ctrl-C
+      143  SIGTERM
     """
 
 
 @main.command()
 @json_option
-@click.option("--watch", is_flag=True, help="Refresh every second, until Ctrl-C.")
-@click.option("--check", is_flag=True, help="Exit with 3 if any job's health is WARN, with 4 if it is ERR.")
-@click.option("--what-if", "question", metavar="lose=NODE[,NODE]", help="Would it survive this? Nodes, or domains.")
-@click.option("--job", metavar="NAME", default="", help="This job only.")
+@click.option("--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
+@click.option("--check", is_flag=True, help="Exit with 3 if the worst health is WARN, with 4 if ERR.")
+@click.option(
+    "--what-if",
+    "question",
+    metavar="lose=NODE[,NODE]",
+    help="Would the job survive the loss of these nodes or failure domains?",
+)
+@click.option("--job", metavar="NAME", default="", help="Show only this job.")
 @daemon_option
 def status(as_json: bool, watch: bool, check: bool, question: str | None, job: str, daemon: str | None) -> None:
-    """Shows what is held for each job, how it is protected, and which loss it survives.
+    """Shows the health of each job, and which losses the job survives.
 
-    --what-if answers for the newest whole step: exit 0 if it survives, 4 if it does not.
+    \b
+    Health:      OK, WARN or ERR, with the reason
+    Protection:  PROTECTED    as many failure domains can be lost as planned
+                 DEGRADED     fewer can be lost now: a node is missing, or the
+                              first step after a restore is not whole yet
+                 UNPROTECTED  the job is not set up to survive the loss of a
+                              failure domain
+
+    --what-if asks about the newest step that can be restored. Exit code 0: that step survives. Exit
+    code 4: it does not.
     """
     with failing(as_json):
         if watch and (as_json or check or question is not None):
             raise ConfigError(
-                "--watch goes with neither --json, --check nor --what-if: they ask once.", "leave one out"
+                "--watch can't be combined with --json, --check or --what-if: they ask only once.", "use one of them"
             )
         if check and question is not None:
             raise ConfigError(
-                "--check and --what-if each have an exit code of their own to give.", "ask one after the other"
+                "--check and --what-if can't be combined: each sets the exit code.", "run them one after the other"
             )
         address = local_address(daemon)
         request = pb.StatusRequest(job=job, deep=True)
@@ -107,8 +137,8 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
         reply = ask(address, "Status", request)
         if question is not None:
             _what_if(reply, address, question, as_json)
-        found = surveys(address, reply)
-    jobs = [status_view.job_view(each, found.get(each.job)) for each in reply.jobs]
+        surveys_by_job = surveys(address, reply)
+    jobs = [status_view.job_view(each, surveys_by_job.get(each.job)) for each in reply.jobs]
     if as_json:
         click.echo(json.dumps(status_view.document(reply, jobs, address), indent=2))
     else:
@@ -120,15 +150,32 @@ def status(as_json: bool, watch: bool, check: bool, question: str | None, job: s
 
 @main.command()
 @click.argument("job")
-@click.option("--yes", is_flag=True, help="Do it; else only the plan is shown.")
-@click.option("--onto", "onto", multiple=True, metavar="NODE=ADDR", help="The daemon that takes a lost node's place.")
+@click.option("--yes", is_flag=True, help="Rebuild the lost slots. Without --yes only the plan is shown.")
+@click.option(
+    "--onto",
+    "onto",
+    multiple=True,
+    metavar="NODE=ADDR",
+    help="The daemon that replaces a lost node. Repeat for each lost node.",
+)
 @json_option
 @daemon_option
 def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: str | None) -> None:
-    """Shows what of JOB is lost with its nodes and how it comes back; with --yes rebuilds it on replacements.
+    """Shows what JOB has lost; with --yes rebuilds it.
 
-    All trainers must have ended. A restart of the job finds lost nodes by itself: this makes their slots anew before it.
-    Run it on a living node that holds the job, and name the daemon of each replacement with --onto NODE=HOST:PORT.
+    End all trainers of JOB first. A plain restart of JOB does not need this command: it finds lost
+    nodes by itself. This command rebuilds the lost slots before the restart.
+
+    \b
+    1. On a living node that holds JOB, look at the plan:
+         reft-cli recover JOB
+    2. On each replacement node, start a daemon that other nodes can reach:
+         reft-daemon --listen HOST:PORT
+    3. Rebuild, and name the replacement of each lost node:
+         reft-cli recover JOB --yes --onto NODE=HOST:PORT
+    4. Start JOB again.
+
+    Exit code 4: no step can be restored.
     """
     with failing(as_json):
         run = RecoverCommand(local_address(daemon), job, pairs_of(onto), replacement_here(daemon))
@@ -141,27 +188,33 @@ def recover(job: str, yes: bool, onto: tuple[str, ...], as_json: bool, daemon: s
     for line in recover_view.recovery_lines(view):
         click.echo(coloured(line))
     if view.outcome == "recoverable":
-        click.echo("Nothing was changed. With --yes the slots are made again.")
+        click.echo("Nothing was changed. Add --yes to rebuild the lost slots.")
     sys.exit(code)
 
 
 @main.command()
 @click.argument("job")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Free the memory without asking.")
 @json_option
 @daemon_option
 def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
-    """Frees what this node's daemon holds of JOB. Its snapshots are gone then; it must not be training."""
+    """Frees what this node's daemon holds of JOB.
+
+    The snapshots of JOB on this node are lost. JOB must not be training. Run it on every node of
+    JOB.
+    """
     with failing(as_json):
         address = local_address(daemon)
         reply = ask(address, "Status", pb.StatusRequest(job=job, deep=True))
-        held = status_view.job_view(reply.jobs[0])
-        others = [node.node for node in held.nodes if node.node != reply.node]
+        view = status_view.job_view(reply.jobs[0])
+        others = [node.node for node in view.nodes if node.node != reply.node]
         if not yes:
             if as_json or not sys.stdin.isatty():
-                raise ConfigError("there is nobody to ask.", "give --yes")
-            step = "nothing whole" if held.whole is None else f"step {held.whole}"
-            _ask_to(f"Free {step} of job {job} on {reply.node}?")
+                raise ConfigError(
+                    "purge can't ask for confirmation: stdin is no terminal, or --json was given.", "add --yes"
+                )
+            step = "no whole step" if view.whole is None else f"step {view.whole}"
+            _confirm(f"Free the memory of job {job} on {reply.node} ({step})?")
         freed = ask(address, "Purge", pb.PurgeRequest(job=job)).freed_bytes
     if as_json:
         result = {"job": job, "node": reply.node, "freed_bytes": freed, "other_nodes": others}
@@ -169,45 +222,57 @@ def purge(job: str, yes: bool, as_json: bool, daemon: str | None) -> None:
         return
     click.echo(f"job {job}: freed {size(freed)} on {reply.node}.")
     if others:
-        click.echo(f"It may still be held on {', '.join(others)}: run this there too.")
+        click.echo(f"Other nodes may still hold the job: run this command on {', '.join(others)} too.")
 
 
 @main.command()
 @click.argument("job")
-@click.option("--rank", type=int, help="Of this rank only; else of all that train on this node.")
+@click.option("--rank", type=int, help="Trace only this rank. Default: all ranks that train on this node.")
 @click.option(
-    "--output", default="reft-timeline.json", show_default=True, metavar="PATH", type=click.Path(path_type=Path)
+    "--output",
+    default="reft-timeline.json",
+    show_default=True,
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="The file to write.",
 )
 @json_option
 @daemon_option
 def timeline(job: str, rank: int | None, output: Path, as_json: bool, daemon: str | None) -> None:
-    """Writes what JOB's trainers on this node did in their last steps, as a trace for ui.perfetto.dev.
+    """Writes a trace of JOB's last steps, for ui.perfetto.dev.
 
-    It shows compute, waits, each copied chunk with its tier, parity, the fence and the stall at it.
+    The trace shows the ranks on this node: compute, waits, each copied chunk with its tier, parity,
+    the fence, and the stall at the fence.
     """
     with failing(as_json):
-        found = collect(local_address(daemon), job, rank)
-        write(found.trace, output)
+        traces = collect(local_address(daemon), job, rank)
+        write(traces.trace, output)
     if as_json:
-        silent = {str(number): why for number, why in found.silent.items()}
-        events = len(found.trace["traceEvents"])
-        result = {"job": job, "path": str(output), "ranks": list(found.ranks), "events": events, "silent": silent}
+        silent = {str(number): why for number, why in traces.silent.items()}
+        events = len(traces.trace["traceEvents"])
+        result = {"job": job, "path": str(output), "ranks": list(traces.ranks), "events": events, "silent": silent}
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **result}, indent=2))
         return
-    for number, why in found.silent.items():
+    for number, why in traces.silent.items():
         click.echo(f"rank {number} is missing: {why}", err=True)
     click.echo(
-        f"{output}: {counted(len(found.ranks), 'rank')} of job {job}. Open it in ui.perfetto.dev or chrome://tracing."
+        f"{output}: {counted(len(traces.ranks), 'rank')} of job {job}. Open it in ui.perfetto.dev or chrome://tracing."
     )
 
 
 @main.command()
 @json_option
-@click.option("--steps", default=48, show_default=True, type=click.IntRange(min=24), help="Steps to train, twice.")
-@click.option("--keep-logs", is_flag=True, help="Keep the folder with the logs and records, and say where it is.")
+@click.option(
+    "--steps", default=48, show_default=True, type=click.IntRange(min=24), help="Steps of each of the two trainings."
+)
+@click.option("--keep-logs", is_flag=True, help="Keep the folder with logs and records, and print its path.")
 def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
-    """Trains on two pretend nodes, kills trainers, and proves that nothing was lost. About a minute; needs no GPU."""
-    from reft.cli.demo.run import demonstrate  # asks for nothing that the other verbs need
+    """Kills trainers on this computer and proves that nothing is lost.
+
+    Two pretend nodes train the same steps twice: once with two SIGKILLs, once without. Then every
+    bit is compared. The demo takes about a minute and needs no GPU.
+    """
+    from reft.cli.demo.run import demonstrate  # only this verb needs the import
 
     with failing(as_json):
         result = demonstrate(steps, keep_logs, as_json)
@@ -216,58 +281,62 @@ def demo(as_json: bool, steps: int, keep_logs: bool) -> None:
     sys.exit(0 if result.passed else EXIT_FAILED)
 
 
-def pairs_of(given: Iterable[str]) -> dict[str, str]:
-    """NODE=ADDR, as a person types it.
+def pairs_of(arguments: Iterable[str]) -> dict[str, str]:
+    """Returns node → address, from arguments NODE=ADDR.
 
     Raises:
-        ConfigError: it is none, or a node is named twice.
+        ConfigError: an argument is not NODE=ADDR, or a node is named twice.
     """
-    found: dict[str, str] = {}
-    for each in given:
-        node, _, address = each.partition("=")
-        if not node or not address or node in found:
+    address_of: dict[str, str] = {}
+    for argument in arguments:
+        node, _, address = argument.partition("=")
+        if not node or not address or node in address_of:
             raise ConfigError(
-                f"--onto {each!r} names no node, no address, or a node twice.",
-                "--onto NODE=unix:PATH or NODE=host:port",
+                f"--onto {argument!r} has no node or no address, or names a node twice.",
+                "--onto NODE=HOST:PORT or --onto NODE=unix:PATH",
             )
-        found[node] = rpc.check_address(address)
-    return found
+        address_of[node] = rpc.check_address(address)
+    return address_of
 
 
-def _ask_to(do: str) -> None:
-    """Returns if the person says yes.
+def _confirm(question: str) -> None:
+    """Returns if the user answers yes.
+
+    click's own prompt is not used: it can't tell Ctrl-C, which has an exit code of its own, from
+    "no".
 
     Raises:
-        Abort: any other answer; exit code 1. Ctrl-C is one of its own, which click's own question does not tell apart.
+        Abort: any other answer; exit code 1.
     """
-    click.echo(f"{do} [y/N]: ", nl=False)
+    click.echo(f"{question} [y/N]: ", nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise click.Abort
 
 
 def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) -> NoReturn:
-    """Answers for the only job.
+    """Prints whether the only job survives a loss, and exits.
 
     Raises:
-        ConfigError: there is not one job, or a node is not known.
+        ConfigError: there is not exactly one job, or a node is unknown.
     """
-    word, _, names = question.partition("=")
+    keyword, _, names = question.partition("=")
     lose = sorted({name for name in names.split(",") if name})
-    if word != "lose" or not lose:
-        raise ConfigError(f"--what-if {question!r} can't be read.", "--what-if lose=NODE or lose=NODE,NODE")
+    if keyword != "lose" or not lose:
+        raise ConfigError(f"--what-if {question!r} can't be read.", "--what-if lose=NODE or --what-if lose=NODE,NODE")
     if len(reply.jobs) != 1:
-        raise ConfigError(f"{len(reply.jobs)} jobs are held here; the question is about one.", "give --job NAME")
+        raise ConfigError(f"--what-if needs one job, and this daemon holds {len(reply.jobs)}.", "add --job NAME")
     job = reply.jobs[0].job
     job_survey = steady(address, reply.jobs[0])
     judged = job_survey.protection()
-    nodes = {unit: job_survey.inventory.nodes_of(unit) for unit in lose}
-    unknown = [unit for unit, found in nodes.items() if not found]
+    nodes_by_unit = {unit: job_survey.inventory.nodes_of(unit) for unit in lose}
+    unknown = [unit for unit, nodes in nodes_by_unit.items() if not nodes]
     if unknown:
         known = sorted({*job_survey.names.values(), *(node.domain for node in job_survey.nodes.values())} - {""})
-        raise ConfigError(f"no node or failure domain {unknown[0]} in job {job}.", f"one of {', '.join(known)}")
+        raise ConfigError(f"job {job} has no node or failure domain {unknown[0]}.", f"one of {', '.join(known)}")
     loss_analysis = judged[1] if judged else None
     version = judged[0].version if judged else None
-    loss = loss_analysis.what_if({node for found in nodes.values() for node in found}) if loss_analysis else None
+    lost_nodes = {node for nodes in nodes_by_unit.values() for node in nodes}
+    loss = loss_analysis.what_if(lost_nodes) if loss_analysis else None
     if as_json:
         document = status_view.what_if_document(job, lose, version, loss)
         click.echo(json.dumps({"schema_version": status_view.SCHEMA_VERSION, **document}, indent=2))
@@ -277,12 +346,16 @@ def _what_if(reply: pb.StatusReply, address: str, question: str, as_json: bool) 
 
 
 def _watch(address: str, request: pb.StatusRequest) -> NoReturn:
-    """Shows the status every second until Ctrl-C. A daemon that does not answer is shown too: it may come back."""
+    """Shows the status every second until Ctrl-C.
+
+    A daemon that does not answer is shown too, because the daemon may come back.
+    """
     from rich.console import Console
     from rich.live import Live
 
     console = Console(highlight=False)
-    if not console.is_terminal or console.is_dumb_terminal:  # on which rich's Live shows nothing at all
+    # On such a terminal rich's Live shows nothing.
+    if not console.is_terminal or console.is_dumb_terminal:
         while True:
             click.echo("\n".join([*_lines_now(address, request), ""]))
             sys.stdout.flush()
@@ -298,25 +371,26 @@ def _lines_now(address: str, request: pb.StatusRequest) -> list[str]:
         reply = ask(address, "Status", request)
     except (DaemonUnavailable, UnknownJob) as error:
         return status_text.wrapped("", str(error))
-    found = surveys(address, reply)
-    return status_text.status_lines(reply, [status_view.job_view(each, found.get(each.job)) for each in reply.jobs])
+    surveys_by_job = surveys(address, reply)
+    views = [status_view.job_view(each, surveys_by_job.get(each.job)) for each in reply.jobs]
+    return status_text.status_lines(reply, views)
 
 
 def health_in(line: str) -> str:
-    """The word of health that a line gives, or nothing."""
+    """Returns the word of health in a "health" line; empty for other lines."""
     label, _, rest = line.partition("  ")
     word = rest.split(maxsplit=1)[0] if rest.split() else ""
     return word if label == "health" and word in COLOURS else ""
 
 
 def coloured(line: str) -> str:
-    """The line with its word of health in colour; click takes the colour away where stdout is no terminal."""
+    """Returns the line with its word of health coloured; click drops colour without a terminal."""
     word = health_in(line)
     return line.replace(word, click.style(word, fg=COLOURS[word], bold=True), 1) if word else line
 
 
 def marked(line: str) -> str:
-    """The same for rich's markup."""
+    """Returns the line in rich's markup, with a coloured word of health."""
     from rich.markup import escape
 
     word = health_in(line)
@@ -326,15 +400,18 @@ def marked(line: str) -> str:
 
 @contextmanager
 def misused(as_json: bool) -> Iterator[None]:
-    """Says click's errors as JSON if that was asked for, and in a line what can't be written, as to a full disk."""
+    """Reports usage errors as JSON if --json was given, and write errors in one line.
+
+    A write error is, for example, a full disk.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader is gone, such as head: click ends without a word
+        if error.errno == errno.EPIPE:  # the reader, for example head, has ended: click exits without a message
             raise
-        text = f"the answer can't be written: {error}."
+        text = f"the output can't be written: {error}."
         _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)
-        # What stays in Python's buffer is written when it ends, and would end it with 120.
+        # Python writes its buffer again at exit. That would fail too, with exit code 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
     except click.UsageError as error:
@@ -352,7 +429,7 @@ def _say_error(message: str, hint: str, code: int) -> None:
 
 @contextmanager
 def failing(as_json: bool) -> Iterator[None]:
-    """Turns errors into exit codes and one message on stderr."""
+    """Turns errors into an exit code and one message on stderr."""
     try:
         yield
     except KeyboardInterrupt:
@@ -367,14 +444,14 @@ def failing(as_json: bool) -> Iterator[None]:
 
 
 def exit_code(error: ReftError) -> int:
-    """The exit code that an error ends with."""
+    """Returns the exit code for an error."""
     if isinstance(error, UnknownJob):
         return EXIT_NO_JOB
     if isinstance(error, DaemonUnavailable):
         return EXIT_NO_DAEMON
-    # A value that the daemon refuses is a failure; a value that can't even be sent is wrong usage.
-    refused = isinstance(error.__cause__, grpc.RpcError)
-    return EXIT_USAGE if isinstance(error, ConfigError) and not refused else EXIT_FAILED
+    # A value that the daemon refuses is a failure. A value that can't be sent is wrong usage.
+    is_refused = isinstance(error.__cause__, grpc.RpcError)
+    return EXIT_USAGE if isinstance(error, ConfigError) and not is_refused else EXIT_FAILED
 
 
 if __name__ == "__main__":

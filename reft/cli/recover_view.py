@@ -1,4 +1,7 @@
-"""What `recover` shows: findings and a plan ─► a view ─► lines for people, a document for machines. Pure."""
+"""Shows a recovery: a survey and a plan become a view; a view becomes lines or a document.
+
+Pure functions. The lines are for people, the document is for machines.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,20 @@ from reft.core.text import counted, every, more
 from reft.wire.inventory import JobSurvey
 from reft.wire.v1 import daemon_pb2 as pb
 
-CELLS_SHOWN = 8  # of a lost node; --json shows all
-PARTIAL_MAX = 3  # versions that can't be restored, of which it is said why
+CELLS_SHOWN = 8  # cells of a lost node; --json shows all cells
+PARTIAL_MAX = 3  # versions that can't be restored and whose reason is shown
 
 
 @dataclass(frozen=True)
 class CellView:
-    """One cell of which a lost node had shards. Sizes in bytes.
+    """One cell of which a lost node had shards. Sizes are in bytes.
 
     Attributes:
-        leaves: the names of its leaves.
-        read: (node, bytes) that are read there.
+        leaves: names of the cell's leaves.
+        read: (node, bytes to read from the node).
+        copied: bytes that are copied from a replica.
+        decoded: bytes that are decoded.
+        parity: bytes of parity that are made again.
     """
 
     leaves: tuple[str, ...]
@@ -39,14 +45,14 @@ class CellView:
 
 @dataclass(frozen=True)
 class LostView:
-    """One node of which slots are gone. Sizes in bytes.
+    """One node that has lost slots. Sizes are in bytes.
 
     Attributes:
-        ident: its id.
-        answers: whether its daemon answers: then only its slots are damaged.
-        cells: that it had shards of.
-        capsules: the nodes from which its ranks' capsules come.
-        onto: the replacement, empty if there is none yet.
+        ident: the node's id.
+        answers: whether the node's daemon answers; then only its slots are damaged.
+        cells: the cells of which the node had shards.
+        capsules: nodes that hold the capsules of the node's ranks.
+        onto: address of the replacement; empty if none is named.
     """
 
     node: str
@@ -60,12 +66,12 @@ class LostView:
 
     @property
     def read(self) -> tuple[tuple[str, int], ...]:
-        """(node, bytes) that are read there, over all cells; 0 where only a capsule comes from there."""
-        found = dict.fromkeys(self.capsules, 0)
+        """(node, bytes to read there) over all cells; 0 bytes if the node only gives a capsule."""
+        read_bytes = dict.fromkeys(self.capsules, 0)
         for cell in self.cells:
             for name, nbytes in cell.read:
-                found[name] = found.get(name, 0) + nbytes
-        return tuple(sorted(found.items()))
+                read_bytes[name] = read_bytes.get(name, 0) + nbytes
+        return tuple(sorted(read_bytes.items()))
 
     @property
     def moved(self) -> int:
@@ -86,10 +92,14 @@ class LostView:
 
 @dataclass(frozen=True)
 class RecoveryView:
-    """Attributes:
-    outcome: whole (nothing is lost), recoverable, rebuilt, unrecoverable, or empty (nothing was ever whole).
-    version: that would be restored.
-    newer: why newer versions can't be, and, if none can, why no version can.
+    """What can be recovered of a job.
+
+    Attributes:
+        outcome: whole (nothing is lost), recoverable, rebuilt, unrecoverable, or empty (no version
+            was ever whole).
+        version: the version that would be restored.
+        silent: names of the nodes that do not answer.
+        newer: why newer versions can't be restored; if none can, why no version can.
     """
 
     job: str
@@ -105,39 +115,46 @@ class RecoveryView:
 def recovery_view(
     job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple[str, str, Version]]
 ) -> RecoveryView:
-    """What was found, and what may be done."""
+    """Returns the view of a survey and its plan.
+
+    Args:
+        job: the job's name.
+        job_survey: what the daemons hold.
+        plan: made from the survey.
+        erased: (node, slot, version) of slots that were found damaged.
+    """
     newer = tuple(_why_not(job_survey, plan, erased))
     silent, base = job_survey.silent, plan.base
     if base is None and not (job_survey.inventory.had_whole or erased):
-        reason = "nothing was whole yet: there is nothing to recover, and a restart begins anew."
+        reason = "no version was ever whole: there is nothing to recover. A restart starts without a snapshot."
         return RecoveryView(job, "empty", Health.WARN, reason, None, silent, (), newer)
     if base is None:
-        reason = "no version is whole now: it can't be recovered from memory."
+        reason = "no version is whole now: the job can't be recovered from memory."
         return RecoveryView(job, "unrecoverable", Health.ERR, reason, None, silent, (), newer)
     lost = tuple(_lost(job_survey, plan))
     if not lost:
         reason = f"nothing is lost: {base} is held by {every(len(plan.sources), 'rank')}."
         return RecoveryView(job, "whole", Health.OK, reason, base, silent, (), newer)
     ranks = counted(sum(len(node.ranks) for node in lost), "rank")
-    reason = f"the slots of {ranks} are gone; {base} can be restored in full without them."
+    reason = f"the slots of {ranks} are lost, but {base} can be restored completely."
     return RecoveryView(job, "recoverable", Health.WARN, reason, base, silent, lost, newer)
 
 
 def with_targets(view: RecoveryView, targets: Mapping[str, str]) -> RecoveryView:
-    """The view with the replacement of each lost node, by its id."""
+    """Returns the view with the replacement of each lost node (id → address)."""
     return replace(view, lost=tuple(replace(node, onto=targets.get(node.ident, "")) for node in view.lost))
 
 
 def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
     assert plan.base is not None, "a plan without a base"
     placement, manifest = job_survey.placements[plan.base.epoch], job_survey.manifests[plan.base.epoch]
-    found = []
+    lost_nodes = []
     for node in manifest.nodes:
         ranks = [rank for rank in node.ranks if rank in plan.capsules]
         if not ranks:
             continue
         capsules = sorted({job_survey.names[plan.capsules[rank].node] for rank in ranks})
-        found.append(
+        lost_nodes.append(
             LostView(
                 job_survey.names[node.id],
                 node.id,
@@ -150,7 +167,7 @@ def _lost(job_survey: JobSurvey, plan: RecoveryPlan) -> list[LostView]:
                 sum(placement.part(rank).data_bytes for rank in ranks),
             )
         )
-    return found
+    return lost_nodes
 
 
 def _cell(job_survey: JobSurvey, plan: RecoveryPlan, placement: Placement, cost: rebuild.RebuildCost) -> CellView:
@@ -167,7 +184,7 @@ def _holds(job_survey: JobSurvey, ident: str) -> bool:
 
 
 def _why_not(job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple[str, str, Version]]) -> list[str]:
-    """Why versions newer than the base can't be restored."""
+    """Returns why versions newer than the base can't be restored."""
     lines = []
     for shortfall in plan.partial[:PARTIAL_MAX]:
         epoch = shortfall.version.epoch
@@ -182,11 +199,11 @@ def _why_not(job_survey: JobSurvey, plan: RecoveryPlan, erased: Collection[tuple
 
 
 def recovery_lines(view: RecoveryView) -> list[str]:
-    """For people, at most 88 columns."""
+    """Returns the lines for people, at most 88 columns wide."""
     lines = wrapped("job     ", f"{view.job}  {view.version or 'no version'}")
     lines += wrapped("health  ", f"{view.health.value}  {view.reason}")
     if view.silent:
-        lines += wrapped("silent  ", ", ".join(view.silent))
+        lines += wrapped("silent  ", f"no answer from {', '.join(view.silent)}")
     for line in view.newer:
         lines += wrapped("lost    ", line)
     if view.lost:
@@ -194,28 +211,32 @@ def recovery_lines(view: RecoveryView) -> list[str]:
             (node.node, spans(node.ranks), size(node.copied), size(node.decoded), size(node.parity), size(node.moved))
             for node in view.lost
         ]
-        lines += ["", *aligned(("NODE", "RANKS", "COPIED", "DECODED", "PARITY", "TO MOVE"), rows, right=2), ""]
+        lines += ["", *aligned(("NODE", "RANKS", "COPIED", "DECODED", "PARITY", "TO READ"), rows, right=2), ""]
     for node in view.lost:
         read = ", ".join(f"{name} ({size(nbytes)})" if nbytes else name for name, nbytes in node.read)
-        lines += wrapped(f"{node.node} ", f"is read from {read or 'nobody'}, rebuilt on {node.onto or 'nobody yet'}.")
+        target = f"rebuilt on {node.onto}" if node.onto else f"no replacement yet: --onto {node.node}=HOST:PORT"
+        lines += wrapped(f"{node.node}  ", f"read from {read or 'no node'}; {target}.")
         if node.answers:
-            lines += wrapped("  ", "Its daemon answers: a restart decodes its slots by itself too.")
+            lines += wrapped("  ", f"The daemon of {node.node} answers: a restart of the job rebuilds these slots too.")
         for cell in node.cells[:CELLS_SHOWN]:
             lines += wrapped("  cell  ", _cell_line(cell))
         if len(node.cells) > CELLS_SHOWN:
-            lines += wrapped("  ", f"and {counted(len(node.cells) - CELLS_SHOWN, 'more cell')}: --json lists them.")
+            lines += wrapped("  ", f"and {counted(len(node.cells) - CELLS_SHOWN, 'more cell')}; --json lists all.")
     return lines
 
 
 def _cell_line(cell: CellView) -> str:
     sizes = {"copied": cell.copied, "decoded": cell.decoded, "parity": cell.parity}
-    made = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
+    amounts = ", ".join(f"{size(nbytes)} {word}" for word, nbytes in sizes.items() if nbytes)
     leaves = f"{cell.leaves[0]}{more(len(cell.leaves) - 1, 'leaf', 'leaves')}"
-    return f"{leaves}: {made}, from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
+    return f"{leaves}: {amounts}; read from {', '.join(f'{name} ({size(n)})' for name, n in cell.read)}."
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The document that `recover --json` prints, after schema_version; a contract, documented in daemon/README.md."""
+    """Returns the document of `recover --json`, without schema_version.
+
+    The README documents its fields as a contract.
+    """
     return {
         "job": view.job,
         "outcome": view.outcome,

@@ -1,4 +1,4 @@
-"""Signals that end a command: the stack is unwound first, so that terminals, processes and files are as they were before."""
+"""Handles signals that end a command: terminals, processes and files are restored first."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ from contextlib import contextmanager
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """SIGTERM ends with 143, SIGHUP, of a terminal that was closed, with 129. What is ignored, as under nohup, stays so."""
+    """Makes SIGTERM exit with 143, and SIGHUP (closed terminal) with 129, through the stack.
 
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+    A signal that is ignored, for example under nohup, stays ignored.
+    """
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    heeded = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, leave)
+    def leave(signal_number: int, frame: object) -> None:
+        raise SystemExit(128 + signal_number)
+
+    current_handlers = {
+        signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    previous_handlers = {
+        signal_number: handler for signal_number, handler in current_handlers.items() if handler != signal.SIG_IGN
+    }
+    for signal_number in previous_handlers:
+        signal.signal(signal_number, leave)
     try:
         yield
     finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)

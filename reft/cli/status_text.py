@@ -1,4 +1,4 @@
-"""Lines of plain text for people, at most 88 columns wide. Pure: views in, lines out."""
+"""Makes lines of plain text, at most 88 columns wide, from views. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from reft.core.text import counted
 from reft.wire.v1 import daemon_pb2 as pb
 
 WIDTH = 88
-RANKS_SHOWN = 16  # lines; a job of more ranks shows those that need attention, --json shows all
+# A job with more ranks shows only the ranks that need attention. --json shows all ranks.
+RANKS_SHOWN = 16
 OWN_SHOWN = 4  # leaves that differ between ranks
 NONE = "-"
-SCHEMES = {"aec": "coded", "arc": "copied", "none": "stored once"}
+SCHEMES = {"aec": "erasure code", "arc": "copies", "none": "none"}
 
 
 def status_lines(reply: pb.StatusReply, jobs: Sequence[JobView]) -> list[str]:
-    """Everything that `status` prints: each job's block, then the daemon."""
+    """Returns all lines of `status`: a block for each job, then the daemon."""
     limit = f" of {size(reply.limit_bytes)}" if reply.limit_bytes else ""
     daemon = f"daemon  {reply.node}, reft {reply.version}, pid {reply.pid}, holds {size(reply.held_bytes)}{limit}"
     if reply.spare_limit_bytes:
-        daemon += f", has {size(reply.spare_bytes)} of {size(reply.spare_limit_bytes)} spare"
+        daemon += f", {size(reply.spare_bytes)} of {size(reply.spare_limit_bytes)} spare memory ready"
     if reply.round_bytes_sent or reply.capsule_bytes_sent:
-        daemon += f", sent {size(reply.round_bytes_sent)} of rounds and {size(reply.capsule_bytes_sent)} of capsules"
+        daemon += f", sent {size(reply.round_bytes_sent)} for rounds and {size(reply.capsule_bytes_sent)} for capsules"
     if not jobs:
         return ["no job is held here.", daemon]
     return [line for job in jobs for line in [*job_lines(job), ""]] + wrapped("", daemon)
 
 
 def job_lines(job: JobView) -> list[str]:
-    """One job: what it is, how it is, where its state lies, and what that survives."""
+    """Returns the lines of one job: identity, health, protection, nodes, ranks, survived losses."""
     ranks = f"{counted(job.world, 'rank')} on {counted(len(job.nodes), 'node')}"
     every = f", every {job.every} steps" if job.every > 1 else ""
     name = job.script.rpartition("/")[2]
@@ -45,29 +46,29 @@ def job_lines(job: JobView) -> list[str]:
 
 
 def protection_lines(job: JobView) -> list[str]:
-    """How well the job is protected now, how its state is shared out, and what of it is not protected."""
-    found = job.protection
-    if found is None:
+    """Returns how well the job is protected now, by which codes, and what is not protected."""
+    protection = job.protection
+    if protection is None:
         return []
-    if found.version is None:
-        now = "nothing can be restored as it is."
+    if protection.version is None:
+        sentence = "no step can be restored now."
     else:
-        now = (
-            f"any {counted(found.tolerated, 'failure domain')} may vanish now."
-            if found.tolerated > 0
-            else "no failure domain may vanish now."
+        sentence = (
+            f"any {counted(protection.tolerated, 'failure domain')} can be lost now."
+            if protection.tolerated > 0
+            else "no failure domain can be lost now."
         )
-        if found.tolerated < found.meant:
-            now = f"{now[:-1]}, {found.meant} when all is well."
+        if protection.tolerated < protection.meant:
+            sentence = f"{sentence[:-1]}; {protection.meant} can be lost when the job is PROTECTED."
     if job.degraded_s:
-        now += f" Degraded for {age(job.degraded_s)} since the last restore."
-    lines = wrapped("protect ", f"{job.word}  {now}")
-    for each in found.exposed:
-        lines += wrapped("exposed ", each.what)
+        sentence += f" Degraded for {age(job.degraded_s)} since the last restore."
+    lines = wrapped("protect ", f"{job.word}  {sentence}")
+    for exposure in protection.exposed:
+        lines += wrapped("exposed ", exposure.what)
     for name, ranks in job.own[:OWN_SHOWN]:
-        lines += wrapped("unlike  ", f"{name} differs between ranks {spans(ranks)}: each keeps its own.")
+        lines += wrapped("differs ", f"{name} is not the same on ranks {spans(ranks)}: each rank keeps its own copy.")
     if len(job.own) > OWN_SHOWN:
-        lines.append(f"unlike  {counted(len(job.own) - OWN_SHOWN, 'more leaf', 'more leaves')}; --json has them all.")
+        lines.append(f"differs {counted(len(job.own) - OWN_SHOWN, 'more leaf', 'more leaves')}; --json lists all.")
     rows = [
         (
             SCHEMES[group.scheme],
@@ -77,24 +78,24 @@ def protection_lines(job: JobView) -> list[str]:
             str(group.cells),
             size(group.nbytes),
         )
-        for group in found.groups
+        for group in protection.groups
     ]
     if rows:
-        lines += ["", *aligned(("CELLS THAT ARE", "DOMAINS", "SHARDS", "MAY LOSE", "CELLS", "BYTES"), rows, right=1)]
+        lines += ["", *aligned(("REDUNDANCY", "DOMAINS", "SHARDS", "CAN LOSE", "CELLS", "BYTES"), rows, right=1)]
     return lines
 
 
 def what_if_lines(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> list[str]:
-    """The answer to "what if these nodes vanish"."""
-    question = f"if {', '.join(lose)} vanish{'es' * (len(lose) == 1)}"
+    """Returns the answer to "does the job survive the loss of these nodes?"."""
     if version is None:
-        return wrapped("", f"job {job}: nothing can be restored as it is.")
-    answer = f"it is lost: {loss.words}." if loss else "it survives."
-    return wrapped("", f"job {job}, {version}: {question}, {answer}")
+        return wrapped("", f"job {job}: no step can be restored now.")
+    condition = f"if {', '.join(lose)} {'is' if len(lose) == 1 else 'are'} lost"
+    answer = f"this step is lost too: {loss.words}." if loss else "this step survives."
+    return wrapped("", f"job {job}, {version}: {condition}, {answer}")
 
 
 def node_table(nodes: Sequence[NodeView]) -> list[str]:
-    """One line for each node, and a sentence for each of which something is to be said."""
+    """Returns one line for each node, and one sentence for each node with a reason."""
     rows = [
         (node.node, node.state, node.signal or NONE, spans(node.ranks), number(node.sealed_step), age(node.age_s),
          size(node.nbytes))
@@ -108,7 +109,7 @@ def node_table(nodes: Sequence[NodeView]) -> list[str]:
 
 
 def rank_table(ranks: Sequence[RankView]) -> list[str]:
-    """One line for each rank, or for those that need attention if there are many."""
+    """Returns one line for each rank; with many ranks, for those that need attention."""
     shown = list(ranks)
     if len(ranks) > RANKS_SHOWN:
         shown = [rank for rank in ranks if rank.state == "gone" or rank.trouble][:RANKS_SHOWN]
@@ -121,21 +122,24 @@ def rank_table(ranks: Sequence[RankView]) -> list[str]:
     for rank in shown:
         lines += wrapped(f"  rank {rank.rank}: ", rank.trouble) if rank.trouble else []
     if len(shown) < len(ranks):
-        lines.append(f"Not shown: {counted(len(ranks) - len(shown), 'more rank')}; --json has them all.")
+        lines.append(f"Not shown: {counted(len(ranks) - len(shown), 'more rank')}. --json lists all ranks.")
     return lines
 
 
 def survival_table(job: JobView) -> list[str]:
-    """What may be lost without losing what is held, and what would be trained again."""
+    """Returns for each kind of loss whether the state survives, and which steps are lost."""
     rows = [(loss, "yes" if held else "NO", lost) for loss, held, lost in job.survives]
     return aligned(("LOSS OF", "SURVIVED", "WHAT IS LOST"), rows, right=9)
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> list[str]:
-    """Columns two spaces apart; those from index `right` on end flush. A cell too long for the line is cut."""
+    """Returns a table with columns two spaces apart.
+
+    Columns from index `right` on are right-aligned. A cell that is too long for the line is cut.
+    """
     table = [head, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
-    # The first column gives way: names of nodes are the only cells without a natural bound.
+    # The widest column is cut: it holds names of nodes, the only cells without a limit.
     widest = widths.index(max(widths))
     widths[widest] = max(min(widths[widest], WIDTH - 2 * (len(head) - 1) - sum(widths) + widths[widest]), 4)
     lines = []
@@ -150,40 +154,40 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: int) -> l
 
 
 def wrapped(label: str, text: str) -> list[str]:
-    """The text after its label, later lines set in below it."""
+    """Returns the text after its label, with later lines indented below the text."""
     return textwrap.wrap(
         text, WIDTH, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
     ) or [label.rstrip()]
 
 
 def cut(text: str, width: int) -> str:
-    """The text, or its beginning and an ellipsis."""
+    """Returns the text, or the beginning of the text and an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers as runs: "0-3, 8"."""
-    runs: list[list[int]] = []
+    """Returns ascending numbers as ranges: "0-3,8"."""
+    ranges: list[list[int]] = []
     for value in numbers:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
+        if ranges and value == ranges[-1][1] + 1:
+            ranges[-1][1] = value
         else:
-            runs.append([value, value])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or NONE
+            ranges.append([value, value])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges) or NONE
 
 
 def number(value: int | None) -> str:
-    """A number, or a dash."""
+    """Returns the number as text, or a dash for None."""
     return NONE if value is None else str(value)
 
 
 def age(seconds: float | None) -> str:
-    """How long ago, or a dash."""
+    """Returns an age as text, or a dash for None."""
     return NONE if seconds is None else f"{seconds:.1f}s" if seconds < 60 else duration(seconds)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them: "45s", "12m05s", "2h13m", "3d04h"."""
+    """Returns seconds as a person reads them: "45s", "12m05s", "2h13m", "3d04h"."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"

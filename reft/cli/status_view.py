@@ -1,6 +1,6 @@
-"""A daemon's answer as `status` shows it: StatusReply ─► views ─► a document for machines (lines for people: `tables`).
+"""Turns a daemon's StatusReply into views, and views into the JSON document of `status`.
 
-Pure: no clock, no socket, no terminal.
+Lines for people: `status_text`. Pure functions: no clock, no socket, no terminal.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from reft.wire.manifest import holders_of_unequal
 from reft.wire.v1 import daemon_pb2 as pb
 
 SCHEMA_VERSION = 1
-UNLIKE_MAX = 4  # leaves whose replicas differ that are named
-PAIRS_LISTED = 256  # of nodes whose loss would be fatal; with one parity shard every pair is
+MISMATCHED_MAX = 4  # names of leaves whose replicas differ
+PAIRS_LISTED = 256  # pairs of nodes whose loss is fatal; with one parity shard every pair is fatal
 _SEVERITY = (Health.OK, Health.WARN, Health.ERR)
 
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank's line. `state` is training, ended (it closed its session) or gone; steps are None if there are none."""
+    """One rank's line.
+
+    `state` is training, ended (the session was closed) or gone. A step is None if there is none.
+    """
 
     rank: int
     node: str
@@ -41,9 +44,10 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """All ranks of one node: the oldest sealed step and the greatest age of any. `state` may also be silent.
+    """One node's line: the oldest sealed step and the greatest age of all ranks of the node.
 
-    `signal` is what the daemons say of it, in lower case (`reft.core.membership.failure_detector`); empty if none is known.
+    `state` is that of a rank, or silent. `signal` is what the daemons report of the node, in lower
+    case (`reft.core.membership.failure_detector`); empty if no daemon reports one.
     """
 
     node: str
@@ -59,7 +63,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class JobView:
-    """One job, judged."""
+    """One job with its health."""
 
     job: str
     named: bool
@@ -84,39 +88,47 @@ class JobView:
 
 
 def worst(jobs: Sequence[JobView]) -> Health:
-    """The worst health of any job; OK if there is none."""
+    """Returns the worst health of any job; OK without jobs."""
     return max((job.health for job in jobs), key=_SEVERITY.index, default=Health.OK)
 
 
-def job_view(status: pb.JobStatus, found: JobSurvey | None = None) -> JobView:
-    """What one job's status says, and what follows from the headers of all its slots if they were asked for."""
+def job_view(status: pb.JobStatus, job_survey: JobSurvey | None = None) -> JobView:
+    """Returns the view of one job.
+
+    Args:
+        status: the job's status, as a daemon reports it.
+        job_survey: the survey of the headers of all slots; None if there is none.
+    """
     epoch = messages.epoch_from(status.epoch)
     base = messages.version_from(status.base) if status.HasField("base") else None
-    # Until the first step of an attach is whole, the version that it started from is what is held.
+    # Until the first step after an attach is whole, the job holds the version that attach restored.
     whole = Version(epoch, status.whole) if status.whole >= 0 else base
     entries = sorted(status.ranks, key=lambda rank: rank.rank)
-    judged = found.protection() if found else None
+    judged = job_survey.protection() if job_survey else None
     protection = judged[0] if judged else None
-    mismatched = _leaves_of(status.mismatched, found)
+    mismatched = _leaves_of(status.mismatched, job_survey)
     facts = JobFacts(
         status.world, [_facts(entry) for entry in entries], whole, status.backing, list(status.silent_nodes),
         max(status.every, 1), protection, status.degraded, mismatched,
     )  # fmt: skip
     health, reason = judge(facts)
     ranks = [_rank_view(entry) for entry in entries]
+    own = holders_of_unequal(job_survey.manifest) if job_survey and job_survey.manifest else ()
     return JobView(
         status.job, status.named, status.script, status.world, status.every, epoch.counter, status.up_s, status.backing,
         health, reason, whole.step if whole else None, base.step if base else None,
         _node_views(ranks, status), ranks, survival(facts), facts.word.value if facts.word else "",
-        protection, status.degraded_s, mismatched, holders_of_unequal(found.manifest) if found and found.manifest else (),
+        protection, status.degraded_s, mismatched, own,
     )  # fmt: skip
 
 
-def _leaves_of(cells: Sequence[int], found: JobSurvey | None) -> list[str]:
-    """The first leaves of cells whose replicas differ."""
-    placement = found.placements.get(found.decision.epoch) if found and found.decision else None
-    known = placement.division.cells if placement else ()
-    return [known[cell].leaves[0].name if cell < len(known) else f"cell {cell}" for cell in cells][:UNLIKE_MAX]
+def _leaves_of(cells: Sequence[int], job_survey: JobSurvey | None) -> list[str]:
+    """Returns the first leaf of each cell whose replicas differ."""
+    placement = job_survey.placements.get(job_survey.decision.epoch) if job_survey and job_survey.decision else None
+    cell_list = placement.division.cells if placement else ()
+    return [cell_list[cell].leaves[0].name if cell < len(cell_list) else f"cell {cell}" for cell in cells][
+        :MISMATCHED_MAX
+    ]
 
 
 def _facts(entry: pb.RankStatus) -> RankFacts:
@@ -136,33 +148,33 @@ def _rank_view(entry: pb.RankStatus) -> RankView:
 
 def _node_views(ranks: Sequence[RankView], status: pb.JobStatus) -> list[NodeView]:
     signals = {each.node: each for each in status.signals}
-    found = []
+    views = []
     for name in sorted({rank.node for rank in ranks}):
-        mine = [rank for rank in ranks if rank.node == name]
-        states = {rank.state for rank in mine}
-        sealed = [rank.sealed_step for rank in mine]
+        own_ranks = [rank for rank in ranks if rank.node == name]
+        states = {rank.state for rank in own_ranks}
+        sealed = [rank.sealed_step for rank in own_ranks]
         view = NodeView(
             name,
             next(state for state in ("gone", "training", "ended") if state in states),
-            tuple(rank.rank for rank in mine),
+            tuple(rank.rank for rank in own_ranks),
             None if None in sealed else min(step for step in sealed if step is not None),
-            max((rank.age_s for rank in mine if rank.age_s is not None), default=None),
-            sum(rank.nbytes for rank in mine),
+            max((rank.age_s for rank in own_ranks if rank.age_s is not None), default=None),
+            sum(rank.nbytes for rank in own_ranks),
         )
-        found.append(_with_signal(view, signals.get(name)))
+        views.append(_with_signal(view, signals.get(name)))
     silent = [NodeView(name, "silent", (), None, None, 0) for name in sorted(status.silent_nodes)]
-    return found + [_with_signal(view, signals.get(view.node)) for view in silent]
+    return views + [_with_signal(view, signals.get(view.node)) for view in silent]
 
 
-def _with_signal(view: NodeView, found: pb.NodeSignal | None) -> NodeView:
-    if found is None:
+def _with_signal(view: NodeView, node_signal: pb.NodeSignal | None) -> NodeView:
+    if node_signal is None:
         return view
-    word = pb.Signal.Name(found.signal).lower()
-    return replace(view, signal=word, reason=found.reason, signal_age_s=found.age_s)
+    word = pb.Signal.Name(node_signal.signal).lower()
+    return replace(view, signal=word, reason=node_signal.reason, signal_age_s=node_signal.age_s)
 
 
 def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> dict[str, Any]:
-    """The document that `status --json` prints; its fields are a contract, documented in daemon/README.md."""
+    """Returns the document of `status --json`. The README documents its fields as a contract."""
     return {
         "schema_version": SCHEMA_VERSION,
         "health": worst(jobs).value,
@@ -234,19 +246,21 @@ def _job_document(job: JobView) -> dict[str, Any]:
 
 
 def _protection_document(job: JobView) -> dict[str, Any] | None:
-    found = job.protection
-    if found is None:
+    protection = job.protection
+    if protection is None:
         return None
     return {
         "word": job.word,
         "degraded_s": _rounded(job.degraded_s),
-        "step": found.version.step if found.version else None,
-        "tolerated_domains": found.tolerated,
-        "meant_domains": found.meant,
-        "fatal_nodes": list(found.fatal),
-        "fatal_pairs": None if found.fatal_pairs is None else [list(pair) for pair in found.fatal_pairs[:PAIRS_LISTED]],
-        "fatal_pair_count": None if found.fatal_pairs is None else len(found.fatal_pairs),
-        "fatal_domains": list(found.fatal_domains),
+        "step": protection.version.step if protection.version else None,
+        "tolerated_domains": protection.tolerated,
+        "meant_domains": protection.meant,
+        "fatal_nodes": list(protection.fatal),
+        "fatal_pairs": None
+        if protection.fatal_pairs is None
+        else [list(pair) for pair in protection.fatal_pairs[:PAIRS_LISTED]],
+        "fatal_pair_count": None if protection.fatal_pairs is None else len(protection.fatal_pairs),
+        "fatal_domains": list(protection.fatal_domains),
         "groups": [
             {
                 "scheme": group.scheme,
@@ -256,24 +270,24 @@ def _protection_document(job: JobView) -> dict[str, Any] | None:
                 "bytes": group.nbytes,
                 "cells": group.cells,
             }
-            for group in found.groups
+            for group in protection.groups
         ],
         "exposed": [
-            {"reason": each.reason, "what": each.what, "ranks": list(each.ranks), "bytes": each.nbytes}
-            for each in found.exposed
+            {"reason": exposure.reason, "what": exposure.what, "ranks": list(exposure.ranks), "bytes": exposure.nbytes}
+            for exposure in protection.exposed
         ],
     }
 
 
 def what_if_document(job: str, lose: Sequence[str], version: Version | None, loss: LossReport | None) -> dict[str, Any]:
-    """The document that `status --what-if --json` prints, after schema_version."""
+    """Returns the document of `status --what-if --json`, without schema_version."""
     return {
         "job": job,
         "lose": list(lose),
         "step": version.step if version else None,
         "epoch": version.epoch.counter if version else None,
         "survives": version is not None and loss is None,
-        "lost": loss.words if loss else None if version else "nothing can be restored as it is",
+        "lost": loss.words if loss else None if version else "no step can be restored now",
     }
 
 

@@ -1,4 +1,7 @@
-"""What all daemons of a job hold, as one of them was told it. Blocks; what follows from it is pure (`reft.wire.inventory`)."""
+"""Collects what all daemons of a job hold, by asking one of them.
+
+The calls block. The conclusions are pure functions (`reft.wire.inventory`).
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,32 @@ from reft.errors import ReftError
 from reft.wire.inventory import JobSurvey, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
-SURVEY_DEADLINE_S = 8.0  # the daemon gives the others three seconds
+SURVEY_DEADLINE_S = 8.0  # the asked daemon gives the other daemons three seconds
 LOOKS_MAX = 3
-ROUNDS_MAX = 3  # a node may know of an attach, and of nodes, that the asked one has not heard of
+ROUNDS_MAX = 3  # a reply may name an attach, and nodes, that the first daemon does not know
 
 
 def survey(
     address: str, job: str, onto: Iterable[str] = (), others: Mapping[str, pb.InventoryReply] | None = None
 ) -> tuple[JobSurvey, dict[str, list[str]]]:
-    """The findings of a job, without ending or refusing anybody; and the addresses of nodes that no manifest names.
+    """Returns the survey of a job, and the addresses of nodes that no manifest names.
+
+    The survey ends no process and raises no error for a conflict.
 
     Args:
         address: a daemon that holds the job.
-        onto: addresses of daemons that may hold something of it though no manifest names them.
-        others: node id → inventory, of daemons that were asked already.
+        job: the job's name.
+        onto: addresses of daemons that may hold a part of the job although no manifest names them.
+        others: node id → inventory, of daemons that were already asked.
 
     Raises:
-        UnknownJob: it does not hold it.
-        ReftError: it did not answer, or refused.
+        UnknownJob: the daemon does not hold the job.
+        ReftError: the daemon did not answer, or refused.
     """
     own = ask(address, "Inventory", pb.InventoryRequest(job=job))
     if not own.HasField("decision"):
         raise UnknownJob(
-            f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that are held"
+            f"the daemon at {address} holds no job {job!r}.", "reft-cli status lists the jobs that the daemon holds"
         )
     replies: dict[str, pb.InventoryReply] = {**(others or {}), own.node_id: own}
     silent: dict[str, str] = {}
@@ -43,45 +49,52 @@ def survey(
             break
         asked |= {node.id for node in absent}
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=absent), SURVEY_DEADLINE_S)
-        silent |= _take(replies, reply.nodes)
+        silent |= _add_replies(replies, reply.nodes)
     addresses: dict[str, list[str]] = {}
     unnamed = [pb.Node(name=each, addresses=[each]) for each in sorted(set(onto))]
     if unnamed:
         reply = ask(address, "Survey", pb.SurveyRequest(job=job, nodes=unnamed), SURVEY_DEADLINE_S)
-        _take(replies, reply.nodes)
+        _add_replies(replies, reply.nodes)
         addresses = {each.reply.node_id: list(each.node.addresses) for each in reply.nodes if each.reply.node_id}
     return JobSurvey(replies, tuple(sorted(silent.values()))), addresses
 
 
-def _take(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> dict[str, str]:
-    """Adds the replies, each under the id of who gave it; id → name of the nodes that did not answer themselves."""
+def _add_replies(replies: dict[str, pb.InventoryReply], nodes: Iterable[pb.SurveyedNode]) -> dict[str, str]:
+    """Adds each reply under the id of the node that gave the reply.
+
+    Returns id → name of the nodes that did not answer themselves.
+    """
     silent = {}
-    for each in nodes:
-        if each.HasField("reply") and each.reply.node_id and each.reply.HasField("decision"):
-            replies.setdefault(each.reply.node_id, each.reply)
-        if not is_itself(each):
-            silent[each.node.id] = each.node.name
+    for surveyed in nodes:
+        if surveyed.HasField("reply") and surveyed.reply.node_id and surveyed.reply.HasField("decision"):
+            replies.setdefault(surveyed.reply.node_id, surveyed.reply)
+        if not is_itself(surveyed):
+            silent[surveyed.node.id] = surveyed.node.name
     return silent
 
 
 def surveys(address: str, reply: pb.StatusReply) -> dict[str, JobSurvey]:
-    """The findings of each job of a status; without those that have none, or whose daemon was slow or forgot them."""
-    found = {}
+    """Returns the survey of each job in a status reply.
+
+    A job is missing if the job has no survey, or if the daemon was slow or has freed the job.
+    """
+    surveys_by_job = {}
     for status in reply.jobs:
         with contextlib.suppress(ReftError, ValueError):
             job_survey = steady(address, status)
-            _ = (
-                job_survey.placements
-            )  # a manifest that says nothing of layouts can't be placed, and nothing can be said
-            found[status.job] = job_survey
-    return found
+            _ = job_survey.placements  # raises if the manifest has no layouts; the job then has no survey
+            surveys_by_job[status.job] = job_survey
+    return surveys_by_job
 
 
 def steady(address: str, status: pb.JobStatus) -> JobSurvey:
-    """The findings of a job, looked for again while training changes slots faster than they can be read.
+    """Returns a survey of a job that is in training.
+
+    Training changes slots while they are read, so a survey may miss a whole version. Then the job
+    is surveyed again, at most LOOKS_MAX times in all.
 
     Raises:
-        ReftError: the daemon did not answer, or holds the job no more.
+        ReftError: the daemon did not answer, or no longer holds the job.
     """
     is_whole = status.whole >= 0 or status.HasField("base")
     for _ in range(LOOKS_MAX):

@@ -1,4 +1,4 @@
-"""`reft-cli timeline`: the traces of the trainers of this node, laid side by side in one file."""
+"""`reft-cli timeline`: merges the traces of this node's trainers into one file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 @dataclass(frozen=True)
 class CollectedTraces:
-    """Traces of some ranks.
+    """The merged traces of some ranks.
 
     Attributes:
         trace: in the format of Chrome's trace viewer and Perfetto.
-        ranks: whose.
-        silent: rank → why it gives none.
+        ranks: the ranks that gave a trace.
+        silent: rank → the reason why the rank gave no trace.
     """
 
     trace: Mapping[str, Any]
@@ -30,39 +30,45 @@ class CollectedTraces:
 
 
 def collect(address: str, job: str, rank: int | None) -> CollectedTraces:
-    """Asks every living trainer of the job on this node, or one.
+    """Collects a trace from every living trainer of the job on this node, or from one rank.
 
     Raises:
         ReftError: the daemon does not answer, holds no such job, or no trainer gives a trace.
     """
     reply = ask(address, "Status", pb.StatusRequest(job=job))
-    (found,) = reply.jobs
-    here = [each for each in found.ranks if each.node == reply.node and each.alive and rank in (None, each.rank)]
-    if not here:
+    (status,) = reply.jobs
+    trainers = [
+        trainer
+        for trainer in status.ranks
+        if trainer.node == reply.node and trainer.alive and rank in (None, trainer.rank)
+    ]
+    if not trainers:
         where = f"on node {reply.node} now"
-        said = (
+        message = (
             f"no rank of job {job} trains {where}."
             if rank is None
             else f"rank {rank} of job {job} does not train {where}."
         )
-        raise ReftError(said, "reft-cli status shows where ranks are")
+        raise ReftError(message, "reft-cli status shows the node of each rank")
     traces: dict[int, dict[str, Any]] = {}
     silent: dict[int, str] = {}
-    for each in here:
+    for trainer in trainers:
         try:
-            traces[each.rank] = timeline_socket.fetch(each.pid)
+            traces[trainer.rank] = timeline_socket.fetch(trainer.pid)
         except ReftError as error:
-            silent[each.rank] = str(error)
+            silent[trainer.rank] = str(error)
     if not traces:
         raise ReftError(" ".join(silent.values()))
     events = [event for trace in traces.values() for event in trace["traceEvents"]]
-    others = {f"rank {number}": trace["otherData"] for number, trace in traces.items()}
-    whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": others}
-    return CollectedTraces(whole, tuple(traces), silent)
+    metadata = {f"rank {number}": trace["otherData"] for number, trace in traces.items()}
+    merged = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": metadata}
+    return CollectedTraces(merged, tuple(traces), silent)
 
 
 def write(trace: Mapping[str, Any], path: Path) -> None:
-    """Writes a trace, whole or not at all. What is no plain file, such as /dev/stdout, is written to, never replaced.
+    """Writes the trace to a file: either the whole trace or nothing.
+
+    A path that is not a plain file, such as /dev/stdout, is written to and never replaced.
 
     Raises:
         ReftError: the file can't be written.
@@ -72,12 +78,12 @@ def write(trace: Mapping[str, Any], path: Path) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text)
             return
-        target = path.resolve()  # a link stays one
-        aside = target.with_name(f".{target.name}.part")
+        target = path.resolve()  # keeps a symbolic link
+        draft = target.with_name(f".{target.name}.part")
         try:
-            aside.write_text(text)
-            aside.replace(target)
+            draft.write_text(text)
+            draft.replace(target)
         finally:
-            aside.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise ReftError(f"{path} can't be written: {error}.", "--output PATH") from error

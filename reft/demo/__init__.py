@@ -1,1 +1,1 @@
-"""What `reft-cli demo` trains: a small language model, written as any user's script would be."""
+"""The training of `reft-cli demo`: a small language model, written like any user's script."""

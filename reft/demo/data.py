@@ -1,4 +1,4 @@
-"""Python's own manual as training text, and a loader that remembers where it is."""
+"""Python's own manual as training text, and a loader that can save its position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def manual() -> torch.Tensor:
-    """Every topic of Python's help texts, as bytes: about 465 kB that ship with every Python."""
+    """Returns every topic of Python's help texts as bytes: about 465 kB, part of every Python."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -16,13 +16,13 @@ def manual() -> torch.Tensor:
 
 
 class Loader:
-    """Batches of text, other ones for each rank. Ask for the next one inside the training loop.
+    """Batches of text, different for each rank. Fetch the next batch inside the training loop.
 
     Args:
         text: all bytes.
         batch: sequences in a batch.
         context: bytes in a sequence.
-        rank, world: which share of the text is read.
+        rank, world: which part of the text is read.
         seed: of the order in which passages are read.
     """
 
@@ -30,7 +30,7 @@ class Loader:
         self._text, self._batch, self._context = text, batch, context
         self._rank, self._world, self._seed = rank, world, seed
         self._passages = (len(text) - 1) // context
-        self._batches = self._passages // (batch * world)  # of one rank in an epoch
+        self._batches = self._passages // (batch * world)  # batches of one rank in an epoch
         self._epoch = self._position = 0
         self._order = self._shuffled()
 
@@ -38,7 +38,7 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch: inputs and targets, each of shape (batch, context)."""
+        """Returns the next batch: inputs and targets, each of shape (batch, context)."""
         if self._position == self._batches:
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._shuffled()
@@ -49,15 +49,15 @@ class Loader:
         return self._text[index], self._text[index + 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader is."""
+        """Returns the position of the loader."""
         return {"epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes to where `state` says."""
+        """Moves the loader to the position in `state`."""
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._shuffled()
 
     def _shuffled(self) -> torch.Tensor:
-        # A generator of its own: what the model draws for dropout must not depend on the data.
+        # A separate generator, so that the dropout of the model does not depend on the data.
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         return torch.randperm(self._passages, generator=generator)

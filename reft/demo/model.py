@@ -1,4 +1,7 @@
-"""A small Llama-style model in plain torch: RMSNorm, RoPE, SwiGLU, causal attention, tied embedding, dropout."""
+"""A small Llama-style model in plain torch.
+
+It has RMSNorm, RoPE, SwiGLU, causal attention, tied embedding and dropout.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model; tokens are bytes."""
+    """The sizes of the model; a token is a byte."""
 
     vocabulary: int = 256
     context: int = 64
@@ -41,7 +44,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A feed-forward layer with SwiGLU."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -55,7 +58,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and added to what came in."""
+    """One layer: attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -69,14 +72,14 @@ class TransformerBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Bytes in, the loss of predicting each next byte out."""
+    """The model: returns the loss of predicting each next byte."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(TransformerBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
-        # A constant, not state: as a buffer, DDP would send it to all ranks at every step.
+        # A constant, not state. DDP would send a buffer to all ranks at every step.
         self.rotation = rotations(shape.context, shape.width // shape.heads)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -91,13 +94,13 @@ class Llama(nn.Module):
 
 
 def rotations(length: int, width: int) -> torch.Tensor:
-    """Cosine and sine of every position's angles: shape (2, length, width / 2)."""
+    """Returns cosine and sine of the angles of every position: shape (2, length, width / 2)."""
     angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(0, width, 2) / width))
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turns each pair of features by its position's angle."""
+    """Rotates each pair of features by the angle of its position."""
     cos, sin = rotation[:, : x.shape[-2]]
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,10 +1,13 @@
-"""The demo's training script: `torchrun … -m reft.demo.train --out DIR`. Only `attach` and `steps` know of reft.
+"""The training script of the demo: `torchrun … -m reft.demo.train --out DIR`.
 
-Every rank appends to DIR/rank-R.jsonl, one JSON object a line, times in seconds of the machine's monotonic clock:
-    {"event": "started",  "pid": …, "time_s": …}                                      the first line of this file has run
-    {"event": "attached", "restored_from": …, "step": …, "load_s": …, "time_s": …}   what reft.attach brought back
-    {"event": "step",     "step": n, "loss": float.hex, "time_s": …}                  n steps are completed with this one
-and at the end writes DIR/rank-R.digests.json: name → SHA-256 of the bytes of every tensor and random generator.
+Only `attach` and `steps` belong to reft. Every rank appends to DIR/rank-R.jsonl, one JSON object a
+line, with times in seconds of the machine's monotonic clock:
+    {"event": "started",  "pid": …, "time_s": …}                the first line of this file has run
+    {"event": "attached", "restored_from": …, "step": …,        what reft.attach has restored
+     "load_s": …, "time_s": …}
+    {"event": "step", "step": n, "loss": float.hex, "time_s": …}         n steps are completed now
+At the end it writes DIR/rank-R.digests.json: name → SHA-256 of the bytes of every tensor and random
+generator.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from typing import Any
 
 STARTED_S = time.monotonic()
 
-import grpc  # noqa: E402, F401  (attach imports it: no part of loading the state, which the demo shows apart too)
-import torch  # noqa: E402  (torch takes a second to import: the demo shows that apart)
+import grpc  # noqa: E402, F401  (attach imports grpc: import it here, so that load_s is only the load)
+import torch  # noqa: E402  (after STARTED_S: the import takes a second)
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -34,22 +37,22 @@ WARM_UP = 10  # steps
 
 
 class LossLog:
-    """Lines that survive the SIGKILL of their writer: each is one write to the kernel."""
+    """Lines that survive the SIGKILL of their writer: each line is one write to the kernel."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def add(self, event: str, **values: Any) -> None:
-        """Appends one line; `time_s` is now unless given."""
+        """Appends one line; `time_s` is now unless it is given."""
         line = {"event": event, "time_s": time.monotonic(), **values}
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
 def main() -> None:
-    """One rank, from start to end."""
+    """Runs one rank from start to end."""
     options = parse()
     torch.set_num_threads(1)
-    # A hung peer is an error after a minute, not after torch's half hour.
+    # A peer that hangs is an error after one minute; torch's default is half an hour.
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     rank, world = dist.get_rank(), dist.get_world_size()
     record = LossLog(options.out / f"rank-{rank}.jsonl")
@@ -57,9 +60,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = Llama(ModelShape())
     torch.manual_seed(options.seed + 1 + rank)  # dropout differs between ranks
-    # DDP normally regroups gradients after the first backward pass of a process, and the order in which the gradients
-    # of more than two ranks are added depends on the grouping: the first step after a restart would round differently
-    # than in an undisturbed run. With find_unused_parameters the first grouping stays.
+    # DDP regroups gradients after the first backward pass of a process. The grouping sets the order
+    # in which the gradients of more than two ranks are added. So the first step after a restart
+    # would round differently than in an undisturbed run. With find_unused_parameters the first
+    # grouping stays.
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
@@ -88,9 +92,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the records")
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--batch", type=int, default=4, help="sequences of one rank in a step")
     parser.add_argument("--seed", type=int, default=1)
@@ -99,7 +103,7 @@ def parse() -> argparse.Namespace:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, norms do not."""
+    """Returns the parameter groups: matrices have weight decay, norms have none."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -108,14 +112,14 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def warm_up_then_cosine(step: int, total: int) -> float:
-    """The factor of the learning rate."""
+    """Returns the factor of the learning rate."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - WARM_UP) / max(total - WARM_UP, 1)))
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """SHA-256 of every parameter, every optimizer tensor and the random generator, by name."""
+    """Returns name → SHA-256 of every parameter, optimizer tensor and the random generator."""
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"parameter {name}"] = parameter
@@ -126,7 +130,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """A tensor's bytes."""
+    """Returns a tensor's bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -1,7 +1,7 @@
-"""What runs in torchrun's agent: `torchrun --rdzv-backend=reft`, through the entry point `torchrun.handlers`.
+"""The plug-in of torchrun's agent for `torchrun --rdzv-backend=reft` (`torchrun.handlers`).
 
-torchrun loads this module in every run on the machine, also in those that use another backend, and prints a traceback if
-that fails. So only the standard library is imported here, and the rest when a job asks for it.
+torchrun imports this module in every run on the machine, with any backend, and prints a traceback
+if the import fails. So only the standard library is imported here, and the rest on demand.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def get_handler() -> Callable[[Any], Any]:
-    """What torchrun registers under the name "reft"."""
+    """Returns the function that torchrun registers under the name "reft"."""
     return create
 
 
 def create(parameters: Any) -> Any:
-    """The rendezvous handler for one agent; see `reft.elastic.handler`."""
+    """Returns the rendezvous handler of one agent; see `reft.elastic.handler`."""
     from reft.elastic.handler import create as create_handler
 
     return create_handler(parameters)

@@ -1,10 +1,11 @@
-"""Signs of life of this agent to daemons, and signals of the other nodes from its own daemon, beside the agent's own loop.
+"""Sends this agent's heartbeats to daemons, and receives signals from its own daemon.
 
-    Listener      every BEAT_S: AgentBeat ──► own daemon, which says whom else to tell ──► daemons of other nodes
-    two threads   always: Signals ──────────► own daemon: held back until a node's signal changes ─► on_news
+    _beat    every BEAT_S: AgentBeat ─► own daemon, which names watchers ─► their daemons
+    _listen  always: Signals ─► own daemon, which answers when a node's signal changes ─► on_news
 
-No beat waits for the reply of another: a stopped daemon of our own must not make us silent to the others, who would give
-this node up. Nothing here raises into the agent: without answers the rendezvous is as torch has it.
+Both are threads. No heartbeat waits for the reply to another one: if this node's own daemon is
+stopped, the other daemons must still hear this agent, or they would declare the node lost. No error
+here reaches the agent: without answers the rendezvous behaves as torch's own.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 CALL_S = 1.0
-UNDER_WAY_MAX = 3  # beats to one daemon without an answer
+PENDING_MAX = 3  # unanswered heartbeats to one daemon
 WAIT_MS = 5000
 LAST_WORD_S = 1.0
 
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """One round, as the daemons are told of it."""
+    """One round, as the daemons are told."""
 
     job: str
     node_id: str
@@ -44,13 +45,14 @@ class RoundMembers:
 
 
 class HeartbeatClient:
-    """See the module.
+    """One agent's connection to the daemons; see the module.
 
     Args:
         address: of this node's daemon.
-        restarter: starts that daemon again; knows by which pid it sees this agent.
-        tls: for the daemons of other nodes; None means plain text.
-        on_news: told what the signals of a term mean, as often as they change; called from a thread of the listener.
+        restarter: starts that daemon again, and knows this agent's pid as the daemon sees it.
+        tls: for the daemons of other nodes; None: plain text.
+        on_news: called with a round and the reaction to its signals whenever a signal changes;
+            called from a thread of this client.
     """
 
     def __init__(
@@ -61,35 +63,44 @@ class HeartbeatClient:
         on_news: Callable[[RoundMembers, AgentReaction], None],
     ) -> None:
         self._address, self._restarter, self._tls, self._on_news = address, restarter, tls, on_news
-        self._term: RoundMembers | None = None
+        self._round_members: RoundMembers | None = None
         self._phase = AgentPhase.TRAINING
         self._watchers: list[pb.Node] = []
-        self._must_introduce = True
-        self._under_way: Counter[str] = Counter()
-        self._channels: dict[str, tuple[grpc.Channel, int]] = {}  # with the generation of the certificates
-        self._unreached: set[str] = set()  # addresses of other nodes
+        self._must_send_nodes = True
+        self._pending: Counter[str] = Counter()
+        self._channels: dict[str, tuple[grpc.Channel, int]] = {}  # address → channel, generation of its certificates
+        self._unreached: set[str] = set()  # addresses of other nodes that did not answer
         self._wake, self._closed = threading.Event(), threading.Event()
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._listen)]
 
-    def begin(self, term: RoundMembers) -> None:
-        """The agent's workers run in this round now."""
-        # Who listens to us is known without our own daemon, which may be stopped just when a round begins.
-        nodes = {node.id: node for node in term.nodes}
-        watchers = [nodes[each] for each in neighbours(term.node_id, ring_of(nodes))]
-        self._term, self._phase, self._watchers, self._must_introduce = term, AgentPhase.TRAINING, watchers, True
+    def begin(self, round_members: RoundMembers) -> None:
+        """Starts the heartbeats of a round: the agent's workers run in this round now."""
+        # The watchers are computed here: this node's daemon may be stopped just when a round
+        # begins.
+        nodes = {node.id: node for node in round_members.nodes}
+        watchers = [nodes[ident] for ident in neighbours(round_members.node_id, ring_of(nodes))]
+        self._round_members, self._phase, self._watchers, self._must_send_nodes = (
+            round_members,
+            AgentPhase.TRAINING,
+            watchers,
+            True,
+        )
         self._wake.set()
         if not self._threads[0].is_alive():
             for thread in self._threads:
                 thread.start()
 
     def say(self, phase: AgentPhase) -> None:
-        """What the agent does from now on."""
+        """Changes the phase that the heartbeats report."""
         self._phase = phase
         self._wake.set()
 
     def close(self, last: AgentPhase) -> None:
-        """Says a last word; returns when the daemons have heard it, or after LAST_WORD_S."""
-        if self._term is not None:
+        """Sends one last phase, and stops.
+
+        Returns when the daemons have answered, or after LAST_WORD_S.
+        """
+        if self._round_members is not None:
             self._phase = last
             calls = [call for call in (self._send(*target) for target in self._targets()) if call]
             for call in calls:
@@ -100,13 +111,13 @@ class HeartbeatClient:
         self.stop()
 
     def stop(self) -> None:
-        """Ends both threads without a word."""
+        """Ends both threads and sends nothing."""
         self._closed.set()
         self._wake.set()
         for channel, _ in list(self._channels.values()):
             channel.close()
 
-    # Beats
+    # Heartbeats
 
     def _beat(self) -> None:
         while not self._closed.is_set():
@@ -116,37 +127,39 @@ class HeartbeatClient:
             self._wake.clear()
 
     def _targets(self) -> list[tuple[str, str]]:
-        """(node, address) of all who are told; "" is our own daemon."""
-        others = [(node.id, _address_of(node)) for node in self._watchers]
-        return [("", self._address), *((name, address) for name, address in others if address)]
+        """Returns (node id, address) of all daemons to send to; "" is the own daemon."""
+        watchers = [(node.id, _address_of(node)) for node in self._watchers]
+        return [("", self._address), *((name, address) for name, address in watchers if address)]
 
     def _send(self, name: str, address: str) -> grpc.Future | None:
-        term = self._term
-        if term is None or self._under_way[name] >= UNDER_WAY_MAX:
+        round_members = self._round_members
+        if round_members is None or self._pending[name] >= PENDING_MAX:
             return None
         request = pb.AgentBeatRequest(
-            job=term.job,
-            node_id=term.node_id,
-            launch=term.launch,
-            round=term.round,
+            job=round_members.job,
+            node_id=round_members.node_id,
+            launch=round_members.launch,
+            round=round_members.round,
             pid=self._restarter.agent_pid,
             phase=messages.agent_to(self._phase),
         )
         if not name:
-            request.token = term.token
-            if self._must_introduce:
-                request.nodes.extend(term.nodes)
+            request.token = round_members.token
+            if self._must_send_nodes:
+                request.nodes.extend(round_members.nodes)
         stub = pb_grpc.DaemonStub(self._channel(address))
         try:
-            call: grpc.Future = stub.AgentBeat.future(request, timeout=CALL_S, metadata=rpc.token_metadata(term.token))
-        except ValueError:  # the channel was closed under us
+            call: grpc.Future = stub.AgentBeat.future(
+                request, timeout=CALL_S, metadata=rpc.token_metadata(round_members.token)
+            )
+        except ValueError:  # another thread closed the channel
             return None
-        self._under_way[name] += 1
-        call.add_done_callback(lambda done: self._answered(name, address, term, done))
+        self._pending[name] += 1
+        call.add_done_callback(lambda done: self._answered(name, address, round_members, done))
         return call
 
-    def _answered(self, name: str, address: str, term: RoundMembers, call: grpc.Future) -> None:
-        self._under_way[name] -= 1
+    def _answered(self, name: str, address: str, round_members: RoundMembers, call: grpc.Future) -> None:
+        self._pending[name] -= 1
         if call.cancelled():
             return
         error = call.exception()
@@ -154,15 +167,15 @@ class HeartbeatClient:
         if name:
             (self._unreached.add if is_unreached else self._unreached.discard)(address)
             return
-        if term is not self._term:
+        if round_members is not self._round_members:
             return
-        if error is not None:  # a daemon that was started anew knows nothing
-            self._must_introduce = True
+        if error is not None:  # a restarted daemon does not know the round
+            self._must_send_nodes = True
             if is_unreached:
                 self._restarter.refused(self._address)
             return
         reply: pb.AgentBeatReply = call.result()
-        self._must_introduce = reply.unknown_round
+        self._must_send_nodes = reply.unknown_round
         self._watchers = list(reply.watchers)
 
     def _channel(self, address: str) -> grpc.Channel:
@@ -181,9 +194,9 @@ class HeartbeatClient:
         version = 0
         stub = pb_grpc.DaemonStub(self._channel(self._address))
         while not self._closed.is_set():
-            term = self._term
-            assert term is not None
-            request = pb.SignalsRequest(job=term.job, version=version, wait_ms=WAIT_MS)
+            round_members = self._round_members
+            assert round_members is not None
+            request = pb.SignalsRequest(job=round_members.job, version=version, wait_ms=WAIT_MS)
             try:
                 reply: pb.SignalsReply = stub.Signals(request, timeout=WAIT_MS / 1000 + CALL_S)
             except (grpc.RpcError, ValueError):
@@ -191,16 +204,19 @@ class HeartbeatClient:
                 self._closed.wait(BEAT_S)
                 continue
             version = reply.version
-            if (reply.launch, reply.round) == (term.launch, term.round):
-                signs = [
+            if (reply.launch, reply.round) == (round_members.launch, round_members.round):
+                reports = [
                     NodeReport(each.node_id, messages.signal_from(each.signal), each.reason) for each in reply.nodes
                 ]
-                self._on_news(term, react(term.node_id, signs))
+                self._on_news(round_members, react(round_members.node_id, reports))
             else:
-                version = 0  # what was held against another round must be judged again
+                version = 0  # the answer was about another round: ask again for all signals
                 self._closed.wait(BEAT_S)
 
 
 def _address_of(node: pb.Node) -> str:
-    """Where another node's daemon is called; by a unix socket only if it has nothing else: then it is on this machine."""
+    """Returns the address at which another node's daemon is called.
+
+    A unix socket is used only if there is no other address. Then the node is on this machine.
+    """
     return next((address for address in node.addresses if not address.startswith("unix:")), "".join(node.addresses[:1]))

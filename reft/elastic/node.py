@@ -1,4 +1,4 @@
-"""The node of an agent: its daemon, and what the agent says of itself to the others."""
+"""Finds or starts this node's daemon, and collects what the agent tells the other agents."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from reft.wire.tls import Tls
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
-ELSEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737): the way there is that of the default route
+# A documentation address (RFC 5737). The route to it is the default route.
+ELSEWHERE = "192.0.2.1"
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process that `mark_of` named has ended. False if this machine can't know."""
-    where, _, rest = process.partition("/")
+    """Returns whether a process (`mark_of`) has ended; False if this machine can't know."""
+    host, _, rest = process.partition("/")
     pid, _, start = rest.partition("/")
-    if where != machine() or not pid.isdigit() or not start.isdigit():
+    if host != machine() or not pid.isdigit() or not start.isdigit():
         return False
     try:
         return not Process(int(pid), int(start)).is_alive
@@ -37,44 +38,49 @@ def has_ended(process: str) -> bool:
 
 
 def resolve_node(parameters: RendezvousParameters) -> tuple[AgentFacts, tuple[str, DaemonRestarter] | None]:
-    """What this agent says of itself; its daemon's address and who starts that daemon again, None if there is none.
+    """Returns this agent's facts, and its daemon's address and restarter (None: no daemon).
 
-    It starts one if none runs.
+    Starts a daemon if none runs.
 
     Raises:
-        ConfigError: an option is not allowed.
+        ConfigError: an option is not valid.
     """
-    wanted = text(parameters, "daemon")
-    if wanted not in ("auto", "off"):
-        raise ConfigError(f"--rdzv-conf daemon={wanted}: it can be auto or off.")
+    daemon_option = text(parameters, "daemon")
+    if daemon_option not in ("auto", "off"):
+        raise ConfigError(f"--rdzv-conf daemon={daemon_option} is not valid: use auto or off.")
     process = mark_of(os.getpid())
     settings = Config.load()
-    if wanted == "off" or settings.mode == "off":
+    if daemon_option == "off" or settings.mode == "off":
         return AgentFacts(process), None
     flags = _flags(parameters)
     try:
         address, hello = daemon_launcher.find(settings, flags)
         pid = local_socket.introduce(hello.local_socket, daemon_launcher.HELLO_DEADLINE_S).process.pid
         daemon_launcher.hello(address, agent_pid=pid)
-    except ReftError as error:  # trainers say the same when they attach; agents without a daemon are as torch has them
-        say(f"this node has no daemon: lost nodes are found late. {error}")
+    except ReftError as error:
+        # Not fatal: the agent then behaves as torch's own. Trainers report the error when they
+        # attach.
+        say(f"this node has no reft-daemon, so lost nodes are found late. {error}")
         return AgentFacts(process), None
     if parameters.max_nodes > 1 and all(each.startswith("unix:") for each in hello.addresses):
         say(
-            "this node's daemon can't be reached by other nodes, and without that no node's loss is survived: set REFT_TLS_CERT, "
-            "REFT_TLS_KEY and REFT_TLS_CA, or REFT_INSECURE=1 on a network that you trust, before one is started."
+            "other nodes can't reach this node's daemon, so the job can't survive the loss of a node. Set REFT_TLS_CERT, "
+            "REFT_TLS_KEY and REFT_TLS_CA (or REFT_INSECURE=1 on a trusted network) before the daemon is started."
         )
     elif parameters.max_nodes > 1 and hello.tls and "REFT_TLS_CERT" not in os.environ:
         say(
-            "the daemons ask for certificates, and this agent has none: other nodes do not hear it, and find out late if this "
-            "one is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
+            "the daemons use TLS, and this agent has no certificates. So other nodes do not hear this agent, and learn late if "
+            "this node is lost. Set REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA for torchrun too."
         )
     facts = AgentFacts(process, hello.node_id, hello.node, hello.domain, tuple(hello.addresses))
     return facts, (address, DaemonRestarter(settings, hello.unattended, flags, pid))
 
 
 def _flags(parameters: RendezvousParameters) -> list[str]:
-    """For a daemon that is started now: on several nodes it must be reached by the others."""
+    """Returns the flags for a daemon that is started now.
+
+    In a job of several nodes the daemon must listen on an address that other nodes can reach.
+    """
     host = parameters.local_addr or own_host(parameters.endpoint)
     is_safe = "REFT_TLS_CERT" in os.environ or "REFT_INSECURE" in os.environ or host.startswith("127.")
     listen = f"[{host}]:0" if ":" in host else f"{host}:0"
@@ -82,10 +88,13 @@ def _flags(parameters: RendezvousParameters) -> list[str]:
 
 
 def own_host(endpoint: str) -> str:
-    """By which host other nodes find this one: its name; where that is loopback here, its address towards the endpoint.
+    """Returns the host name or address by which other nodes reach this one.
+
+    This is the machine's name. If the name resolves to loopback here, it is the local address of
+    the route to the endpoint.
 
     Args:
-        endpoint: of the rendezvous store, as torchrun takes it.
+        endpoint: of the rendezvous store, as given to torchrun.
     """
     name = socket.getfqdn()
     if not rpc.is_loopback(name):
@@ -93,25 +102,28 @@ def own_host(endpoint: str) -> str:
     first = endpoint.rpartition("://")[2].partition(",")[0]
     host = (first.rpartition(":")[0] or first).strip("[]")
     if host in ("", "localhost", "::1") or host.startswith("127."):
-        return "127.0.0.1"  # the other nodes are on this machine too
-    towards = (_address_towards(each) for each in (host, ELSEWHERE))
-    return next((each for each in towards if each and not rpc.is_loopback(each)), name)
+        return "127.0.0.1"  # all nodes are on this machine
+    candidates = (_address_towards(each) for each in (host, ELSEWHERE))
+    return next((each for each in candidates if each and not rpc.is_loopback(each)), name)
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address from which it would send to a host; empty if it has none."""
+    """Returns this machine's source address for a route to `host`; empty if there is no route."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
+            probe.connect(address)  # connecting a UDP socket sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""
 
 
 def free_under_slurm(address: str, job: str) -> None:
-    """Under Slurm frees the slots of a job that has ended as it should: with this agent's step, or batch script, Slurm kills
-    the daemon that an agent has started, which can't free them later, and they would fill /dev/shm for the next user."""
+    """Frees the slots of a job that ended without failure, if the job runs under Slurm.
+
+    Slurm kills the daemon together with the agent's step or batch script. A killed daemon can't
+    free the slots later, and they would fill /dev/shm for the next user.
+    """
     if "SLURM_JOB_ID" not in os.environ:
         return
     with rpc.channel(address) as channel:
@@ -119,18 +131,21 @@ def free_under_slurm(address: str, job: str) -> None:
             pb_grpc.DaemonStub(channel).Purge(pb.PurgeRequest(job=job), timeout=daemon_launcher.HELLO_DEADLINE_S)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
-                say(f"what is held of job {job} stays in /dev/shm: {rpc.error_of(error, address)}")
+                say(f"the slots of job {job} stay in /dev/shm: {rpc.error_of(error, address)}")
 
 
 def tls() -> Tls | None:
-    """What the daemons of other nodes are called with: as this node's daemon has it, from REFT_TLS_CERT, _KEY and _CA."""
-    given = [os.environ.get(f"REFT_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
-    if not all(given):
+    """Returns the certificates for calls to daemons of other nodes; None if there are none.
+
+    They are those of this node's daemon, from REFT_TLS_CERT, REFT_TLS_KEY and REFT_TLS_CA.
+    """
+    paths = [os.environ.get(f"REFT_TLS_{name}", "") for name in ("CERT", "KEY", "CA")]
+    if not all(paths):
         return None
     try:
-        found = Tls(*map(Path, given))
+        certificates = Tls(*map(Path, paths))
     except ConfigError as error:
-        say(f"other nodes' daemons do not hear this agent, and find out late if this node is lost: {error}")
+        say(f"other nodes do not hear this agent, and learn late if this node is lost: {error}")
         return None
-    found.watch()
-    return found
+    certificates.watch()
+    return certificates

@@ -1,4 +1,4 @@
-"""What --rdzv-conf may say, with its defaults; and which job an agent belongs to."""
+"""The options of --rdzv-conf with their defaults, and the job of an agent."""
 
 from __future__ import annotations
 
@@ -15,36 +15,41 @@ from reft.config import Config
 from reft.core.membership.job_identity import NO_RUN_ID, JobIdentity, identify
 from reft.errors import ConfigError
 
-# name → (default, what it is). Seconds where nothing else is said. torch reads those of the first group itself.
+# name → (default, meaning). Numbers are seconds, but for keep_alive_max_attempt. torch itself reads
+# the options up to keep_alive_max_attempt.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "join_timeout": (600, "within which a round must complete"),
-    "last_call_timeout": (30, "for which the first round waits for more nodes than the fewest of --nnodes"),
-    "close_timeout": (30, "within which the end of the job must be written"),
-    "heartbeat_timeout": (5, "within which a sign of life must be written"),
-    "keep_alive_interval": (5, "between signs of life of an agent"),
-    "keep_alive_max_attempt": (3, "intervals of silence after which an agent is forgotten"),
-    "read_timeout": (60, "that a call of the store may take"),
-    "is_host": (None, "whether the store runs on this host; by default where the endpoint's name leads here"),
-    "shrink_timeout": (5, "for which a job that has run waits for more nodes than the fewest"),
-    "store_idle_exit": (120, "after its last agent fell silent the store's process leaves"),
-    "warm": ("no", "yes forks workers from a process that has imported torch, see Restart speed"),
-    "warm_imports": ("", "further modules that this process imports, joined by +"),
-    "daemon": ("auto", "auto starts a reft-daemon on this node if none runs; off leaves the agent without one"),
-    "etcd_ttl": (3600, "for which etcd keeps a job's keys after its last agent fell silent"),
-    "ca_cert": ("", "etcd: the file of the authority that signed its certificates; makes it https"),
-    "ssl_cert": ("", "etcd: the file of this client's certificate"),
-    "ssl_cert_key": ("", "etcd: the file of its key"),
+    "join_timeout": (600, "time within which a round must complete"),
+    "last_call_timeout": (30, "time that the first round waits for more nodes than the minimum of --nnodes"),
+    "close_timeout": (30, "time within which the end of the job must be written"),
+    "heartbeat_timeout": (5, "time within which a keep-alive must be written"),
+    "keep_alive_interval": (5, "time between two keep-alives of an agent"),
+    "keep_alive_max_attempt": (3, "intervals without a keep-alive after which an agent is removed"),
+    "read_timeout": (60, "time that a call of the store may take"),
+    "is_host": (None, "whether the store runs on this host; default: if the endpoint names this host"),
+    "shrink_timeout": (5, "time that a later round waits for more nodes than the minimum"),
+    "store_idle_exit": (120, "time after the last keep-alive until the store's process exits"),
+    "warm": ("no", "yes: workers are forked from a process that has imported torch, see Restart speed"),
+    "warm_imports": ("", "more modules that this process imports, joined by +"),
+    "daemon": ("auto", "auto: a reft-daemon is started on this node if none runs; off: no daemon"),
+    "etcd_ttl": (3600, "time that etcd keeps a job's keys after the last use"),
+    "ca_cert": ("", "etcd: file with the CA certificate; switches to https"),
+    "ssl_cert": ("", "etcd: file with the client certificate"),
+    "ssl_cert_key": ("", "etcd: file with the key of the client certificate"),
 }
-TORCHS_OWN = ("timeout", "rank")  # torchrun adds them by itself; they mean nothing to a dynamic rendezvous
+TORCHS_OWN = ("timeout", "rank")  # torchrun adds these; a dynamic rendezvous does not use them
 
 
 def check(parameters: RendezvousParameters) -> None:
-    """Raises ConfigError if --rdzv-conf names what nobody reads."""
+    """Checks the options of --rdzv-conf.
+
+    Raises:
+        ConfigError: an option is unknown or its value is not valid.
+    """
     unknown = sorted(set(parameters.config) - set(OPTIONS) - set(TORCHS_OWN))
     if unknown:
         raise ConfigError(
-            f"--rdzv-conf names {', '.join(unknown)}, which the reft backend does not know.",
-            f"it knows {', '.join(OPTIONS)}",
+            f"--rdzv-conf has options that the reft backend does not know: {', '.join(unknown)}.",
+            f"use {', '.join(OPTIONS)}",
         )
     for name, (default, _) in OPTIONS.items():
         if isinstance(default, int) and number(parameters, name) <= 0:
@@ -54,43 +59,43 @@ def check(parameters: RendezvousParameters) -> None:
 
 
 def number(parameters: RendezvousParameters, name: str) -> int:
-    """An option that is a whole number.
+    """Returns an option that is a whole number.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a whole number.
     """
     text = str(parameters.get(name, OPTIONS[name][0]))
     try:
         return int(text)
     except ValueError as error:
-        raise ConfigError(f"--rdzv-conf {name}={text} is no whole number.") from error
+        raise ConfigError(f"--rdzv-conf {name}={text} is not a whole number.") from error
 
 
 def truth(parameters: RendezvousParameters, name: str) -> bool:
-    """An option that is yes or no, in any of torch's words for them.
+    """Returns an option that is yes or no, in any spelling that torch accepts.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the value is neither.
     """
     try:
         return bool(parameters.get_as_bool(name, OPTIONS[name][0]))
     except ValueError as error:
-        said = f"--rdzv-conf {name}={parameters.get(name)} is neither yes nor no."
-        raise ConfigError(said, "yes, no, true, false, 1 or 0") from error
+        message = f"--rdzv-conf {name}={parameters.get(name)} is neither yes nor no."
+        raise ConfigError(message, "yes, no, true, false, 1 or 0") from error
 
 
 def text(parameters: RendezvousParameters, name: str) -> str:
-    """An option that is text."""
+    """Returns an option as text."""
     return str(parameters.get(name, OPTIONS[name][0])).strip()
 
 
 def rendezvous_id(run_id: str, slurm_job: str, script: str) -> str:
-    """What keeps the agents of one job apart from those of all others on the same store.
+    """Returns the id that separates one job's agents from all others on the same store.
 
     Args:
         run_id: torchrun's --rdzv-id.
         slurm_job: SLURM_JOB_ID.
-        script: what is run, alike on all nodes.
+        script: the script of the job, the same on all nodes.
     """
     if run_id not in NO_RUN_ID:
         return f"id.{run_id}"
@@ -101,7 +106,7 @@ def rendezvous_id(run_id: str, slurm_job: str, script: str) -> str:
 
 
 def script_of(argv: list[str]) -> str:
-    """What an agent with this command line runs: torchrun's script, else the program that started it by itself."""
+    """Returns the script of an agent's command line; without torchrun, the agent's program."""
     from torch.distributed.run import get_args_parser
 
     name = Path(argv[0]).name
@@ -112,12 +117,12 @@ def script_of(argv: list[str]) -> str:
 
 
 def rendezvous_id_of(run_id: str) -> str:
-    """`rendezvous_id` of this process."""
+    """Returns `rendezvous_id` for this process."""
     return rendezvous_id(run_id, os.environ.get("SLURM_JOB_ID", ""), script_of(sys.argv))
 
 
 def job_of(run_id: str, launch: str) -> JobIdentity:
-    """The job as its daemons and trainers name it, in this launch."""
+    """Returns the job as daemons and trainers name it, in this launch."""
     return identify(
         chosen=Config.load().job,
         run_id=run_id,

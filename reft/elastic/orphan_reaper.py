@@ -1,13 +1,16 @@
-"""`python -m reft.elastic.orphan_reaper`: ends an agent's workers when the agent has ended without doing so.
+"""`python -m reft.elastic.orphan_reaper`: kills an agent's workers if the agent was killed.
 
-    agent ──pipe: "PID/START PID/START …", anew each round──► guard ── the pipe's end ──► SIGKILL to those that live, and
-                                                                                        to their process groups
-torchrun's workers train on when their agent is killed: they would hold devices, ports and ranks. A trainer asks the kernel to
-end it with its agent when it attaches; this holds from its start, and for any script.
+    agent ── pipe: "PID/START PID/START …", once each round ──► reaper
+    the pipe closes ──► SIGKILL to the workers that live, and to their process groups
 
-A worker is any child that the agent has made since the rendezvous handler was made, but for two kinds: a reft-daemon that the
-agent started again, which outlives it, and multiprocessing's resource tracker, which cleans up behind it. A worker that leads
-a process group, as torchrun's do, is ended with its group; any other one alone, since its group is the agent's.
+If torchrun's agent is killed, its workers continue and hold devices, ports and ranks. A trainer
+asks the kernel to be killed with its agent, but only from attach on. The reaper works from the
+start of the worker, and for any script.
+
+A worker is any child that the agent started after the rendezvous handler was made, with two
+exceptions: a reft-daemon that the agent started again must outlive the agent, and multiprocessing's
+resource tracker cleans up after the agent. A worker that leads a process group, as torchrun's
+workers do, is killed with its group. Any other worker is killed alone: its group is the agent's.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from reft.wire.process import Process, stat_of
 
 
 class OrphanReaper:
-    """The agent's side. Children that it has already are no workers."""
+    """The agent's side: starts the reaper process. Earlier children of the agent are no workers."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "reft.elastic.orphan_reaper"]
@@ -40,21 +43,22 @@ class OrphanReaper:
             cwd="/",
             env=child_environment(),
         )
-        self._others = {child.pid for child in psutil.Process().children()}
+        self._earlier_children = {child.pid for child in psutil.Process().children()}
 
     def look(self) -> None:
-        """Tells the guard of the workers that this agent has now."""
-        found = {child.pid for child in psutil.Process().children()} - self._others
-        workers = {pid for pid in found if not _outlives_the_agent(pid)}
+        """Sends the reaper the workers that this agent has now."""
+        children = {child.pid for child in psutil.Process().children()} - self._earlier_children
+        workers = {pid for pid in children if not _outlives_the_agent(pid)}
         assert self._process.stdin is not None
-        # Somebody has killed the guard, and the agent is as torch has it; or no descriptor is free, and it knows the last ones.
+        # Errors are ignored. If the reaper was killed, the agent behaves as torch's own. If no file
+        # descriptor is free, the reaper keeps the list of the last round.
         with contextlib.suppress(OSError):
-            named = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
-            self._process.stdin.write(" ".join(named).encode() + b"\n")
+            marks = [f"{pid}/{facts.start}" for pid in sorted(workers) if (facts := stat_of(pid))]
+            self._process.stdin.write(" ".join(marks).encode() + b"\n")
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Ends the guard and spares the workers: their agent lives."""
+        """Ends the reaper and keeps the workers: their agent lives."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(b"\n")
@@ -63,7 +67,7 @@ class OrphanReaper:
 
 
 def _outlives_the_agent(pid: int) -> bool:
-    """Whether a child is a daemon or a resource tracker, or has ended by now."""
+    """Returns whether a child is a daemon or a resource tracker, or has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -72,19 +76,20 @@ def _outlives_the_agent(pid: int) -> bool:
 
 
 def end(workers: Iterable[Process]) -> None:
-    """SIGKILLs those that live, with the process groups that they lead."""
+    """Sends SIGKILL to the workers that live, and to the process groups that they lead."""
     for worker in workers:
-        with contextlib.suppress(OSError):  # gone, or not to be known: each of the others all the same
+        with contextlib.suppress(OSError):  # ended, or not readable: continue with the next worker
             if worker.is_alive:
-                leads = os.getpgid(worker.pid) == worker.pid
-                (os.killpg if leads else os.kill)(worker.pid, signal.SIGKILL)
+                is_group_leader = os.getpgid(worker.pid) == worker.pid
+                (os.killpg if is_group_leader else os.kill)(worker.pid, signal.SIGKILL)
 
 
 def main() -> None:
+    """Reads lists of workers until stdin closes, then kills the last list."""
     workers: list[Process] = []
     for line in sys.stdin:
-        parts = [part.partition("/") for part in line.split()]
-        workers = [Process(int(pid), int(start)) for pid, _, start in parts]
+        marks = [mark.partition("/") for mark in line.split()]
+        workers = [Process(int(pid), int(start)) for pid, _, start in marks]
     end(workers)
 
 

@@ -1,24 +1,30 @@
-"""torch's rendezvous with another state holder and executor: its operations and timeouts stay, these things change.
+"""torch's dynamic rendezvous with another state holder and executor.
+
+torch's operations and timeouts stay. What differs is numbered below.
 
     torch's operations (join, exit, close, keep alive)
        │ next action                         ▲ state
     ┌──▼──────────┐   changes   ┌────────────┴──┐   compare-and-set   ┌─────────┐
     │  Executor   ├────────────►│  StateHolder  │◄───────────────────►│ backend │  TCPStore, etcd
     └─────────────┘             └───────▲───────┘                     └─────────┘
-      sticky ranks                      │ who is gone
-                              process ended, node lost, silent
+      sticky ranks                      │ which nodes are gone
+                              process ended, node lost, no keep-alive
 
-1. Ranks are those of the round before (`reft.core.membership.sticky_ranks`), decided once, in the state, by the agent that
-   completes the round.
-2. Who is silent is judged by the time since his sign of life was last seen to change, by this agent's monotonic clock:
-   clocks that differ between hosts kill nobody. Who was late himself judges nobody until he has listened anew.
-3. Who is known to be gone (an ended process of this machine; a node that was said to be lost) is removed at once.
-4. Waiting agents look at the state soon, then ever less often, at last `poll_s` apart; not once a second.
-5. Who leaves a round to join the next stays on the wait list meanwhile: a job between two rounds is never empty.
-6. Who waits for more nodes than the minimum does so for `shrink` seconds once the job has run.
-7. What torch records of each action costs nothing unless somebody listens. torch walks through all loaded modules for the
-   name of the caller, for tens of milliseconds between reading the state and writing it, in which others overtake. Here the
-   name of an event is that of the class; the message says which action it was.
+1. A node keeps its rank of the round before (`reft.core.membership.sticky_ranks`). The agent that
+   completes the round assigns all ranks, in the shared state.
+2. A node is silent if its keep-alive has not changed for too long, measured by this agent's own
+   monotonic clock. So clocks that differ between hosts remove no node. An agent that was itself
+   late removes no node until it has listened for the full time again.
+3. A node that is known to be gone is removed at once: its process on this machine has ended, or it
+   was reported lost.
+4. A waiting agent reads the state soon, then less and less often, at last every `poll_s` seconds.
+   torch reads it once a second.
+5. A node that leaves a round to join the next one stays on the wait list meanwhile. So a job
+   between two rounds is never empty.
+6. A job that has run before waits `shrink` seconds for more nodes than the minimum.
+7. torch's record of each action is cheap here. torch searches all loaded modules for the name of
+   the caller. That takes tens of milliseconds between reading and writing the state, and other
+   agents write first. Here an event has the name of the class, and its message names the action.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from reft.core.membership.sticky_ranks import PreviousRank, assign
 from reft.elastic.shared_state import AgentFacts, SharedState, decode, encode, member
 
 POLL_S = 0.2
-POLL_S_PER_NODE = 0.001  # a thousand agents look at the store a thousand times a second, as fifty of them do
+POLL_S_PER_NODE = 0.001  # 1000 agents then read the store 1000 times a second, not 5000 times
 POLL_MAX_S = 1.0
 FIRST_POLL_S = 0.02
 
@@ -53,12 +59,12 @@ IsGone = Callable[[AgentFacts, float], bool]
 
 
 def poll_s(max_nodes: int) -> float:
-    """How often an agent of a job of so many nodes looks at the state, in seconds."""
+    """Returns how often an agent of a job with `max_nodes` nodes reads the state, in seconds."""
     return min(POLL_S + POLL_S_PER_NODE * max_nodes, POLL_MAX_S)
 
 
 def recorder(name: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
-    """Returns a `_record` for one of torch's classes, whose events get this name; see 7 above."""
+    """Returns a `_record` method for one of torch's classes, with a fixed event name (7)."""
 
     def record(message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None) -> None:
         construct_and_record_rdzv_event(
@@ -70,7 +76,13 @@ def recorder(name: str, run_id: str, node: _NodeDesc) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class LastBeat:
-    """An agent's sign of life: when it was new to us, and from when on its silence counts; both monotonic."""
+    """The last keep-alive of an agent.
+
+    Attributes:
+        beat: the time that the agent wrote, by its own clock.
+        new_s: when this agent first saw it; monotonic.
+        silent_s: from when on silence counts; monotonic.
+    """
 
     beat: datetime
     new_s: float
@@ -81,10 +93,11 @@ class StateHolder(_RendezvousStateHolder):
     """One agent's copy of the shared state.
 
     Args:
-        backend: holds the shared one.
+        backend: holds the shared state.
         settings: of the rendezvous.
         node: this agent.
-        is_gone: whether a node is known to be gone, by its facts and the moment (monotonic) of its last sign of life.
+        is_gone: returns whether a node is known to be gone, from the node's facts and the time
+            (monotonic) of its last keep-alive.
     """
 
     def __init__(
@@ -97,22 +110,24 @@ class StateHolder(_RendezvousStateHolder):
         self._cache_s = poll_s(settings.max_nodes)
         self._expiry_s = (settings.keep_alive_interval * settings.keep_alive_max_attempt).total_seconds()
         self._synced_s = float("-inf")
-        self._seen: dict[_NodeDesc, LastBeat] = {}
+        self._last_beats: dict[_NodeDesc, LastBeat] = {}
 
     @property
     def state(self) -> SharedState:
-        """As last read."""
+        """Returns the state as last read."""
         return self._state
 
     def mark_dirty(self) -> None:
-        """The next `sync` writes our copy, unless somebody was faster."""
+        """Makes the next `sync` write this copy, unless another agent wrote first."""
         self._dirty = True
 
     def sync(self, fresh: bool = False) -> bool | None:
-        """Writes what we changed, or reads; whether ours was written, None if there was nothing to write.
+        """Writes this copy if it was changed, or else reads the state.
+
+        Returns whether this copy was written; None if there was nothing to write.
 
         Args:
-            fresh: read also if that was done a moment ago.
+            fresh: read even if the state was read a moment ago.
         """
         has_set = None
         if self._dirty:
@@ -124,17 +139,17 @@ class StateHolder(_RendezvousStateHolder):
             data, self._token = self._backend.get_state() or (None, None)
         self._state = decode(data) if data is not None else SharedState()
         self._dirty = False
-        before_s, self._synced_s = self._synced_s, time.monotonic()
-        self._remove_gone(was_late=self._synced_s - before_s > self._expiry_s / 2)
+        previous_s, self._synced_s = self._synced_s, time.monotonic()
+        self._remove_gone(was_late=self._synced_s - previous_s > self._expiry_s / 2)
         return has_set
 
     def replace(self, state: SharedState) -> bool:
-        """Writes another state in place of the one that was read; False if somebody changed it meanwhile."""
+        """Writes another state over the one that was read; False if another agent wrote first."""
         self._state, self._dirty = state, True
         return bool(self.sync())
 
     def leave(self) -> None:
-        """Forgets this node in the shared state, so that the next launch need not wait for its silence."""
+        """Removes this node from the shared state, so that the next launch need not wait for it."""
         self.sync(fresh=True)
         while self._node in self._state.everyone():
             self._state.drop(self._node)
@@ -142,31 +157,34 @@ class StateHolder(_RendezvousStateHolder):
 
     def _remove_gone(self, was_late: bool) -> None:
         now_s = time.monotonic()
-        state, before = self._state, self._seen
-        self._seen = {node: LastBeat(beat, now_s, now_s) for node, beat in state.last_heartbeats.items()}
-        for node, seen in self._seen.items():
-            if node in before and before[node].beat == seen.beat:
-                self._seen[node] = replace(before[node], silent_s=now_s) if was_late else before[node]
-        for node, seen in self._seen.items():
+        state, earlier_beats = self._state, self._last_beats
+        self._last_beats = {node: LastBeat(beat, now_s, now_s) for node, beat in state.last_heartbeats.items()}
+        for node, last in self._last_beats.items():
+            earlier = earlier_beats.get(node)
+            if earlier and earlier.beat == last.beat:
+                self._last_beats[node] = replace(earlier, silent_s=now_s) if was_late else earlier
+        for node, last in self._last_beats.items():
             if node == self._node:
                 continue
-            known = self._is_gone(state.facts.get(node, AgentFacts()), seen.new_s)
-            if not known and now_s - seen.silent_s <= self._expiry_s:
+            is_known_gone = self._is_gone(state.facts.get(node, AgentFacts()), last.new_s)
+            if not is_known_gone and now_s - last.silent_s <= self._expiry_s:
                 continue
             was_participant = node in state.participants
             state.drop(node)
             if was_participant:
                 _remove_participant_epilogue(state, self._settings)
-            self._dirty = True  # the others must not find out one by one
+            self._dirty = True  # write the removal, so that not every agent must find it out
 
 
 class Executor(_DistributedRendezvousOpExecutor):
-    """Carries out what torch's operations say; see the module.
+    """Executes the actions of torch's operations; see the module.
 
     Args:
         node: this agent.
-        facts: what it says of itself.
-        shrink_s: how long a job that has run waits for more than the fewest nodes.
+        holder: this agent's copy of the state.
+        settings: of the rendezvous.
+        facts: what this agent tells the other agents of itself.
+        shrink_s: how long a job that has run waits for more nodes than the minimum.
     """
 
     def __init__(
@@ -178,7 +196,7 @@ class Executor(_DistributedRendezvousOpExecutor):
         self._poll_s = poll_s(settings.max_nodes)
 
     def run(self, state_handler: Any, deadline: float, update_deadline: Any = None) -> None:
-        """See torch; but looks again soon where torch waits for a second."""
+        """Runs torch's loop, but reads the state again soon where torch waits for a second."""
 
         def handler(context: _RendezvousContext, until: float) -> _Action:
             pause_s = FIRST_POLL_S
@@ -212,6 +230,7 @@ class Executor(_DistributedRendezvousOpExecutor):
         state = self._state
         nodes = {member(state, node): node for node in sorted(state.participants)}
         ranks = assign(list(nodes), state.places)
-        for who, rank in ranks.items():
-            state.participants[nodes[who]] = rank
-        state.places = [PreviousRank(rank, who) for who, rank in sorted(ranks.items(), key=lambda item: item[1])]
+        for participant, rank in ranks.items():
+            state.participants[nodes[participant]] = rank
+        ordered = sorted(ranks.items(), key=lambda item: item[1])
+        state.places = [PreviousRank(rank, participant) for participant, rank in ordered]

@@ -1,7 +1,7 @@
-"""The state that all agents of a job share, as torch's rendezvous keeps it, with what reft adds; and its form as JSON.
+"""The state that all agents of a job share: torch's rendezvous state with more fields, as JSON.
 
-torch writes the state as a pickle, and unpickles what the store holds: anyone who reaches the store runs code in every agent.
-JSON runs nothing, and has the same bytes for the same state.
+torch stores the state as a pickle and unpickles what the store holds. So anyone who can write to
+the store runs code in every agent. JSON runs no code, and equal states have equal bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """What an agent says of its node when it joins.
+    """What an agent tells the other agents of its node when it joins.
 
     Attributes:
-        process: the agent's, see `reft.wire.process.mark_of`; empty if unknown.
-        home: id of its daemon's arena; empty if it has no daemon.
+        process: of the agent, see `reft.wire.process.mark_of`; empty if unknown.
+        home: id of its daemon's arena; empty without a daemon.
         name, domain, addresses: of the daemon.
     """
 
@@ -37,13 +37,13 @@ class AgentFacts:
 
 
 class SharedState(_RendezvousState):
-    """torch's state, and:
+    """torch's rendezvous state with more fields.
 
     Attributes:
-        facts: of each node that is here.
-        places: who had which rank in the last completed round.
-        launch: tells this launch of the job from every other; made by the first agent to come.
-        token: 32 random bytes in hex, by which agents and daemons of this launch know one another.
+        facts: of each node in the state.
+        places: which agent had which rank in the last completed round.
+        launch: identifies this launch of the job; made by its first agent.
+        token: 32 random bytes in hex; agents and daemons of this launch prove themselves with it.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class SharedState(_RendezvousState):
         self.token = ""
 
     def everyone(self) -> set[_NodeDesc]:
-        """All who take part, wait, or stand by."""
+        """Returns all nodes that take part, wait, or are spare."""
         return {*self.participants, *self.wait_list, *self.redundancy_list}
 
     def drop(self, node: _NodeDesc) -> None:
-        """Forgets a node, whatever it is here."""
+        """Removes a node from all lists."""
         self.last_heartbeats.pop(node, None)
         self.participants.pop(node, None)
         self.wait_list.discard(node)
@@ -66,12 +66,12 @@ class SharedState(_RendezvousState):
 
 
 def member(state: SharedState, node: _NodeDesc) -> Participant:
-    """A node as `reft.core.membership.sticky_ranks` names it."""
+    """Returns the node as `reft.core.membership.sticky_ranks` names nodes."""
     return Participant(str(node), state.facts.get(node, AgentFacts()).home)
 
 
 def encode(state: SharedState) -> bytes:
-    """JSON; `decode` reads it."""
+    """Returns the state as JSON; `decode` reads it."""
     nodes = sorted({*state.everyone(), *state.last_heartbeats})
     index = {node: i for i, node in enumerate(nodes)}
     return json.dumps(
@@ -94,45 +94,51 @@ def encode(state: SharedState) -> bytes:
 
 
 def decode(data: bytes) -> SharedState:
-    """The state.
+    """Returns the state from its JSON form.
 
     Raises:
-        RendezvousStateError: these bytes are none, or of another version of reft.
+        RendezvousStateError: the bytes are no such state, or another version of reft wrote them.
     """
     try:
-        said = json.loads(data)
-        if said["format"] != FORMAT:
+        document = json.loads(data)
+        if document["format"] != FORMAT:
             raise RendezvousStateError(
-                f"the rendezvous state has format {said['format']}, and this reft reads {FORMAT}: "
+                f"the rendezvous state has format {document['format']}, but this reft reads {FORMAT}: "
                 "use the same version of reft on all nodes."
             )
-        return _state(said)
+        return _state(document)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise RendezvousStateError(
-            f"what the store holds is no rendezvous state of reft ({type(error).__name__}: {error}): "
+            f"the store holds no rendezvous state of reft ({type(error).__name__}: {error}): "
             "do all agents use --rdzv-backend=reft?"
         ) from error
 
 
-def _state(said: dict[str, Any]) -> SharedState:
+def _state(document: dict[str, Any]) -> SharedState:
     state = SharedState()
-    state.round, state.complete, state.closed = int(said["round"]), bool(said["complete"]), bool(said["closed"])
-    state.deadline = _moment(said["deadline"])
-    state.launch, state.token = str(said["launch"]), str(said["token"])
+    state.round, state.complete, state.closed = (
+        int(document["round"]),
+        bool(document["complete"]),
+        bool(document["closed"]),
+    )
+    state.deadline = _moment(document["deadline"])
+    state.launch, state.token = str(document["launch"]), str(document["token"])
     nodes = []
-    for entry in said["nodes"]:
+    for entry in document["nodes"]:
         address, pid, local_id = entry["agent"]
         node = _NodeDesc(str(address), int(pid), int(local_id))
         nodes.append(node)
-        beat = _moment(entry["beat"])
-        if beat is not None:
-            state.last_heartbeats[node] = beat
+        last_heartbeat = _moment(entry["beat"])
+        if last_heartbeat is not None:
+            state.last_heartbeats[node] = last_heartbeat
         facts = dict(entry["facts"])
         state.facts[node] = AgentFacts(**{**facts, "addresses": tuple(map(str, facts["addresses"]))})
-    state.participants = {nodes[i]: int(rank) for i, rank in said["participants"]}
-    state.wait_list = {nodes[i] for i in said["waiting"]}
-    state.redundancy_list = {nodes[i] for i in said["redundant"]}
-    state.places = [PreviousRank(int(rank), Participant(str(agent), str(home))) for rank, agent, home in said["places"]]
+    state.participants = {nodes[i]: int(rank) for i, rank in document["participants"]}
+    state.wait_list = {nodes[i] for i in document["waiting"]}
+    state.redundancy_list = {nodes[i] for i in document["redundant"]}
+    state.places = [
+        PreviousRank(int(rank), Participant(str(agent), str(home))) for rank, agent, home in document["places"]
+    ]
     return state
 
 

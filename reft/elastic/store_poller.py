@@ -1,13 +1,15 @@
-"""What the store says while workers run, asked for in a thread: an agent that stands in a call hears nothing else meanwhile.
+"""Asks the store in a thread while workers run, so that the agent can react to signals meanwhile.
 
     agent's loop, ten times a second ─► look ─► thread ─► torch's question ─► store
-            ▲  signals, by flags         │ the answer; None as long as there is none
+            ▲  signals, as flags         │ the answer; None until there is one
             └────────────────────────────┘
 
-A store whose host is cut off keeps a call for minutes. Signals come from the node's own daemon, and are acted on at once.
+A store whose host is cut off blocks a call for minutes. Signals come from this node's own daemon,
+and the agent reacts to them at once.
 
-1. One question is under way at most; the next `look` goes on waiting for it.
-2. torch's question holds the lock of its keep-alives. What does not take that lock comes after `settle`.
+1. At most one question is pending. The next `look` waits for the same question.
+2. torch's question holds the lock of torch's keep-alives. Calls that do not take that lock must
+   wait until `settle` returns.
 """
 
 from __future__ import annotations
@@ -21,52 +23,58 @@ PATIENCE_S = 0.2
 
 
 class StorePoller:
-    """See the module.
+    """Runs one question at a time in a thread; see the module.
 
     Args:
-        ask: the question; may take as long as it likes, and raise.
+        ask: the question. It may block for any time, and may raise.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
         self._orders: queue.SimpleQueue[Future[int] | None] = queue.SimpleQueue()
-        self._asked: Future[int] | None = None
-        self._thread = threading.Thread(target=self._answer, daemon=True)  # the end of the agent waits for no store
+        self._pending: Future[int] | None = None
+        self._thread = threading.Thread(
+            target=self._answer, daemon=True
+        )  # a daemon thread: the agent can exit while the store blocks
 
     def look(self) -> int | None:
-        """The answer; None if there is none yet.
+        """Returns the answer; None if there is none yet.
 
         Raises:
-            Exception: what the question raised.
+            Exception: raised by the question.
         """
         if not self._thread.is_alive():
             self._thread.start()
-        if self._asked is None:
-            self._asked = Future()
-            self._orders.put(self._asked)
+        if self._pending is None:
+            self._pending = Future()
+            self._orders.put(self._pending)
         if not self._is_answered(PATIENCE_S):
             return None
-        asked, self._asked = self._asked, None
-        return asked.result()
+        answered, self._pending = self._pending, None
+        return answered.result()
 
     def settle(self, patience_s: float | None = None) -> bool:
-        """Waits for the end of a question that is under way, and forgets it; False if that takes longer."""
-        if self._asked is not None and not self._is_answered(patience_s):
+        """Waits for the end of a pending question and drops its answer; False if that takes longer.
+
+        Args:
+            patience_s: the longest wait; None: no limit.
+        """
+        if self._pending is not None and not self._is_answered(patience_s):
             return False
-        self._asked = None
+        self._pending = None
         return True
 
     def close(self) -> None:
-        """Ends the thread, after the question that is under way."""
+        """Ends the thread after the pending question."""
         self._orders.put(None)
 
     def _is_answered(self, patience_s: float | None) -> bool:
-        assert self._asked is not None
-        return bool(wait([self._asked], patience_s).done)
+        assert self._pending is not None
+        return bool(wait([self._pending], patience_s).done)
 
     def _answer(self) -> None:
-        while (asked := self._orders.get()) is not None:
+        while (question := self._orders.get()) is not None:
             try:
-                asked.set_result(self._ask())
+                question.set_result(self._ask())
             except BaseException as error:
-                asked.set_exception(error)
+                question.set_exception(error)

@@ -1,12 +1,14 @@
-"""reft in one line for trainers that own the loop. A module each; none of them imports its trainer before it is used.
+"""reft in one line for trainers that own the training loop. One module for each trainer.
 
     transformers.ReftCallback    Trainer(..., callbacks=[ReftCallback()])
     lightning.ReftCallback       Trainer(..., callbacks=[ReftCallback()])
-    accelerate.attach            session = attach(accelerator, model, optimizer, Batches(loader), scheduler)
-    deepspeed.attach             session = attach(engine, state={"data": data})
-    megatron.attach              session = attach(model_chunks, optimizer, opt_param_scheduler, data)
+    accelerate.attach            attach(accelerator, model, optimizer, Batches(loader), scheduler)
+    deepspeed.attach             attach(engine, state={"data": data})
+    megatron.attach              attach(model_chunks, optimizer, opt_param_scheduler, data)
     torchtitan                   config.checkpoint = ReftCheckpointManager.Config()
 
-What an adapter reads from its trainer is checked first; where a name is missing, the error says which version was tested.
-The data position is part of each; what of it can't be brought back is said when training starts.
+No module imports its trainer before the adapter is used. An adapter first checks that the trainer
+has every name that the adapter reads. If a name is missing, the error states the tested version.
+The data position is part of each adapter. If a restart can't restore it exactly, a line says so at
+start.
 """

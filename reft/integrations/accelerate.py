@@ -1,4 +1,4 @@
-"""Accelerate: one line in place of `reft.attach`, after `accelerator.prepare`.
+"""Accelerate: `attach` replaces `reft.attach`, after `accelerator.prepare`.
 
     batches = Batches(loader)
     session = attach(accelerator, model, optimizer, batches, scheduler)
@@ -9,8 +9,9 @@
         if accelerator.sync_gradients:
             session.step_end()
 
-`Batches` goes on from epoch to epoch, and knows its place. A mark belongs where gradients were synchronized: batches whose
-gradients are still being accumulated are trained again after a restart.
+`Batches` continues from epoch to epoch and knows its position. Mark a step only after gradients
+were synchronized. Batches whose gradients were still accumulating are trained again after a
+restart.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ TESTED = Tested("accelerate", "1.15.0")
 
 
 class Batches:
-    """The batches of a data loader, epoch after epoch without end, as an iterator that goes on where it was.
+    """The batches of a data loader, over endless epochs, as an iterator that can be restored.
 
     Args:
-        loader: what `accelerator.prepare` returned, or any loader of map-style data.
+        loader: what `accelerator.prepare` returned, or any loader of a map-style data set.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] | None = None
         self.epoch = 0
-        self.batch = 0  # fetched in this epoch
+        self.batch = 0  # batches fetched in this epoch
         self._at_epoch_begin = self._capture()
 
     def __iter__(self) -> Batches:
@@ -46,17 +47,20 @@ class Batches:
 
     def __next__(self) -> Any:
         if self._iterator is None:
-            self._iterator = self._go_there() if self.batch else self._begin(self.epoch)
+            self._iterator = self._resume_epoch() if self.batch else self._begin(self.epoch)
         for batch in self._iterator:
             self.batch += 1
             return batch
         if not self.batch:
-            raise StopIteration  # a loader without batches
+            raise StopIteration  # the loader has no batches
         self.epoch, self.batch, self._iterator = self.epoch + 1, 0, None
         return next(self)
 
     def _capture(self) -> dict[str, Any]:
-        """What the order of an epoch is drawn from: across processes, a generator that Accelerate gives the sampler."""
+        """Returns the generators that determine an epoch's order of samples.
+
+        With several processes, Accelerate gives the sampler a generator of its own.
+        """
         own = getattr(self._loader, "synchronized_generator", None)
         return {"shared": capture_random(), "own": None if own is None else own.get_state()}
 
@@ -64,17 +68,17 @@ class Batches:
         self._at_epoch_begin = self._capture()
         return self._iterate(self._loader, epoch)
 
-    def _go_there(self) -> Iterator[Any]:
-        """An iterator in mid-epoch; the generators are as if nothing had been skipped."""
+    def _resume_epoch(self) -> Iterator[Any]:
+        """Returns an iterator from within the epoch, with the generators as without skipping."""
         from accelerate import skip_first_batches
 
-        now = capture_random()
+        current = capture_random()
         restore_random(self._at_epoch_begin["shared"])
         if self._at_epoch_begin["own"] is not None:
             self._loader.synchronized_generator.set_state(self._at_epoch_begin["own"])
         iterator = self._iterate(skip_first_batches(self._loader, self.batch), self.epoch)
-        first = next(iterator, None)  # here the order is drawn
-        restore_random(now)
+        first = next(iterator, None)  # this draws the order of samples
+        restore_random(current)
 
         def rest() -> Iterator[Any]:
             if first is not None:
@@ -89,17 +93,17 @@ class Batches:
         return iter(loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns plain values only."""
         return {"epoch": self.epoch, "batch": self.batch, "at_epoch_begin": self._at_epoch_begin}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """The next batch is the one after the mark."""
+        """Continues with the batch after the mark."""
         self.epoch, self.batch, self._at_epoch_begin = held["epoch"], held["batch"], held["at_epoch_begin"]
         self._iterator = None
 
 
 class _Accumulation:
-    """Accelerator's count of batches, which says when gradients are due."""
+    """Accelerator's count of batches, which decides when gradients are due."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -114,18 +118,22 @@ class _Accumulation:
 def attach(
     accelerator: Any, model: Any, optimizer: Any, batches: Batches | None = None, scheduler: Any = None, **options: Any
 ) -> Session:
-    """Protects a loop that runs on Accelerate, and brings its state back if this is a restart. Call it on every process.
+    """Attaches a training loop that uses Accelerate; restores its state after a restart.
+
+    Call it on every process.
 
     Args:
         accelerator: accelerate.Accelerator.
         model: what `accelerator.prepare` returned.
         optimizer: what `accelerator.prepare` returned, or a list of them.
-        batches: where the loop takes its batches from; None: the data position is not held, which is said.
+        batches: the source of the loop's batches. None: the data position is not held, and a line
+            says so.
         scheduler: what `accelerator.prepare` returned.
-        options: for `reft.attach`; objects that were given to `accelerator.register_for_checkpointing` are held too.
+        options: for `reft.attach`. Objects given to `accelerator.register_for_checkpointing` are
+            held too.
 
     Raises:
-        reft.errors.ReftError: see `reft.attach`; or this accelerate lacks what is read from it.
+        reft.errors.ReftError: see `reft.attach`; or this accelerate lacks a name that is read.
     """
     TESTED.need(accelerator, "step", "sync_gradients", "scaler", "is_main_process", "_custom_objects")
     optimizers = [
@@ -137,5 +145,5 @@ def attach(
     named: dict[str, Any] = {"data": batches, "lr": inner, "scaler": accelerator.scaler}
     state |= {name: each for name, each in named.items() if each is not None}
     if batches is None and accelerator.is_main_process:
-        say("not covered: the data position; take batches from reft.integrations.accelerate.Batches and pass it.")
+        say("not covered: the data position. Wrap the loader in reft.integrations.accelerate.Batches and pass it.")
     return reft.attach(model, optimizers, **{**options, "state": state | options.get("state", {})})

@@ -1,4 +1,4 @@
-"""Whether a trainer has what its adapter reads, and what adapters tell the person who started the job."""
+"""Checks that a trainer has what its adapter reads, and that no job restores itself."""
 
 from __future__ import annotations
 
@@ -15,64 +15,78 @@ from reft.wire.process import mark_of
 
 @dataclass(frozen=True)
 class Tested:
-    """A trainer's package, and the version with which its adapter was run.
+    """A trainer's package, and the version that was tested with the adapter.
 
     Attributes:
         package: its name on the package index.
-        version: what `make test-trainers` installs.
+        version: the version that `make test-trainers` installs.
     """
 
     package: str
     version: str
 
     def need(self, owner: object, *names: str) -> None:
-        """Raises UnsupportedState unless `owner` has all attributes; a dotted name goes on from each one found."""
+        """Checks that `owner` has these attributes; a dotted name is a path of attributes.
+
+        Raises:
+            UnsupportedState: an attribute is missing.
+        """
         for name in names:
-            found = owner
+            value = owner
             for part in name.split("."):
-                if not hasattr(found, part):
-                    raise self._mismatched(f"{type(found).__name__} has no {part!r}")
-                found = getattr(found, part)
+                if not hasattr(value, part):
+                    raise self._unsupported(f"{type(value).__name__} has no {part!r}")
+                value = getattr(value, part)
 
     def need_parameters(self, function: Callable[..., Any], names: Iterable[str]) -> None:
-        """Raises UnsupportedState unless `function` takes parameters of all these names."""
+        """Checks that `function` has parameters with these names.
+
+        Raises:
+            UnsupportedState: a parameter is missing.
+        """
         missing = set(names) - set(inspect.signature(function).parameters)
         if missing:
-            raise self._mismatched(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
+            raise self._unsupported(f"{function.__qualname__} does not take {sorted(missing)[0]!r}")
 
-    def _mismatched(self, what: str) -> UnsupportedState:
+    def _unsupported(self, problem: str) -> UnsupportedState:
         try:
             installed = metadata.version(self.package)
         except metadata.PackageNotFoundError:
             installed = "of an unknown version"
         return UnsupportedState(
-            f"{what} in {self.package} {installed}; this adapter was tested with {self.version}.",
+            f"{problem} in {self.package} {installed}; this adapter was tested with {self.version}.",
             f"pip install {self.package}=={self.version}",
         )
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer that holds the state: Accelerate's wrapper has none, and calls it only when a step is due."""
+    """Returns the optimizer that holds the state.
+
+    Accelerate's wrapper holds none, and calls the inner optimizer only when a step is due.
+    """
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__}
     return optimizer.optimizer if "accelerate.optimizer.AcceleratedOptimizer" in kinds else optimizer
 
 
 def this_process() -> str:
-    """What tells this process from every other one."""
+    """Returns a mark that identifies this process."""
     return mark_of(os.getpid())
 
 
 def refuse_own(process: str) -> None:
-    """A restart comes in another process: what this one has left is of another training, such as the fold before.
+    """Refuses to restore state that this same process has written.
+
+    A restart runs in another process. So the state belongs to another training of this process,
+    such as the previous cross-validation fold.
 
     Args:
-        process: that wrote the state, as `this_process` called it.
+        process: the process that wrote the state, as `this_process` names it.
 
     Raises:
-        ConfigError: it is this one.
+        ConfigError: it is this process.
     """
     if process == this_process():
         raise ConfigError(
-            "this process has trained under this job's name before: its state would take the place of the new model's.",
-            "a name for each training: ReftCallback(job=...)",
+            "this process has trained under this job's name before: that state would replace the new model's state.",
+            "give each training its own name: ReftCallback(job=...)",
         )

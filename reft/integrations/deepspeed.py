@@ -1,11 +1,11 @@
-"""DeepSpeed in one line, after `deepspeed.initialize`:
+"""DeepSpeed: `attach` after `deepspeed.initialize`.
 
     engine, optimizer, loader, schedule = deepspeed.initialize(...)
     session = attach(engine, state={"data": data})
     for step in session.steps(total):
-        ...                                            # all micro batches of a step, or engine.train_batch(data)
+        ...                              # all micro batches of a step, or engine.train_batch(data)
 
-What of the engine is held, and how, stands in `reft.client.state.extract.deepspeed`.
+`reft.client.state.extract.deepspeed` says which state of the engine is held, and how.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from reft.console import say
 
 
 def attach(engine: Any, *, state: Mapping[str, Any] | None = None, **options: Any) -> Session:
-    """Protects a DeepSpeed engine, and brings its state back if this is a restart. Call it on every rank.
+    """Attaches a DeepSpeed engine; restores its state after a restart. Call it on every rank.
 
     Args:
         engine: DeepSpeedEngine, or PipelineEngine, whose idle times are then used for copies.
-        state: name → anything else that belongs to the state, above all what the batches come from.
+        state: name → any other object of the training state, above all the source of the batches.
         options: for `reft.attach`.
 
     Raises:
-        reft.errors.ReftError: see `reft.attach`; or the engine runs what is not held, which is named.
+        reft.errors.ReftError: see `reft.attach`; or the engine uses a feature that is not
+            supported, which the message names.
     """
-    held = dict(state or {})
-    if not held and engine.global_rank == 0:
-        say("not covered: the data position; pass what the batches come from: attach(engine, state={'data': ...}).")
+    objects = dict(state or {})
+    if not objects and engine.global_rank == 0:
+        say("not covered: the data position. Pass the source of the batches: attach(engine, state={'data': ...}).")
     if engine.lr_scheduler is not None:
-        held.setdefault("lr", engine.lr_scheduler)
+        objects.setdefault("lr", engine.lr_scheduler)
     schedule = engine if is_engine(engine) else None
-    return reft.attach(engine.module, engine, schedule, state=held, **options)
+    return reft.attach(engine.module, engine, schedule, state=objects, **options)

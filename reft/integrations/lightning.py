@@ -1,14 +1,17 @@
-"""Lightning in one line: `Trainer(..., callbacks=[ReftCallback()])`.
+"""Lightning: `Trainer(..., callbacks=[ReftCallback()])`.
 
-    on_fit_start         attach: what is held comes back, the loops' counters and the callbacks' state too
-    setup_data           (wrapped) the generators of the moment in which the held epoch's samples were drawn
-    epoch's start        (wrapped) the loader is taken to its place in the epoch; then the generators of the mark
-    batch's end          (wrapped) mark, if the optimizer stepped: behind all hooks, a validation, and schedulers that follow it
-    epoch's end          (wrapped) mark of the epoch's last step: behind the epoch's hooks and schedulers
+    on_fit_start         attach: restores the state, the counters of the loops, and the callbacks
+    setup_data           (wrapped) restores the generators with which the epoch's order was drawn
+    start of an epoch    (wrapped) moves the loader to its position; then restores the generators of
+                         the mark
+    end of a batch       (wrapped) mark, if the optimizer stepped; after all hooks, a validation and
+                         schedulers
+    end of an epoch      (wrapped) mark of the epoch's last step; after the epoch's hooks and
+                         schedulers
     on_fit_end           close
 
-Automatic optimization runs forward and backward within `optimizer.step(closure)`: the session's fence closes the window
-behind the closure, see `Session`.
+Automatic optimization runs forward and backward inside `optimizer.step(closure)`. The session's
+fence closes the window after the closure; see `Session`.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ LOOPS = ("setup_data", "on_advance_end", "done", "restarting", "_restarting", "e
 
 
 class Position:
-    """Where Lightning is, as an object for `reft.attach(state=...)`.
+    """Lightning's position in the training, as an object for `reft.attach(state=...)`.
 
     Args:
         trainer: lightning.Trainer, within `fit`.
@@ -49,22 +52,28 @@ class Position:
         self.note()
 
     def note(self) -> None:
-        """The loops as they are now, which is where Lightning's own resuming can begin; a mark that comes later says so."""
+        """Stores the state of the loops now; Lightning can resume from here.
+
+        A later mark includes the newest stored state.
+        """
         self._loops = self._trainer.fit_loop.state_dict()
 
     def note_metrics(self) -> None:
-        """What callbacks and schedulers monitor; where Lightning has just computed it, since a device is waited for."""
+        """Stores the metrics that callbacks and schedulers monitor.
+
+        Reading them waits for the device. So this runs only where Lightning has just computed them.
+        """
         self._metrics = {name: value.detach().cpu() for name, value in self._trainer.callback_metrics.items()}
 
     def note_epoch(self) -> None:
-        """The loops where an epoch is over: the next one begins with its own counters."""
+        """Stores the loops at the end of an epoch, with the counters of the next epoch."""
         loop = self._trainer.fit_loop.epoch_loop
         for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
             progress.reset_on_run()
         self.note()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and small tensors."""
+        """Returns plain values and small tensors."""
         return {
             "loops": self._loops,
             "before_iter": self.before_iter,
@@ -76,10 +85,10 @@ class Position:
         }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Brings the counters back, by Lightning's own logic of resuming; `_Fit` takes the loader there.
+        """Restores the counters by Lightning's own logic for resuming; `_Fit` moves the loader.
 
         Raises:
-            ConfigError: they are those of another fit of this process.
+            ConfigError: another fit of this process has written them.
         """
         if not self._trainer.global_step:
             refuse_own(held["process"])
@@ -94,7 +103,7 @@ class Position:
         self.is_held = True
 
     def put_back(self) -> None:
-        """What Lightning resets between the start of fit and that of training."""
+        """Restores what Lightning resets between the start of fit and the start of training."""
         self._trainer.should_stop |= self._stops
         device = self._trainer.strategy.root_device
         self._trainer._logger_connector._callback_metrics.update(
@@ -106,7 +115,7 @@ class _Fit:
     """One call of Trainer.fit.
 
     Args:
-        trainer: the strategy has set up model and optimizers.
+        trainer: its strategy has set up model and optimizers.
         options: for `reft.attach`.
     """
 
@@ -131,16 +140,17 @@ class _Fit:
             self._loop.epoch_loop.on_advance_end,
             self._loop.on_advance_end,
         )
-        self._put(self._setup_data, self._epoch_starts, self._batch_ends, self._epoch_ends)
+        self._replace_methods(self._setup_data, self._epoch_starts, self._batch_ends, self._epoch_ends)
 
-    def _put(self, setup_data: Any, on_run_start: Any, on_batch_end: Any, on_epoch_end: Any) -> None:
+    def _replace_methods(self, setup_data: Any, on_run_start: Any, on_batch_end: Any, on_epoch_end: Any) -> None:
         self._loop.setup_data, self._loop.on_advance_end = setup_data, on_epoch_end
         self._loop.epoch_loop.on_run_start, self._loop.epoch_loop.on_advance_end = on_run_start, on_batch_end
 
-    # What draws the order of samples: a loader's iterator when it is made, and its sampler right after it
+    # The order of samples is drawn when a loader's iterator is made, and right after that by its
+    # sampler.
 
     def _setup_data(self) -> None:
-        """In place of the fit loop's: makes the first epoch's iterator."""
+        """Replaces the fit loop's setup_data, which makes the first epoch's iterator."""
         if self._loop._combined_loader is None:
             if self._random is not None:
                 restore_random(self._position.before_iter)
@@ -148,56 +158,63 @@ class _Fit:
         self._originals[0]()
 
     def _epoch_starts(self, data_fetcher: Any) -> None:
-        """In place of the epoch loop's: makes the iterator of every later epoch. Samplers know the epoch here."""
+        """Replaces the epoch loop's on_run_start, which makes the iterator of every later epoch.
+
+        The samplers know the epoch here.
+        """
         if self._random is not None:
             random, self._random = self._random, None
-            self._take_to_its_place(data_fetcher, random)
+            self._move_loader(data_fetcher, random)
         elif self._trainer.current_epoch > 0 and not (self._loop.is_resuming or self._loop.epoch_loop.restarting):
             self._position.before_iter = capture_random()
         self._originals[1](data_fetcher)
 
-    def _take_to_its_place(self, data_fetcher: Any, random: Mapping[str, Any]) -> None:
-        """After a restore: the loader stands where the mark was, and the generators too."""
-        # While it takes itself for restarting, Lightning leaves out schedulers that follow a metric at the epoch's end.
+    def _move_loader(self, data_fetcher: Any, random: Mapping[str, Any]) -> None:
+        """After a restore: moves the loader to the mark, and restores the generators."""
+        # While `restarting` is set, Lightning skips schedulers that follow a metric at the end of
+        # an epoch.
         self._loop._restarting = False
-        done = self._loop.epoch_loop.batch_progress.current.ready  # 0: the epoch was over, this is the next one
+        trained_batches = (
+            self._loop.epoch_loop.batch_progress.current.ready
+        )  # 0: the mark was at the end of the epoch before
         if not _is_resumable(self._loop):
             if self._trainer.current_epoch > 0:
-                # What setup_data made was drawn as for a first epoch. A new epoch draws from the generators of the mark.
-                restore_random(self._position.before_iter if done else random)
+                # setup_data has drawn an order as for a first epoch. A new epoch draws from the
+                # generators of the mark.
+                restore_random(self._position.before_iter if trained_batches else random)
                 self._position.before_iter = capture_random()
                 iter(data_fetcher)
-            for _ in range(done):
+            for _ in range(trained_batches):
                 next(data_fetcher.iterator, None)
-        if done:
+        if trained_batches:
             restore_random(random)
         else:
-            self._loop.restarting = False  # no batch is under way
+            self._loop.restarting = False  # the epoch begins with its first batch
 
     # Marks
 
     def begin(self) -> None:
-        """Training begins."""
+        """Restores what Lightning has reset, when training begins."""
         if self._position.is_held:
             self._position.put_back()
 
     def note(self) -> None:
-        """A batch has been trained; hooks of this moment are still to come."""
+        """Stores the position after a trained batch; more hooks of this batch follow."""
         self._position.note()
 
     def note_validated(self) -> None:
-        """A validation has ended; hooks of this moment are still to come."""
+        """Stores the position after a validation; more hooks of this moment follow."""
         self._position.note()
         self._position.note_metrics()
 
     def _batch_ends(self, data_fetcher: Any) -> None:
-        """In place of the epoch loop's: the last thing that belongs to a batch, but for an epoch's last one."""
+        """Replaces the epoch loop's on_advance_end, which ends every batch but an epoch's last."""
         self._originals[2](data_fetcher)
         if not self._loop.epoch_loop.done:
             self._mark()
 
     def _epoch_ends(self) -> None:
-        """In place of the fit loop's: the last thing that belongs to an epoch."""
+        """Replaces the fit loop's on_advance_end, the last call of an epoch."""
         self._originals[3]()
         self._position.note_metrics()
         if not self._loop.done:
@@ -205,22 +222,23 @@ class _Fit:
         self._mark()
 
     def _mark(self) -> None:
-        """Marks the step, if the optimizer has stepped since the last one."""
+        """Marks the step, if the optimizer has stepped since the last mark."""
         if self._trainer.global_step > self._stepped:
             self._stepped = self._trainer.global_step
             self.session.step_end()
 
     def close(self) -> None:
-        """Lightning is itself again."""
-        self._put(*self._originals)
+        """Restores Lightning's methods, and closes the session."""
+        self._replace_methods(*self._originals)
         self.session.close()
 
 
 class _Callback:
-    """Protects the training of a lightning.Trainer, and brings it back after a failure.
+    """Protects the training of a lightning.Trainer, and restores it after a failure.
 
     Args:
-        options: as for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and `state` with more objects.
+        options: for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and
+            `state` with more objects.
 
     Attributes:
         session: the reft.Session while the Trainer fits, else None.
@@ -238,24 +256,25 @@ class _Callback:
         """Attaches.
 
         Raises:
-            reft.errors.ReftError: see `reft.attach`; or the Trainer is of a kind or version that is not supported.
+            reft.errors.ReftError: see `reft.attach`; or this kind or version of Trainer is not
+                supported.
         """
         self._fit = _Fit(trainer, self._options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Says what can't be brought back."""
+        """Prints which state can't be restored exactly."""
         assert self._fit
         self._fit.begin()
         for gap in _gaps(trainer) if trainer.is_global_zero else ():
             say(f"not covered: {gap}")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes where a restart could begin."""
+        """Stores the position for a restart."""
         assert self._fit
         self._fit.note()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Notes where a restart could begin."""
+        """Stores the position for a restart."""
         if self._fit and not trainer.sanity_checking:
             self._fit.note_validated()
 
@@ -274,7 +293,7 @@ def _callback_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """`ReftCallback`, made when asked for, because its base class loads lightning."""
+    """Makes `ReftCallback` on first use, because its base class imports lightning."""
     if name == "ReftCallback":
         return _callback_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -286,11 +305,11 @@ def _check(trainer: Any) -> None:
     )
     TESTED.need(trainer.fit_loop, "_data_fetcher", "_combined_loader", "is_resuming", *LOOPS)
     if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
-        raise UnsupportedState("Lightning runs DeepSpeed, whose state this callback does not reach.")
+        raise UnsupportedState("Lightning runs DeepSpeed, and this callback can't read the state of DeepSpeed.")
 
 
 def _is_resumable(loop: Any) -> bool:
-    """Whether Lightning itself brings the loaders back, because they have state_dict and load_state_dict."""
+    """Returns whether Lightning itself restores the loaders, by their state_dict methods."""
     return all(
         hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         for loader in loop._combined_loader.flattened
@@ -298,33 +317,41 @@ def _is_resumable(loop: Any) -> bool:
 
 
 def _modules(callbacks: Iterable[Any]) -> dict[str, nn.Module]:
-    """Modules that callbacks have, such as the averaged one of WeightAveraging, as objects for `reft.attach(state=...)`."""
-    found = [(name, value) for each in callbacks for name, value in vars(each).items() if isinstance(value, nn.Module)]
-    return {f"callback{i}_{name}": value for i, (name, value) in enumerate(found)}
+    """Returns the modules in callbacks as objects for `reft.attach(state=...)`.
+
+    An example is the averaged model of WeightAveraging.
+    """
+    modules = [
+        (name, value) for each in callbacks for name, value in vars(each).items() if isinstance(value, nn.Module)
+    ]
+    return {f"callback{i}_{name}": value for i, (name, value) in enumerate(modules)}
 
 
 def _savers(trainer: Any) -> list[Any]:
-    """Who adds to checkpoints by a hook, which writes into a checkpoint that is not there; modules of callbacks are held."""
+    """Returns the objects whose on_save_checkpoint hook adds state that reft does not hold.
+
+    Callbacks that have modules are left out: their modules are held.
+    """
     from lightning.pytorch import Callback, LightningModule
 
     callbacks = (each for each in trainer.callbacks if not _modules([each]))
-    is_own = lambda each, base: type(each).on_save_checkpoint is not base.on_save_checkpoint  # noqa: E731
-    own = [trainer.lightning_module] if is_own(trainer.lightning_module, LightningModule) else []
-    return [*own, *(each for each in callbacks if is_own(each, Callback))]
+    overrides = lambda each, base: type(each).on_save_checkpoint is not base.on_save_checkpoint  # noqa: E731
+    modules = [trainer.lightning_module] if overrides(trainer.lightning_module, LightningModule) else []
+    return [*modules, *(each for each in callbacks if overrides(each, Callback))]
 
 
 def _gaps(trainer: Any) -> list[str]:
-    """What a restart would not bring back exactly."""
-    found = [
-        f"what {type(each).__name__}.on_save_checkpoint adds to a checkpoint; keep it in a buffer, in the state_dict of a "
-        "callback, or in an object that ReftCallback(state={...}) is given."
+    """Returns what a restart would not restore exactly, as sentences."""
+    gaps = [
+        f"what {type(each).__name__}.on_save_checkpoint adds to a checkpoint. Keep it in a buffer, in the state_dict of a "
+        "callback, or in an object that you pass as ReftCallback(state={...})."
         for each in _savers(trainer)
     ]
     if trainer.num_training_batches == float("inf") and not _is_resumable(trainer.fit_loop):
-        found.append("the end of an epoch of unknown length: a restart right after its last batch was not tested.")
+        gaps.append("the end of an epoch of unknown length. A restart right after its last batch is not tested.")
     if not _is_resumable(trainer.fit_loop):
-        found.append(
-            "the time to skip: after a restart the epoch's batches before the held position are read again. A loader with "
-            "state_dict and load_state_dict goes there at once."
+        gaps.append(
+            "the time to skip batches. After a restart the loader reads the epoch's earlier batches again. A loader with "
+            "state_dict and load_state_dict goes to its position at once."
         )
-    return found
+    return gaps

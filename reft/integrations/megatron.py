@@ -1,4 +1,4 @@
-"""Megatron-core in one line, after `get_megatron_optimizer`:
+"""Megatron-core: `attach` after `get_megatron_optimizer`.
 
     session = attach(model_chunks, optimizer, opt_param_scheduler, data)
     for step in session.steps(total):
@@ -7,8 +7,9 @@
         optimizer.step()
         opt_param_scheduler.step(samples)
 
-What is held of models and optimizers stands in `reft.client.state.extract.megatron_modules` and `.megatron`. Beside it:
-Megatron's own random states, which dropout in tensor-parallel regions draws from. Copies go into the pipeline's waits.
+`reft.client.state.extract.megatron_modules` and `.megatron` say which state of models and
+optimizers is held. Also held: Megatron's own random states, from which dropout in tensor-parallel
+regions draws. Copies run in the waits of the pipeline.
 """
 
 from __future__ import annotations
@@ -30,45 +31,49 @@ MEGATRON = Tested("megatron-core", TESTED)
 
 
 class RandomStates:
-    """The states of Megatron's tracker, as an object for `reft.attach(state=...)`.
+    """The states of Megatron's random tracker, as an object for `reft.attach(state=...)`.
 
     Args:
         tracker: `megatron.core.tensor_parallel.get_cuda_rng_tracker()`.
-        place: this rank's tensor-parallel rank, by which Megatron seeds them.
+        place: this rank's tensor-parallel rank; Megatron seeds the states by it.
 
     Raises:
-        UnsupportedState: its states are no plain bytes.
+        UnsupportedState: a state is not plain bytes.
     """
 
     def __init__(self, tracker: Any, place: int) -> None:
         MEGATRON.need(tracker, "get_states", "set_states")
         if not all(isinstance(state, torch.Tensor) for state in tracker.get_states().values()):
             raise UnsupportedState(
-                "Megatron's random states are generators of CUDA graphs, which this version does not hold.",
+                "Megatron's random states are generators of CUDA graphs, which reft can't hold.",
                 "model_parallel_cuda_manual_seed(..., use_cudagraphable_rng=False)",
             )
         self._tracker, self._place = tracker, place
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's place, and name → state, uint8 on the host."""
+        """Returns this rank's place, and name → state (uint8, on the host)."""
         return {"tp": self._place, "states": self._tracker.get_states()}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """The next draw in each region is the one after the mark."""
+        """Continues in each region with the draw after the mark."""
         self._tracker.set_states(dict(held["states"]))
 
     def load_state_dicts(self, held: Sequence[Mapping[str, Any]]) -> None:
-        """In a job of another size: those of the first old rank with this tensor-parallel rank.
+        """In a job of another size: loads the states of the first old rank with this place.
 
-        Without one they stay as they were seeded, which is said: another rank's would make its dropout repeat.
+        If there is none, the states stay as seeded, and a line says so. The states of another place
+        would make its dropout repeat here.
+
+        Args:
+            held: the states of all old ranks.
         """
-        mine = next((each for each in held if each["tp"] == self._place), None)
-        if mine is None:
+        own_states = next((states for states in held if states["tp"] == self._place), None)
+        if own_states is None:
             say(
                 f"no old rank had tensor-parallel rank {self._place}: Megatron's random states stay as they were seeded."
             )
         else:
-            self.load_state_dict(mine)
+            self.load_state_dict(own_states)
 
 
 def attach(
@@ -80,32 +85,34 @@ def attach(
     state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Session:
-    """Protects a Megatron-core job, and brings its state back if this is a restart. Call it on every rank.
+    """Attaches a Megatron-core job; restores its state after a restart. Call it on every rank.
 
     Args:
-        model_chunks: of this rank, wrapped in Megatron's DistributedDataParallel; a list with virtual stages.
+        model_chunks: of this rank, wrapped in Megatron's DistributedDataParallel. A list with
+            virtual stages.
         optimizer: what `get_megatron_optimizer` returned.
         opt_param_scheduler: OptimizerParamScheduler, or None.
-        data: what the micro batches come from, with state_dict and load_state_dict: an iterator, or consumed samples; a list of
-            them, one a chunk, with virtual stages; None: the data position is not held, which is said, unless `state` has
-            it as "data".
-        state: name → anything else that belongs to the state.
+        data: the source of the micro batches, with state_dict and load_state_dict: an iterator, or
+            consumed samples. With virtual stages a list, one for each chunk. None: the data
+            position is not held, and a line says so, unless `state` has an object "data".
+        state: name → any other object of the training state.
         options: for `reft.attach`.
 
     Raises:
-        reft.errors.ReftError: see `reft.attach`; or the job runs what is not held, which is named.
+        reft.errors.ReftError: see `reft.attach`; or the job uses a feature that is not supported,
+            which the message names.
     """
     from megatron.core.parallel_state import get_tensor_model_parallel_rank
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     chunks: Sequence[Any] = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    held: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker(), get_tensor_model_parallel_rank())}
+    objects: dict[str, Any] = {"random": RandomStates(get_cuda_rng_tracker(), get_tensor_model_parallel_rank())}
     positions = data if isinstance(data, (list, tuple)) else [data]
     named = {"lr": opt_param_scheduler, **{f"data.{i}" if i else "data": each for i, each in enumerate(positions)}}
-    held |= {name: each for name, each in named.items() if each is not None} | dict(state or {})
-    if "data" not in held and torch.distributed.get_rank() == 0:
-        say("not covered: the data position; pass what the micro batches come from: attach(..., data=...).")
-    session = reft.attach(list(chunks), optimizer, state=held, **options)
+    objects |= {name: each for name, each in named.items() if each is not None} | dict(state or {})
+    if "data" not in objects and torch.distributed.get_rank() == 0:
+        say("not covered: the data position. Pass the source of the micro batches: attach(..., data=...).")
+    session = reft.attach(list(chunks), optimizer, state=objects, **options)
     for config in {id(config): config for config in (unwrapped(chunk).config for chunk in chunks)}.values():
         config.timers = IdleTimers(session.idle, config.timers)
     return session

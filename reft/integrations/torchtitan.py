@@ -1,12 +1,14 @@
-"""torchtitan in one line of its configuration: reft takes the place of the checkpoint manager.
+"""torchtitan: reft replaces the checkpoint manager in the configuration.
 
     config.checkpoint = ReftCheckpointManager.Config()
 
-    Trainer.train ─► load ─► attach: what is held, the trainer's counters, LR schedulers, the loader's position
-    each step     ─► optimizers.step (its pre-hook ends the window), lr_schedulers.step ─► save ─► mark
+    Trainer.train ─► load ─► attach: restores the state, the trainer's counters, LR schedulers, the
+                             loader's position
+    each step     ─► optimizers.step (its pre-hook ends the window) ─► lr_schedulers.step ─► save
+                  ─► mark
 
-`Config(storage=CheckpointManager.Config(enable=True, …))` keeps torchtitan's own checkpoints beside it: they are written as
-before, and read where nothing is held in memory.
+`Config(storage=CheckpointManager.Config(enable=True, …))` also keeps torchtitan's own checkpoints.
+They are written as before, and read if memory holds nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ OPTIONS = ("job", "tolerate", "protect", "every", "slots")
 
 
 class Position:
-    """The loader's place in the data, in plain values: torchtitan's own `state_dict` pickles it, and reft unpickles nothing.
+    """The loader's position in the data, as plain values.
+
+    torchtitan's own `state_dict` pickles the position, and reft never unpickles.
 
     Args:
-        loader: torchtitan's; if it is torchdata's StatefulDataLoader, that class's state is taken.
+        loader: torchtitan's loader. If it is a torchdata StatefulDataLoader, that class's methods
+            are called directly.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -39,25 +44,29 @@ class Position:
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Returns the position; see the class."""
         state: dict[str, Any] = self._kind.state_dict(self._loader)
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The iterator is made at once: it draws a random number, and the generators are put back after all else."""
+        """Restores the position, and makes the iterator at once.
+
+        Making the iterator draws a random number. The generators are restored after all other
+        state.
+        """
         self._kind.load_state_dict(self._loader, dict(saved))
         if self._kind.__name__ == "StatefulDataLoader":
             self._kind.state_dict(self._loader)
 
 
 class _Manager:
-    """torchtitan's checkpoint manager with reft behind it; made by its `Config`.
+    """torchtitan's checkpoint manager, implemented by reft; made by its `Config`.
 
     Attributes:
-        session: the reft.Session, once `load` was called.
+        session: the reft.Session, after `load` was called.
     """
 
-    save_future = None  # nothing is awaited: a snapshot is no file
+    save_future = None  # torchtitan has nothing to wait for: a snapshot is not a file
 
     def __init__(
         self, config: Any, *, dataloader: Any, model_parts: list[Any], optimizers: Any, lr_schedulers: Any,
@@ -76,7 +85,7 @@ class _Manager:
         if hasattr(dataloader, "state_dict"):
             self._state["data"] = Position(dataloader)
         else:
-            say("not covered: the data position; the loader has no state_dict.")
+            say("not covered: the data position. The loader has no state_dict.")
         if config.storage is not None:
             named = {"dataloader": dataloader, "model_parts": model_parts, "optimizers": optimizers}
             self._storage = config.storage.build(lr_schedulers=lr_schedulers, states=states, **named, **others)
@@ -88,7 +97,7 @@ class _Manager:
             reft.errors.ReftError: see `reft.attach`.
         """
         self.session = reft.attach(self._model_parts, self._optimizers, state=self._state, **self._options)
-        self.session.begin_marking()  # reading a checkpoint makes the optimizers step
+        self.session.begin_marking()  # reading a checkpoint calls optimizer.step
         if self.session.restored_from is not None:
             return True
         return bool(self._storage.load(step)) if self._storage else False
@@ -102,17 +111,17 @@ class _Manager:
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """What reft has left to copy is waited for by the optimizers' pre-hooks, right after this."""
+        """Waits for the storage only: the optimizers' pre-hooks wait for reft's copies next."""
         if self._storage:
             self._storage.maybe_wait_for_staging()
 
     def maybe_wait_for_saving(self) -> None:
-        """For checkpoints on storage."""
+        """Waits for checkpoints on storage."""
         if self._storage:
             self._storage.maybe_wait_for_saving()
 
     def _wait_for_saving(self) -> None:
-        """Never called: see `save_future`."""
+        """Is never called; see `save_future`."""
 
     def _close(self) -> None:
         if self._storage:
@@ -128,10 +137,10 @@ def _manager_class() -> type:
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """What of `reft.attach` may be set, and where checkpoints on storage go.
+        """Options of `reft.attach`, and the destination of checkpoints on storage.
 
         Attributes:
-            storage: the Config of one of torchtitan's own managers; None: no checkpoints on storage.
+            storage: the Config of one of torchtitan's managers; None: no checkpoints on storage.
         """
 
         enable: bool = True
@@ -148,7 +157,7 @@ def _manager_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """`ReftCheckpointManager`, made when asked for, because its base class loads torchtitan."""
+    """Makes `ReftCheckpointManager` on first use, because its base class imports torchtitan."""
     if name == "ReftCheckpointManager":
         return _manager_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,15 +1,17 @@
-"""Hugging Face's Trainer in one line: `Trainer(..., callbacks=[ReftCallback()])`.
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[ReftCallback()])`.
 
-    on_train_begin   attach: what is held comes back, the counters of Trainer and of its callbacks too
-    epochs           those before the held one are passed over; its steps are skipped by Trainer's own logic of resuming,
-                     which is handed the held generators where it would read a checkpoint's
-    on_step_begin    the step before has ended, with its log, evaluation and save: mark. At an epoch's end: on_epoch_end
+    on_train_begin   attach: restores the state, the counters of Trainer, and its callbacks
+    epochs           earlier epochs are skipped. Within the held epoch, Trainer's own logic for
+                     resuming skips the earlier steps; it gets the held generators instead of those
+                     of a checkpoint
+    on_step_begin    the step before has ended, with its log, evaluation and save: mark
+    on_epoch_end     mark of the epoch's last step
     on_train_end     close
 
-1. A mark lies behind all that a step does, so a step that was logged and evaluated is never logged again, and what the
-   evaluation drew from the generators is part of the state.
-2. The order of samples is the same after a restart: a sampler without a seed of its own draws it when its epoch begins,
-   so the generators of that moment are held too.
+1. A mark comes after everything that a step does. So a step that was logged and evaluated is not
+   logged again. What the evaluation drew from the generators is part of the state.
+2. The order of samples is the same after a restart. A sampler without a seed of its own draws the
+   order when its epoch begins. So the generators of that moment are held too.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from reft.errors import ConfigError, UnsupportedState
 from reft.integrations.checks import Tested, inner_optimizer, refuse_own, this_process
 
 TESTED = Tested("transformers", "5.23.0")
-LOGS_HELD = 50  # of TrainerState.log_history: it grows with the run, a capsule must not
+LOGS_HELD = 50  # newest entries of TrainerState.log_history. It grows without limit, and a capsule must not.
 STATE = (
     "epoch",
     "global_step",
@@ -57,7 +59,7 @@ RESUMING = (
 
 
 class Position:
-    """Where a Trainer is, as an object for `reft.attach(state=...)`.
+    """Trainer's position in the training, as an object for `reft.attach(state=...)`.
 
     Args:
         trainer: transformers.Trainer, within `train`.
@@ -66,18 +68,23 @@ class Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.epoch = 0
-        self.updates = 0  # completed in this epoch
-        self.has_ended = False  # the mark lies at the end of the epoch, wherever that came
+        self.updates = 0  # optimizer steps completed in this epoch
+        self.has_ended = False  # the mark is the one at the end of the epoch
         self.stops = False
         self.at_epoch_begin: dict[str, Any] = capture_random()
 
     def begin(self, epoch: int, updates: int) -> None:
-        """An epoch begins, after so many updates if it goes on from a checkpoint: its samples' order is about to be drawn."""
+        """Notes the beginning of an epoch, just before its order of samples is drawn.
+
+        Args:
+            epoch: its number.
+            updates: completed optimizer steps, if the epoch continues from a checkpoint; else 0.
+        """
         self.epoch, self.updates, self.has_ended = epoch, updates, False
         self.at_epoch_begin = capture_random()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Returns plain values only."""
         state = self._trainer.state
         return {
             "epoch": self.epoch,
@@ -93,16 +100,16 @@ class Position:
         }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
-        """Brings the Trainer's counters back; `_Run` brings its loop there.
+        """Restores the Trainer's counters; `_Run` moves its loop.
 
         Raises:
-            ConfigError: they are those of another training of this process.
+            ConfigError: another training of this process has written them.
         """
         step, held_step = self._trainer.state.global_step, held["state"]["global_step"]
         if not step:
             refuse_own(held["process"])
         if step > held_step and self._trainer.state.is_world_process_zero:
-            say(f"Trainer has read a checkpoint of step {step}; memory goes before it, with step {held_step}.")
+            say(f"Trainer has read a checkpoint of step {step}, but step {held_step} from memory is used.")
         self.epoch, self.updates = held["epoch"], held["updates"]
         self.has_ended, self.stops = held["has_ended"], held["stops"]
         self.at_epoch_begin = held["at_epoch_begin"]
@@ -111,14 +118,14 @@ class Position:
         self._trainer.state.log_history = list(held["logs"])
         for name, value in held["counters"].items():
             setattr(self._trainer, name, value)
-        live = self._stateful()
-        if [name for name, _ in held["callbacks"]] != [type(each).__name__ for each in live]:
-            raise ConfigError("Trainer's callbacks that hold state are others than those of the held run.")
-        for callback, (_, attributes) in zip(live, held["callbacks"], strict=True):
+        stateful = self._stateful()
+        if [name for name, _ in held["callbacks"]] != [type(each).__name__ for each in stateful]:
+            raise ConfigError("Trainer's callbacks with state differ from those of the held run.")
+        for callback, (_, attributes) in zip(stateful, held["callbacks"], strict=True):
             vars(callback).update(attributes)
 
     def _stateful(self) -> list[Any]:
-        """Callbacks with state of their own, such as EarlyStoppingCallback."""
+        """Returns the callbacks with a state, such as EarlyStoppingCallback."""
         return [each for each in self._trainer.callback_handler.callbacks if callable(getattr(each, "state", None))]
 
 
@@ -135,7 +142,8 @@ class _Run:
         self._trainer = trainer
         self._position = Position(trainer)
         loss = nn.Module()
-        # Trainer adds to it in place, between mark and fence too: a buffer is copied at the mark.
+        # Trainer adds to this tensor in place, also between mark and fence. A buffer is copied at
+        # the mark.
         loss.register_buffer("sum", trainer._tr_loss)
         state = {"trainer": self._position, "loss": loss, "lr": trainer.lr_scheduler, **options.get("state", {})}
         if getattr(trainer.accelerator, "scaler", None) is not None:
@@ -152,9 +160,10 @@ class _Run:
             say(f"not covered: {gap}")
 
     def run_epoch(self, **arguments: Any) -> None:
-        """In place of Trainer._run_epoch: an epoch that is done is passed over, the held one is resumed."""
+        """Replaces Trainer._run_epoch: skips earlier epochs, and resumes the held one."""
         epoch = arguments["epoch"]
-        if self._resumes and epoch > self._position.epoch:  # where a checkpoint made Trainer begin, behind what is held
+        # A checkpoint made Trainer begin after the held position.
+        if self._resumes and epoch > self._position.epoch:
             arguments["resume_from_checkpoint"] = None
             for earlier in range(self._position.epoch, epoch):
                 self.run_epoch(**{**arguments, "epoch": earlier})
@@ -183,19 +192,22 @@ class _Run:
         self._run_epoch(**arguments)
 
     def load_rng_state(self, checkpoint: str | None) -> None:
-        """In place of Trainer._load_rng_state, which would read a file."""
+        """Replaces Trainer._load_rng_state, which would read a file."""
         if self._random is None:
             self._load_rng_state(checkpoint)
         self.put_random_back()
 
     def put_random_back(self) -> None:
-        """After a restore, once: the generators as they were at the mark; skipping has drawn from them."""
+        """Once after a restore: sets the generators to their state at the mark.
+
+        Skipping steps has drawn from them.
+        """
         if self._random is not None:
             restore_random(self._random)
             self._random = None
 
     def step_begins(self) -> None:
-        """A step begins, or an epoch ends: what came before is complete."""
+        """Marks the step before, when a step begins or an epoch ends."""
         self.put_random_back()
         if self._trainer.state.global_step > self._marked:
             self._marked = self._trainer.state.global_step
@@ -203,22 +215,26 @@ class _Run:
             self.session.step_end()
 
     def epoch_ends(self) -> None:
-        """The last mark of an epoch, before its own log and evaluation: they are done again after a restart."""
+        """Marks the last step of an epoch, before the epoch's own log and evaluation.
+
+        After a restart from this mark, log and evaluation are done again.
+        """
         self._position.has_ended = True
         self._position.stops = self._trainer.control.should_training_stop
         self.step_begins()
 
     def close(self) -> None:
-        """Trainer is itself again."""
+        """Restores Trainer's methods, and closes the session."""
         self._trainer._run_epoch, self._trainer._load_rng_state = self._run_epoch, self._load_rng_state
         self.session.close()
 
 
 class _Callback:
-    """Protects the training of a transformers.Trainer, and brings it back after a failure.
+    """Protects the training of a transformers.Trainer, and restores it after a failure.
 
     Args:
-        options: as for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and `state` with more objects.
+        options: for `reft.attach`: job, every, tolerate, protect, slots, daemon, config, and
+            `state` with more objects.
 
     Attributes:
         session: the reft.Session while the Trainer trains, else None.
@@ -237,10 +253,11 @@ class _Callback:
         """Attaches.
 
         Raises:
-            reft.errors.ReftError: see `reft.attach`; or the Trainer is of a kind or version that is not supported.
+            reft.errors.ReftError: see `reft.attach`; or this kind or version of Trainer is not
+                supported.
         """
         if self._has_trained:
-            say("this Trainer has trained before in this process: this call of train() is not protected.")
+            say("this Trainer has already trained in this process, so this call of train() is not protected.")
             return
         self._has_trained = True
         self._run = _Run(_calling_trainer(), self._options)
@@ -270,17 +287,17 @@ def _callback_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """`ReftCallback`, made when asked for, because its base class loads transformers."""
+    """Makes `ReftCallback` on first use, because its base class imports transformers."""
     if name == "ReftCallback":
         return _callback_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _calling_trainer() -> Any:
-    """The Trainer whose event this is: callbacks are handed its parts, but never itself.
+    """Returns the Trainer that calls the callback; callbacks do not get it as an argument.
 
     Raises:
-        UnsupportedState: no Trainer called.
+        UnsupportedState: the caller is not a Trainer.
     """
     from transformers import Trainer
 
@@ -299,26 +316,29 @@ def _check(trainer: Any) -> None:
     TESTED.need(trainer, "callback_handler.callbacks", "accelerator", "control", *(f"state.{name}" for name in STATE))
     TESTED.need_parameters(trainer._run_epoch, RESUMING)
     if trainer.is_deepspeed_enabled:
-        raise UnsupportedState("Trainer runs DeepSpeed, whose state this callback does not reach.")
+        raise UnsupportedState("Trainer runs DeepSpeed, and this callback can't read the state of DeepSpeed.")
     if trainer.args.auto_find_batch_size:
         raise UnsupportedState(
-            "auto_find_batch_size=True starts training again within a process.", "per_device_train_batch_size=N"
+            "auto_find_batch_size=True restarts the training within a process, which reft does not support.",
+            "set per_device_train_batch_size=N instead",
         )
 
 
 def _gaps(trainer: Any) -> list[str]:
-    """What of the data position a restart would not bring back exactly."""
-    args, loader, found = trainer.args, trainer.callback_handler.train_dataloader, []
+    """Returns what of the data position a restart would not restore exactly, as sentences."""
+    args, loader, gaps = trainer.args, trainer.callback_handler.train_dataloader, []
     if args.ignore_data_skip:
-        found.append(
-            "the data position: with ignore_data_skip=True an interrupted epoch begins again with its first batch."
+        gaps.append(
+            "the data position: with ignore_data_skip=True an interrupted epoch starts again with its first batch."
         )
     if args.world_size > 1 and not args.accelerator_config.use_seedable_sampler:
-        found.append("the order of samples, which use_seedable_sampler=False leaves to a generator of the sampler.")
+        gaps.append(
+            "the order of samples: with use_seedable_sampler=False the sampler draws it from its own generator."
+        )
     if args.dataloader_num_workers:
-        found.append(
-            "random transforms in workers of the data loader: a restarted worker draws anew. The order is kept."
+        gaps.append(
+            "random transforms in workers of the data loader: a restarted worker draws other numbers. The order is kept."
         )
     if isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset):
-        found.append("the time to skip in an iterable data set: all batches before the held position are read again.")
-    return found
+        gaps.append("the time to skip batches: an iterable data set reads all earlier batches again.")
+    return gaps

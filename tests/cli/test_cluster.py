@@ -1,4 +1,4 @@
-"""The pretend nodes: what tests do to them happens, and training goes on."""
+"""Training on the pretend nodes continues after a daemon is stopped and a rank is killed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tests.support.demo import forking
 
 @pytest.fixture
 def forked(monkeypatch):
-    """Agents import torch once, for themselves and all their workers."""
+    """Lets agents fork their workers, so that torch is imported once."""
     monkeypatch.setattr(demo, "spawn", forking(demo.spawn))
 
 
 @pytest.mark.usefixtures("forked")
-def test_training_goes_on_past_a_stopped_daemon_and_a_killed_rank():
+def test_training_continues_after_a_stopped_daemon_and_a_killed_rank():
     with Cluster(nodes=2, ranks_per_node=1) as cluster:
         training = cluster.launch("job", 400, arguments=["--batch", "2"])
 
-        def goes_on() -> None:
+        def await_progress() -> None:
             before = training.result().completed
-            until(lambda: training.result().completed >= before + 3, 60, "that training goes on")
+            until(lambda: training.result().completed >= before + 3, 60, "progress of the training")
 
-        goes_on()
+        await_progress()
         stopped = cluster.nodes[0].daemon
         stopped.send_signal(signal.SIGSTOP)
-        goes_on()
+        await_progress()
         assert list(cluster.pids("job")) == [1]
         stopped.send_signal(signal.SIGCONT)
         until(lambda: len(cluster.pids("job")) == 2)
@@ -48,7 +48,7 @@ def test_training_goes_on_past_a_stopped_daemon_and_a_killed_rank():
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_daemon_that_does_not_start_is_named(tmp_path: Path):
+def test_a_daemon_that_does_not_start_is_named_in_the_error(tmp_path: Path):
     cluster = Cluster(nodes=1, keep=tmp_path, daemon_environment={"REFT_MEMORY": "nonsense"})
     with pytest.raises(DemoError, match="daemon of node-a did not start"), cluster:
         raise AssertionError("it started")

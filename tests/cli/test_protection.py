@@ -1,4 +1,4 @@
-"""What `status` and `recover` say of nodes that are or may be lost: from daemons' replies to lines, without a daemon."""
+"""What `status` and `recover` show of lost nodes: daemon replies become lines, without a daemon."""
 
 from __future__ import annotations
 
@@ -28,48 +28,54 @@ def job_survey(
     nodes: int, lost: set[int] = frozenset(), tolerate: int = 1, steps: tuple[int, ...] = (40,), racks: int = 0,
     mismatched: Sequence[str] = (), leaves: Sequence[str] = ("w",) * 6,
 ) -> JobSurvey:  # fmt: skip
-    """One rank a node; what those that are not lost say. With racks, nodes take turns in them.
+    """Returns the replies of the nodes that are not lost. Each node has one rank.
 
     Args:
-        leaves: what each rank holds: names of one letter, of leaves of one size.
+        nodes: how many nodes the job has.
+        lost: numbers of the lost nodes.
+        tolerate: how many lost failure domains the job is to survive.
+        steps: the sealed steps.
+        racks: how many failure domains there are, in turn; 0: each node is one.
+        mismatched: names of leaves that differ between ranks.
+        leaves: for each rank the names of its leaves, one letter each; all have one size.
     """
-    held = [
+    layouts = [
         [Leaf(name, "uint8", (SIZE,), (1,), SIZE, False, (SIZE,), (0,)) for name in leaves[i]] for i in range(nodes)
     ]
     manifest = pb.Manifest(
         job="run1", world=nodes, protect="auto", tolerate=tolerate, chunk_bytes=4096, mismatched=mismatched,
-        **described(*held), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
+        **described(*layouts), nodes=[pb.Node(name=f"node-{'abcdef'[i]}", id=f"id{i}", ranks=[i]) for i in range(nodes)],
     )  # fmt: skip
     for i, node in enumerate(manifest.nodes if racks else ()):
         node.domain = f"rack-{i % racks}"
     replies = {}
     for i in set(range(nodes)) - lost:
-        found = pb.InventoryReply(
+        inventory = pb.InventoryReply(
             manifest=manifest, decision=pb.Decision(epoch=EPOCH), had_whole=True, node_id=f"id{i}"
         )
         for step in steps:
             version = pb.Version(epoch=EPOCH, step=step)
-            found.slots.add(rank=i, slot=f"rank-{i}.slot-{step % 2}", state=pb.SEALED, version=version)
+            inventory.slots.add(rank=i, slot=f"rank-{i}.slot-{step % 2}", state=pb.SEALED, version=version)
             for other in range(nodes):
                 if i in capsule_holders(other, range(nodes), tolerate):
-                    found.capsules.add(rank=other, version=version)
-        replies[f"id{i}"] = found
+                    inventory.capsules.add(rank=other, version=version)
+        replies[f"id{i}"] = inventory
     return JobSurvey(replies, tuple(f"node-{'abcdef'[i]}" for i in sorted(lost)))
 
 
-def lines_of(found: JobSurvey, **changes: object) -> list[str]:
-    status = job(*(rank(i, node.name) for i, node in enumerate(found.nodes.values())), **changes)
-    return status_text.status_lines(reply(status), [status_view.job_view(status, found)])
+def lines_of(survey: JobSurvey, **changes: object) -> list[str]:
+    status = job(*(rank(i, node.name) for i, node in enumerate(survey.nodes.values())), **changes)
+    return status_text.status_lines(reply(status), [status_view.job_view(status, survey)])
 
 
 def test_a_protected_job():
     lines = lines_of(job_survey(4))
     assert lines[1:6] == [
         "health  OK  step 40 is held by all 4 ranks.",
-        "protect PROTECTED  any 1 failure domain may vanish now.",
+        "protect PROTECTED  any 1 failure domain can be lost now.",
         "",
-        "CELLS THAT ARE  DOMAINS  SHARDS  MAY LOSE  CELLS    BYTES",
-        "coded                 4     3+1         1      1  3.0 MiB",
+        "REDUNDANCY    DOMAINS  SHARDS  CAN LOSE  CELLS    BYTES",
+        "erasure code        4     3+1         1      1  3.0 MiB",
     ]
     assert "a node                    yes       steps after 40" in lines
     assert "two nodes                 NO        all steps of this run" in lines
@@ -77,9 +83,10 @@ def test_a_protected_job():
 
 def test_a_node_is_lost():
     lines = lines_of(job_survey(4, {2}), silent_nodes=["node-c"])
-    assert lines[1:4] == [
+    assert lines[1:5] == [
         "health  WARN  no answer from the daemon of node-c; step 40 can be restored without it.",
-        "protect DEGRADED  no failure domain may vanish now, 1 when all is well.",
+        "protect DEGRADED  no failure domain can be lost now; 1 can be lost when the job is",
+        "        PROTECTED.",
         "",
     ]
     assert "a node                    NO        all steps of this run" in lines
@@ -90,18 +97,18 @@ def test_a_node_is_lost():
     ]
 
 
-def test_how_long_it_was_degraded():
+def test_the_time_in_degraded_is_shown():
     now = lines_of(job_survey(4), degraded=True, degraded_s=3.24)
     assert now[1:4] == [
         "health  WARN  step 40 is held, but less survives now than was asked for.",
-        "protect DEGRADED  any 1 failure domain may vanish now. Degraded for 3.2s since the last",
+        "protect DEGRADED  any 1 failure domain can be lost now. Degraded for 3.2s since the last",
         "        restore.",
     ]
     then = lines_of(job_survey(4), degraded=False, degraded_s=3.24)
     assert then[1].startswith("health  OK") and "Degraded for 3.2s" in " ".join(then)
 
 
-def test_what_is_exposed_and_unlike_is_said():
+def test_exposed_and_mismatched_state_is_shown():
     lines = lines_of(job_survey(4, tolerate=0), mismatched=[0])
     assert "health  WARN  replicas of w differ between ranks: such steps are not kept." in lines
     assert any(line.startswith("protect UNPROTECTED") for line in lines)
@@ -109,7 +116,7 @@ def test_what_is_exposed_and_unlike_is_said():
     assert max(map(len, lines)) <= status_text.WIDTH
 
 
-def test_the_document_says_the_same():
+def test_the_document_of_a_degraded_job():
     found = job_survey(4, {2})
     status = job(*(rank(i) for i in range(4)), degraded_s=1.5)
     (document,) = status_view.document(reply(status), [status_view.job_view(status, found)], "unix:/run/x")["jobs"]
@@ -126,7 +133,10 @@ def test_the_document_says_the_same():
 
 
 def test_failure_domains_and_pairs_are_named():
-    """Of two racks with two nodes each: copies lie in both, and the next node, in the other rack, keeps a node's capsule."""
+    """Two racks with two nodes each.
+
+    Copies lie in both racks. The next node, in the other rack, holds a node's capsule.
+    """
     found = job_survey(4, racks=2)
     lines = lines_of(found)
     assert "a failure domain          yes       steps after 40" in lines
@@ -143,7 +153,7 @@ def test_failure_domains_and_pairs_are_named():
 @pytest.mark.parametrize(
     ("lose", "code"), [("rack-1", 0), ("node-a,node-c", 0), ("node-a,node-b", 4), ("rack-0,node-d", 4), ("rack-2", 2)]
 )
-def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
+def test_what_if_nodes_or_failure_domains_are_lost(monkeypatch, lose, code):
     monkeypatch.setattr("reft.cli.main.ask", lambda *_: reply(job(*(rank(i) for i in range(4)))))
     monkeypatch.setattr("reft.cli.main.steady", lambda *_: job_survey(4, racks=2))
     done = CliRunner().invoke(main, ["status", "--what-if", f"lose={lose}", "--daemon", "unix:/run/x"])
@@ -152,16 +162,16 @@ def test_what_if_nodes_or_failure_domains_vanish(monkeypatch, lose, code):
         assert "rack-0" in done.output and "node-d" in done.output
 
 
-def test_leaves_that_each_rank_keeps_are_said_with_their_ranks():
+def test_leaves_that_differ_are_shown_with_their_ranks():
     found = job_survey(4, mismatched=["w"])
-    assert "unlike  w differs between ranks 0-3: each keeps its own." in lines_of(found)
+    assert "differs w is not the same on ranks 0-3: each rank keeps its own copy." in lines_of(found)
     (document,) = status_view.document(reply(job(rank(0))), [status_view.job_view(job(rank(0)), found)], "unix:/run/x")[
         "jobs"
     ]
     assert document["own_leaves"] == [{"leaf": "w", "ranks": [0, 1, 2, 3]}]
 
 
-def test_nodes_of_one_name_are_told_apart():
+def test_nodes_with_the_same_name_get_their_id():
     found = job_survey(2)
     for reply_ in found.replies.values():
         for node in reply_.manifest.nodes:
@@ -178,17 +188,17 @@ def test_the_plan_of_a_recovery():
     assert (view.outcome, view.health) == ("recoverable", Health.WARN)
     assert recovery_lines(view) == [
         "job     run1  step 40 (epoch 2)",
-        "health  WARN  the slots of 1 rank are gone; step 40 (epoch 2) can be restored in full",
-        "        without them.",
-        "silent  node-c",
+        "health  WARN  the slots of 1 rank are lost, but step 40 (epoch 2) can be restored",
+        "        completely.",
+        "silent  no answer from node-c",
         "",
-        "NODE    RANKS  COPIED    DECODED     PARITY  TO MOVE",
+        "NODE    RANKS  COPIED    DECODED     PARITY  TO READ",
         "node-c  2         0 B  768.0 KiB  256.0 KiB  3.0 MiB",
         "",
-        "node-c is read from node-a (1.0 MiB), node-b (1.0 MiB), node-d (1.0 MiB), rebuilt on",
-        "       unix:/run/new.sock.",
-        "  cell  w: 768.0 KiB decoded, 256.0 KiB parity, from node-a (1.0 MiB), node-b (1.0 MiB),",
-        "        node-d (1.0 MiB).",
+        "node-c  read from node-a (1.0 MiB), node-b (1.0 MiB), node-d (1.0 MiB); rebuilt on",
+        "        unix:/run/new.sock.",
+        "  cell  w: 768.0 KiB decoded, 256.0 KiB parity; read from node-a (1.0 MiB), node-b (1.0",
+        "        MiB), node-d (1.0 MiB).",
     ]
     document = recover_view.document(view, 0, [])
     assert (document["step"], document["epoch"], document["outcome"]) == (40, 2, "recoverable")
@@ -199,20 +209,22 @@ def test_the_plan_of_a_recovery():
     assert cell["leaves"] == ["w"] and [each["node"] for each in cell["read"]] == ["node-a", "node-b", "node-d"]
 
 
-def test_where_each_cell_comes_from_is_said():
-    """Two stages of a pipeline with two replicas each, and a leaf that all have."""
+def test_the_sources_of_each_cell_are_shown():
+    """Two pipeline stages with two replicas each, and one leaf that all ranks have."""
     found = job_survey(4, {2}, leaves=("an", "an", "zn", "zn"))
     view = recovery_view("run1", found, found.plan(()), ())
     (lost,) = view.lost
     by_leaf = {cell.leaves: cell for cell in lost.cells}
-    assert set(by_leaf) == {("n",), ("z",)}  # of the first stage it had nothing
+    assert set(by_leaf) == {("n",), ("z",)}  # the lost node held nothing of the first stage
     assert by_leaf[("z",)].read == (("node-d", SIZE),) and by_leaf[("z",)].copied == SIZE
     assert by_leaf[("n",)].decoded and [name for name, _ in by_leaf[("n",)].read] == ["node-a", "node-b", "node-d"]
     assert lost.moved == SIZE + sum(nbytes for _, nbytes in by_leaf[("n",)].read)
-    assert any(line.startswith("  cell  z: 3.0 MiB copied, from node-d (3.0 MiB).") for line in recovery_lines(view))
+    assert any(
+        line.startswith("  cell  z: 3.0 MiB copied; read from node-d (3.0 MiB).") for line in recovery_lines(view)
+    )
 
 
-def test_nothing_lost_and_nothing_left():
+def test_a_whole_job_and_an_unrecoverable_job():
     found = job_survey(4)
     view = recovery_view("run1", found, found.plan(()), ())
     assert (view.outcome, view.health) == ("whole", Health.OK)
@@ -225,7 +237,7 @@ def test_nothing_lost_and_nothing_left():
     assert max(map(len, recovery_lines(view))) <= status_text.WIDTH
 
 
-def test_nothing_was_ever_whole():
+def test_a_job_that_was_never_whole():
     found = job_survey(2, steps=())
     for each in found.replies.values():
         each.had_whole = False
@@ -233,15 +245,15 @@ def test_nothing_was_ever_whole():
 
 
 @pytest.mark.parametrize("wrong", [["a"], ["=unix:/x"], ["a=unix:/x", "a=unix:/y"], ["a=nonsense"]])
-def test_wrong_replacements(wrong):
+def test_wrong_onto_arguments(wrong):
     with pytest.raises(ConfigError):
         pairs_of(wrong)
 
 
-def test_replacements():
+def test_onto_arguments():
     assert pairs_of(["a=unix:/x", "b=h:1"]) == {"a": "unix:/x", "b": "h:1"}
 
 
-def test_wrong_questions():
+def test_wrong_arguments_exit_with_2():
     for arguments in (["status", "--watch", "--what-if", "lose=a"], ["recover", "job", "--onto", "a"]):
         assert CliRunner().invoke(main, arguments, env={"REFT_DAEMON": "unix:/nowhere"}).exit_code == 2

@@ -1,4 +1,4 @@
-"""Reading what trainers wrote, and comparing two trainings: pure."""
+"""Reads what trainers wrote, and compares two trainings. Pure."""
 
 from __future__ import annotations
 
@@ -40,15 +40,21 @@ def test_lines_become_attempts():
     assert lived == RankAttempt(6, 2.0, 3.0, "memory", 3, 0.5, [TrainedStep(4, "0x1.0p+0", 4.0)])
 
 
-def test_a_line_that_is_being_written_is_not_read_yet(tmp_path):
+def test_an_unfinished_line_is_not_read(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text('{"event": "started", "pid": 5, "time_s": 1.0}\n{"event": "st')
     assert read_result(tmp_path, 2).attempts == {0: [RankAttempt(5, 1.0)], 1: []}
 
 
 def test_equal_trainings():
-    found = compare(DISTURBED, PLAIN, 6)
-    assert found.differences == []
-    assert (found.ranks, found.losses, found.trained_twice, found.parameters, found.optimizer_tensors) == (
+    comparison = compare(DISTURBED, PLAIN, 6)
+    assert comparison.differences == []
+    assert (
+        comparison.ranks,
+        comparison.losses,
+        comparison.trained_twice,
+        comparison.parameters,
+        comparison.optimizer_tensors,
+    ) == (
         2,
         12,
         1,
@@ -73,13 +79,13 @@ def test_every_kind_of_difference_is_found(disturbed, plain, what):
 
 
 @pytest.mark.parametrize("step", [3, 4, 5])
-def test_one_altered_loss_is_found_even_where_a_step_was_trained_twice(step):
+def test_an_altered_loss_is_found_also_in_a_step_trained_twice(step):
     first = attempt(1, 4)
     second = attempt(4, 6)
     for steps in (first.steps, second.steps):
-        for i, each in enumerate(steps):
-            if each.step == step:
-                steps[i] = TrainedStep(step, (float.fromhex(each.loss) + 2**-50).hex(), each.time_s)
+        for i, trained in enumerate(steps):
+            if trained.step == step:
+                steps[i] = TrainedStep(step, (float.fromhex(trained.loss) + 2**-50).hex(), trained.time_s)
                 altered = TrainingResult({0: [first, second], 1: DISTURBED.attempts[1]}, DISTURBED.digests)
                 (line,) = compare(altered, PLAIN, 6).differences
                 assert line.startswith(f"rank 0 step {step}: loss")
@@ -93,17 +99,17 @@ def test_recovery_is_measured_from_the_kill():
     assert recovery(PLAIN, killed_s=5.0) is None
     early, late = attempt(4, 6, 10.0, attached_s=14.0, load_s=4.0), attempt(4, 6, 10.0, attached_s=13.5, load_s=1.5)
     apart = recovery(TrainingResult({0: [early], 1: [late]}, {}), killed_s=5.0)
-    assert apart.load_s == 2.0, "one waited for the other"
+    assert apart.load_s == 2.0, "the first rank waited for the second"
     half = TrainingResult({0: DISTURBED.attempts[0], 1: [attempt(1, 4)]}, {})
     assert recovery(half, killed_s=5.0) is None
 
 
-def test_a_fault_is_overcome_only_by_what_must_follow_it():
+def test_a_fault_is_overcome_only_by_the_expected_restore():
     back = recovery(DISTURBED, 5.0)
     assert SeenFault(KillInCopy(1, 4), 5.0, {}, back).is_overcome
-    assert not SeenFault(KillInCopy(1, 3), 5.0, {}, back).is_overcome, "the copy in which it died was used"
+    assert not SeenFault(KillInCopy(1, 3), 5.0, {}, back).is_overcome, "the torn snapshot was restored"
     assert SeenFault(KillFromOutside((0,), 3), 5.0, {}, back).is_overcome
-    assert not SeenFault(KillFromOutside((0,), 7), 5.0, {}, back).is_overcome, "much older than what all ranks held"
+    assert not SeenFault(KillFromOutside((0,), 7), 5.0, {}, back).is_overcome, "a much older step was restored"
     assert not SeenFault(KillFromOutside((0,), 3), 5.0, {}).is_overcome
 
 
@@ -114,7 +120,7 @@ def test_progress():
     assert PLAIN.losses(2) == [1 / 5, 1 / 6]
 
 
-def test_the_demo_s_failpoint_can_be_read():
+def test_the_failpoint_of_the_demo_is_valid():
     fault = scenario_of(60, 4).faults[0]
     points = Failpoints(fault.failpoint)
     assert not points.hit("snapshot.chunk", rank=1, step=20, epoch=2, chunk=1)

@@ -1,4 +1,4 @@
-"""What `status` shows: from a daemon's answer to lines and to the document, without a daemon."""
+"""Turns a daemon's reply into the lines and the document of `status`, without a daemon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lines_of(*jobs: pb.JobStatus) -> list[str]:
     return status_text.status_lines(reply(*jobs), [status_view.job_view(each) for each in jobs])
 
 
-def test_a_healthy_job_as_a_person_sees_it():
+def test_the_lines_of_a_healthy_job():
     assert lines_of(job(rank(0), rank(1), rank(2, "node-b"))) == [
         "job     run1  train.py, 3 ranks on 2 nodes, up 2h13m",
         "health  OK  step 40 is held by all 3 ranks.",
@@ -76,21 +76,21 @@ def test_no_job():
         (job(rank(0), world=2, silent_nodes=["node-b"]), Health.WARN, "silent"),
     ],
 )
-def test_what_is_wrong_can_be_seen(status, health, word):
+def test_each_problem_is_shown(status, health, word):
     assert status_view.job_view(status).health is health
     assert any(word in line for line in lines_of(status))
 
 
-def test_before_the_first_whole_step_of_an_attach_its_base_is_held():
+def test_before_the_first_whole_step_the_base_is_held():
     view = status_view.job_view(job(rank(0), whole=-1, base=pb.Version(epoch=pb.Epoch(counter=1), step=39)))
     assert (view.whole, view.base, view.health) == (39, 39, Health.OK)
 
 
-def test_one_is_told_as_one():
+def test_one_rank_is_singular():
     assert "held by the one rank" in status_view.job_view(job(rank(0), world=1)).reason
 
 
-def test_no_line_is_wider_than_the_page():
+def test_no_line_is_wider_than_88_columns():
     long = "a-name-that-nobody-would-type-" * 4
     many = [rank(i, f"{long}{i}", trouble="t" * 200 if i % 3 == 0 else "") for i in range(40)]
     for status in (job(*many), job(*many[:3], job=long, script=long)):
@@ -119,7 +119,7 @@ def test_the_document_is_json_with_the_version_first():
     assert first["survives"][-1] == {"loss": "a node", "survives": False, "lost": "all steps of this run"}
 
 
-def test_signals_of_nodes_are_shown_with_their_reasons():
+def test_signals_of_nodes_are_shown_with_reasons():
     signals = [
         pb.NodeSignal(node="node-a", signal="SNAP", age_s=2.0),
         pb.NodeSignal(node="node-b", signal="OFFLINE", reason="nothing was heard of it for 0.9 s.", age_s=61.0),

@@ -1,4 +1,4 @@
-"""`reft-cli timeline` against a real daemon and a living session of this process, and the socket between them."""
+"""`reft-cli timeline` with a real daemon and a session of this process, and their socket."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def invoke(*arguments: str):
 
 
 def trained(daemon: DaemonProcess, job: str, steps: int = 6) -> reft.Session:
-    """A session after some steps with an idle time in each."""
+    """Returns a session after some steps, with an idle time in each step."""
     model = nn.Linear(256, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session = reft.attach(model, optimizer, daemon=daemon.address, job=job)
@@ -47,9 +47,9 @@ def trained(daemon: DaemonProcess, job: str, steps: int = 6) -> reft.Session:
 def test_a_living_session_gives_its_trace(daemon, tmp_path):
     path = tmp_path / "trace.json"
     with trained(daemon, "told") as session:
-        found = invoke("told", "--output", str(path), "--json", "--daemon", daemon.address)
-        assert found.exit_code == 0, found.stderr
-        document = json.loads(found.stdout)
+        result = invoke("told", "--output", str(path), "--json", "--daemon", daemon.address)
+        assert result.exit_code == 0, result.stderr
+        document = json.loads(result.stdout)
         own = session.timeline(tmp_path / "own.json")
     assert (document["schema_version"], document["ranks"], document["silent"]) == (1, [0], {})
     trace = json.loads(path.read_text())
@@ -63,22 +63,22 @@ def test_a_living_session_gives_its_trace(daemon, tmp_path):
     assert own == json.loads((tmp_path / "own.json").read_text())
 
 
-def test_whom_nobody_answers_is_an_error(daemon, tmp_path):
+def test_without_a_trace_the_verb_fails(daemon, tmp_path):
     assert invoke("no-such-job", "--daemon", daemon.address).exit_code == 11
     assert invoke("j", "--daemon", f"unix:{tmp_path}/none.sock").exit_code == 10
     trained(daemon, "closed", 3).close()
-    found = invoke("closed", "--daemon", daemon.address, "--output", str(tmp_path / "none.json"))
-    assert found.exit_code == 1 and not (tmp_path / "none.json").exists()
-    assert "no rank of job closed trains on node" in found.stderr
+    result = invoke("closed", "--daemon", daemon.address, "--output", str(tmp_path / "none.json"))
+    assert result.exit_code == 1 and not (tmp_path / "none.json").exists()
+    assert "no rank of job closed trains on node" in result.stderr
     with trained(daemon, "living", 3):
-        found = invoke("living", "--rank", "7", "--daemon", daemon.address)
-        assert found.exit_code == 1 and "rank 7 of job living does not train on node" in found.stderr
-        found = invoke("living", "--daemon", daemon.address, "--output", str(tmp_path / "no" / "where.json"))
-        assert found.exit_code == 1 and "can't be written" in found.stderr
+        result = invoke("living", "--rank", "7", "--daemon", daemon.address)
+        assert result.exit_code == 1 and "rank 7 of job living does not train on node" in result.stderr
+        result = invoke("living", "--daemon", daemon.address, "--output", str(tmp_path / "no" / "where.json"))
+        assert result.exit_code == 1 and "can't be written" in result.stderr
 
 
-def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path):
-    """As root, to replace /dev/stdout is to take it from the whole machine."""
+def test_a_path_that_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
+    """If root replaced /dev/stdout, no process on the machine would have it any more."""
     pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -94,16 +94,16 @@ def test_what_is_no_plain_file_is_written_to_and_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"] and not list(tmp_path.parent.glob(".*.part"))
 
 
-def test_the_name_is_free_again_when_a_session_has_ended():
+def test_a_closed_timeline_server_frees_its_name():
     for _ in range(2):
-        teller = timeline_socket.TimelineServer(lambda: {"x": 1})
+        server = timeline_socket.TimelineServer(lambda: {"x": 1})
         assert timeline_socket.fetch(os.getpid()) == {"x": 1}
-        teller.close()
+        server.close()
     with pytest.raises(ReftError, match="gives no timeline"):
         timeline_socket.fetch(os.getpid())
 
 
-class Line:
+class FakeConnection:
     """A connection whose other end has this user id."""
 
     def __init__(self, uid: int) -> None:
@@ -113,6 +113,6 @@ class Line:
         return struct.pack("3i", 1, self.uid, 0)
 
 
-def test_only_the_same_user_and_root_are_answered(monkeypatch):
+def test_only_the_same_user_and_root_get_a_trace(monkeypatch):
     monkeypatch.setattr(timeline_socket.os, "getuid", lambda: 1000)
-    assert [timeline_socket._is_ours(Line(uid)) for uid in (1000, 0, 1001)] == [True, True, False]
+    assert [timeline_socket._is_ours(FakeConnection(uid)) for uid in (1000, 0, 1001)] == [True, True, False]

@@ -104,7 +104,7 @@ def test_a_lost_node_is_replaced_by_a_spare_under_its_rank_and_a_dead_daemon_res
         }
         # Of its own daemon, or of the other agent, who was faster and told the store. The spare hears no signals.
         assert agents_say(nodes, "OFFLINE: "), nodes.story()
-        assert agents_say(nodes, "Workers restart without waiting") == ["node-1", "node-3"], nodes.story()
+        assert agents_say(nodes, "Workers restart now") == ["node-1", "node-3"], nodes.story()
         finish(nodes)
 
 
@@ -121,7 +121,7 @@ def test_an_agent_is_heard_where_daemons_ask_for_certificates(tmp_path, has_agen
             nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 2, "signals of the round on all members")
             daemon_of(nodes, "node-2").kill()
             nodes.until(lambda: suspected_s(nodes, "node-1", "node-2") > CALM_S, "a doubt that lasts, and no more")
-        said = agents_say(nodes, "the daemons ask for certificates, and this agent has none")
+        said = agents_say(nodes, "the daemons use TLS, and this agent has no certificates")
         assert said == ([] if has_agent_some else ["node-1", "node-2"]), nodes.story()
         finish(nodes)
 

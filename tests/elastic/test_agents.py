@@ -1,4 +1,4 @@
-"""torchrun's real agents with workers that cost nothing: the store that outlives them, the daemon that they start."""
+"""torchrun's real agents with cheap workers: the store outlives them, and they start a daemon."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(tmp_path):
 
 
 def store_of(agents) -> psutil.Process:
-    """The process of the rendezvous store."""
+    """Returns the process of the rendezvous store."""
     port = next(flag for flag in agents.flags if "endpoint" in flag).rpartition(":")[2]
     for process in psutil.process_iter():
         try:
@@ -51,7 +51,7 @@ def store_of(agents) -> psutil.Process:
     raise AssertionError(agents.story())
 
 
-def test_a_job_survives_the_agent_that_started_the_store_and_its_replacement_takes_its_rank(make):
+def test_a_job_survives_the_agent_that_started_the_store(make):
     agents = make("--nnodes=2", "--rdzv-id=job")
     first = agents.start("a", "--local-addr=127.0.0.1")
     until(lambda: "is process" in agents.log("a").read_text() or first.poll() is not None, 60, "the store")
@@ -61,22 +61,22 @@ def test_a_job_survives_the_agent_that_started_the_store_and_its_replacement_tak
     first.kill()
     first.wait()
     began = len(agents.workers())
-    # It sorts last: torch alone would give it rank 1, and b rank 0.
+    # The address of c sorts last: torch alone would give c rank 1 and b rank 0.
     agents.start("c", "--local-addr=127.0.0.9")
     assert agents.ranks(2, after=began) == {"c": 0, "b": 1}
     agents.finish()
     assert [agent.wait(60) for agent in agents.agents[1:]] == [0, 0], agents.story()
-    assert store.is_running(), "it outlived the agent that started it"
+    assert store.is_running(), "the store outlives the agent that started it"
 
 
-def test_an_agent_starts_the_nodes_daemon_and_its_workers_are_told(make, tmp_path):
+def test_an_agent_starts_a_daemon_and_gives_its_address_to_workers(make, tmp_path):
     agents = make(conf=QUICK)
     agents.script.write_text("import os; print('daemon', os.environ['REFT_DAEMON'], os.environ['REFT_LAUNCH'])")
     agent = agents.start("a")
     assert agent.wait(90) == 0, agents.story()
     socket = agents.runtime / "daemon.sock"
     assert f"daemon unix:{socket}" in agents.log("a").read_text()
-    assert socket.exists(), "it outlives the agent"
+    assert socket.exists(), "the daemon outlives the agent"
     purge_and_stop(socket)
 
 
@@ -95,8 +95,11 @@ raise SystemExit(int(os.environ["ENDS_WITH"]))
 
 
 @pytest.mark.parametrize(("slurm", "code", "held"), [("7", 0, []), ("7", 1, ["ran"]), (None, 0, ["ran"])])
-def test_slots_of_a_job_that_has_ended_do_not_outlive_its_slurm_step(make, slurm, code, held):
-    """Slurm kills the agent's daemon with the step. Of a job that failed, the daemon of its next start adopts them."""
+def test_slots_of_a_finished_job_are_freed_before_its_slurm_step_ends(make, slurm, code, held):
+    """Slurm kills the agent's daemon with the step. The slots of a job that failed are kept.
+
+    The daemon of the job's next start adopts them.
+    """
     agents = make("--rdzv-id=ran", "--max-restarts=0", conf=QUICK)
     agents.script.write_text(HOLDS)
     surroundings = {"ENDS_WITH": str(code)} | ({"SLURM_JOB_ID": slurm} if slurm else {})
@@ -108,17 +111,17 @@ def test_slots_of_a_job_that_has_ended_do_not_outlive_its_slurm_step(make, slurm
     purge_and_stop(socket)
 
 
-def test_a_store_nobody_uses_ends(tmp_path):
+def test_an_unused_store_exits(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     command = [sys.executable, "-m", "reft.elastic.stores.store_host", "--port", str(free_port()), "--idle-exit", "0.5"]
     host = subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(PYTHONPATH=path), cwd="/")
-    with host.stdout as said:
-        assert said.readline() == b"ready\n"
+    with host.stdout as output:
+        assert output.readline() == b"ready\n"
     assert host.wait(60) == 0
 
 
 @pytest.mark.slow
-def test_two_unnamed_jobs_on_one_store_do_not_meet(make, tmp_path):
+def test_two_unnamed_jobs_on_one_store_stay_apart(make, tmp_path):
     agents = make("--nnodes=1")
     agents.start("a", "--local-addr=127.0.0.1")
     assert agents.ranks(1) == {"a": 0}
@@ -126,13 +129,13 @@ def test_two_unnamed_jobs_on_one_store_do_not_meet(make, tmp_path):
     other.write_text(agents.script.read_text())
     agents.script = other
     agents.start("b", "--local-addr=127.0.0.1")
-    assert agents.ranks(1, after=1) == {"b": 0}, "else it would wait as the other's spare"
+    assert agents.ranks(1, after=1) == {"b": 0}, "otherwise b would wait as a spare of the other job"
     agents.finish()
     assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
 
 
 @pytest.mark.slow
-def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
+def test_after_a_worker_is_killed_all_nodes_keep_their_ranks(make):
     agents = make("--nnodes=2", "--rdzv-id=job")
     agents.start("a", "--local-addr=127.0.0.1")
     agents.start("b", "--local-addr=127.0.0.2")
@@ -145,19 +148,20 @@ def test_sigkilled_workers_are_back_in_the_same_round_on_all_nodes(make):
     assert [agent.wait(60) for agent in agents.agents] == [0, 0], agents.story()
 
 
-def test_workers_of_a_killed_agent_end_with_it_and_its_successor_takes_its_rank(make):
+def test_workers_of_a_killed_agent_end_and_its_successor_takes_its_rank(make):
     agents = make("--nnodes=2", "--rdzv-id=job", "--nproc-per-node=1", "--monitor-interval=0.02")
     agents.start("a", "--local-addr=127.0.0.1")
     killed = agents.start("b", "--local-addr=127.0.0.2")
     assert agents.ranks(2) == {"a": 0, "b": 1}
     (orphan,) = [psutil.Process(row[1]) for row in agents.workers() if row[0] == "b"]
     began = len(agents.workers())
-    # The guard is told of the workers in the agent's next look at them; it sleeps between two looks.
-    slept = psutil.Process(killed.pid).num_ctx_switches().voluntary
-    until(lambda: psutil.Process(killed.pid).num_ctx_switches().voluntary > slept + 50, 30, "the agent's next look")
+    # The agent sends the workers to the orphan reaper in its next loop. It sleeps between two
+    # loops.
+    switches = psutil.Process(killed.pid).num_ctx_switches().voluntary
+    until(lambda: psutil.Process(killed.pid).num_ctx_switches().voluntary > switches + 50, 30, "the agent's next loop")
     killed.kill()
     killed.wait()
-    until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, 30, "the orphan's end")
+    until(lambda: not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE, 30, "the end of the orphan")
     agents.start("b", "--local-addr=127.0.0.2")
     assert agents.ranks(2, after=began) == {"a": 0, "b": 1}
     agents.finish()
@@ -165,7 +169,7 @@ def test_workers_of_a_killed_agent_end_with_it_and_its_successor_takes_its_rank(
 
 
 @pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())
-def test_agents_go_on_when_the_leader_of_their_etcd_dies(tmp_path):
+def test_agents_continue_when_the_leader_of_etcd_dies(tmp_path):
     with etcd.EtcdCluster(3) as cluster:
         flags = ["--rdzv-backend=reft", f"--rdzv-endpoint={cluster.endpoint}", f"--rdzv-conf=daemon=off,{QUICK}"]
         with Agents(tmp_path, *flags, "--nnodes=2", "--rdzv-id=job", "--max-restarts=3") as agents:
@@ -184,7 +188,7 @@ def test_agents_go_on_when_the_leader_of_their_etcd_dies(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["c10d", "static"])
 def test_attach_works_under_torchruns_own_launches(tmp_path, launch):
-    """Two nodes, each with a daemon of its own; no reft rendezvous."""
+    """Two nodes, each with its own daemon, without the reft rendezvous."""
     with (
         closing(DaemonProcess("--listen", "127.0.0.1:0")) as one,
         closing(DaemonProcess("--listen", "127.0.0.1:0")) as other,

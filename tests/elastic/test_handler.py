@@ -1,4 +1,4 @@
-"""`torchrun --rdzv-backend=reft` for real: found by its entry point, and its restarts do not hang."""
+"""Real runs of `torchrun --rdzv-backend=reft`: it is found, and restarts do not hang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 line = f"world {int(total)} restart {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n"
-os.write(1, line.encode())  # in one piece: the ranks share a pipe
+os.write(1, line.encode())  # one write, because the ranks share a pipe
 dist.barrier()
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -42,7 +42,7 @@ def test_workers_restart_under_the_reft_backend(tmp_path):
     ]
     done = torchrun(script, *flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    # The second round must not see what the first one left in the workers' store.
+    # The second round must not read the values of the first round from the workers' store.
     assert [done.stdout.count(f"world 2 restart {count}") for count in (0, 1)] == [2, 2]
 
 
@@ -67,7 +67,7 @@ while time.monotonic() < end:
 """
 
 
-def test_a_daemon_that_the_agent_had_started_and_that_died_is_started_again(tmp_path):
+def test_a_killed_daemon_is_started_again_by_its_agent(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(KILLING)
     flags = ["--rdzv-backend=reft", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=store_idle_exit=10"]

@@ -1,4 +1,4 @@
-"""An agent's threads against real daemons: it is heard, and hears of the others."""
+"""An agent's heartbeat client with real daemons: the agent is heard, and hears of other nodes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ TOKEN = bytes(range(32))
 
 
 class Node:
-    """A daemon, and an agent's listener."""
+    """A daemon, and an agent's heartbeat client."""
 
     def __init__(self, *flags: str, tls: Tls | None = None) -> None:
         self.daemon = DaemonProcess("--listen", "127.0.0.1:0", *flags)
         self.hello = self.daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL))
-        self.news: list[tuple[RoundMembers, AgentReaction]] = []
-        self.term: RoundMembers | None = None
-        self.listener = HeartbeatClient(
+        self.signals_heard: list[tuple[RoundMembers, AgentReaction]] = []
+        self.round_members: RoundMembers | None = None
+        self.client = HeartbeatClient(
             self.daemon.address,
             DaemonRestarter(Config(), False, agent_pid=os.getpid()),
             tls,
-            lambda *said: self.news.append(said),
+            lambda *news: self.signals_heard.append(news),
         )
 
     @property
@@ -43,18 +43,18 @@ class Node:
         return pb.Node(name=self.hello.node, id=self.hello.node_id, addresses=self.hello.addresses)
 
     def begin(self, members: list[pb.Node], round: int) -> None:
-        term = RoundMembers("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))
-        self.term = term
-        self.listener.begin(term)
+        round_members = RoundMembers("job", self.hello.node_id, "launch", round, TOKEN, tuple(members))
+        self.round_members = round_members
+        self.client.begin(round_members)
 
     def signals(self) -> pb.SignalsReply:
         return self.daemon.call("Signals", pb.SignalsRequest(job="job"))
 
     @property
     def reaction(self) -> AgentReaction:
-        """What the news of the round that runs now mean."""
-        said = [reaction for term, reaction in self.news if term is self.term]
-        return said[-1] if said else AgentReaction()
+        """Returns the reaction to the newest signals of the current round."""
+        reactions = [reaction for round_members, reaction in self.signals_heard if round_members is self.round_members]
+        return reactions[-1] if reactions else AgentReaction()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def nodes() -> Iterator[list[Node]]:
         yield made
     finally:
         for node in made:
-            node.listener.close(AgentPhase.FINISHED)
+            node.client.close(AgentPhase.FINISHED)
             node.daemon.close()
 
 
@@ -74,41 +74,45 @@ def begin(nodes: list[Node], round: int = 1) -> None:
         node.begin([each.member for each in nodes], round)
 
     def all_well() -> bool:
-        replies = [node.signals() for node in nodes if any(term is node.term for term, _ in node.news)]
+        replies = [
+            node.signals()
+            for node in nodes
+            if any(round_members is node.round_members for round_members, _ in node.signals_heard)
+        ]
         good = [r for r in replies if r.round == round and all(each.signal == pb.HEALTHY for each in r.nodes)]
         return len(good) == len(nodes)
 
-    until(all_well, 60, "all nodes HEALTHY in the eyes of all")
+    until(all_well, 60, "all nodes to see all nodes as HEALTHY")
 
 
-def test_an_agent_hears_of_failed_workers_and_of_lost_nodes_elsewhere_and_never_of_itself(nodes):
+def test_an_agent_hears_of_failed_workers_and_lost_nodes_but_not_of_itself(nodes):
     a, b, c = nodes
     begin(nodes)
     assert all(node.reaction == AgentReaction() for node in nodes)
-    b.listener.say(AgentPhase.FAILED)
-    until(lambda: a.reaction.reason and c.reaction.reason, 30, "the news of b's workers")
+    b.client.say(AgentPhase.FAILED)
+    until(lambda: a.reaction.reason and c.reaction.reason, 30, "the signal of b's workers")
     assert a.reaction.lost == frozenset() and "UNHEALTHY" in a.reaction.reason
     assert b.reaction == AgentReaction()
 
     begin(nodes, round=2)
-    assert all(node.reaction == AgentReaction() for node in nodes), "a new round begins without the past"
-    b.listener._closed.set()  # silent, without a last word
+    assert all(node.reaction == AgentReaction() for node in nodes), "a new round starts without old signals"
+    b.client._closed.set()  # silent, without a last heartbeat
     b.daemon.kill()
     until(lambda: all(node.reaction.lost == {b.hello.node_id} for node in (a, c)), 30, "the loss of b")
     assert "OFFLINE" in a.reaction.reason
 
 
-def test_a_stopped_or_restarted_daemon_of_ones_own_makes_nobody_restart(nodes):
+def test_a_stopped_or_restarted_own_daemon_causes_no_restart(nodes):
     a, b, _ = nodes
     begin(nodes)
     a.daemon.kill(signal.SIGSTOP)
-    until(lambda: any(each.signal == pb.SUSPECT for each in b.signals().nodes), 30, "doubt about the stopped daemon")
-    assert all(node.reaction == AgentReaction() for node in nodes), "its agent is heard: the node lives"
+    until(lambda: any(each.signal == pb.SUSPECT for each in b.signals().nodes), 30, "SUSPECT for the stopped daemon")
+    assert all(node.reaction == AgentReaction() for node in nodes), "the agent is heard, so the node lives"
     a.daemon.kill(signal.SIGCONT)
-    b.daemon.flags = ("--listen", b.hello.addresses[0])  # where the others look for it
+    b.daemon.flags = ("--listen", b.hello.addresses[0])  # the address that other daemons know
     b.daemon.kill()
     b.daemon.start()
-    until(lambda: _quietly(lambda: b.signals().round == 1), 60, "the new daemon told of the round by its agent")
+    until(lambda: _quietly(lambda: b.signals().round == 1), 60, "the new daemon to learn of the round from its agent")
     assert all(node.reaction == AgentReaction() for node in nodes)
 
 
@@ -116,12 +120,12 @@ def _quietly(look) -> bool:
     try:
         return bool(look())
     except Exception:
-        return False  # it does not watch the job yet
+        return False  # the daemon does not watch the job yet
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_an_agent_is_heard_under_new_certificates(tmp_path):
-    """A daemon that comes back with them does not know those with which this agent began."""
+def test_an_agent_is_heard_with_new_certificates(tmp_path):
+    """A restarted daemon with new certificates does not accept the old ones of the agent."""
     certificates = Certificates(tmp_path)
     flags = certificates.flags("ours")
     nodes, tls = [], []
@@ -137,11 +141,11 @@ def test_an_agent_is_heard_under_new_certificates(tmp_path):
             each.reread()
             until(lambda each=each: each.generation == 1, what="new certificates")
         b.daemon.kill()
-        b.daemon.start()  # at its earlier port
-        until(lambda: _quietly(lambda: _is_heard(a, b)), 60, "the agent of a, by the new daemon of b")
+        b.daemon.start()  # at the same port
+        until(lambda: _quietly(lambda: _is_heard(a, b)), 60, "the new daemon of b to hear the agent of a")
     finally:
         for node in nodes:
-            node.listener.close(AgentPhase.FINISHED)
+            node.client.close(AgentPhase.FINISHED)
             node.daemon.close()
 
 
@@ -149,21 +153,24 @@ def _is_heard(agent: Node, by: Node) -> bool:
     return any(each.node_id == agent.hello.node_id and each.agent for each in by.signals().nodes)
 
 
-def test_an_agent_knows_who_watches_it_without_its_own_daemon():
-    """It may be stopped just when a round begins: were its agent silent too, the node would be given up."""
+def test_an_agent_knows_its_watchers_without_its_own_daemon():
+    """The agent's daemon may be stopped when a round begins.
+
+    If the agent were silent too, the node would be declared lost.
+    """
     members = [pb.Node(name=f"n{i}", id=f"id{i}", addresses=[f"127.0.0.1:{9 + i}"]) for i in range(3)]
-    listener = HeartbeatClient("unix:/nowhere/d.sock", DaemonRestarter(Config(), False), None, lambda *said: None)
-    listener.begin(RoundMembers("job", "id0", "launch", 1, TOKEN, tuple(members)))
+    client = HeartbeatClient("unix:/nowhere/d.sock", DaemonRestarter(Config(), False), None, lambda *news: None)
+    client.begin(RoundMembers("job", "id0", "launch", 1, TOKEN, tuple(members)))
     try:
-        assert {name for name, _ in listener._targets()} == {"", "id1", "id2"}
+        assert {name for name, _ in client._targets()} == {"", "id1", "id2"}
     finally:
-        listener.close(AgentPhase.FINISHED)
+        client.close(AgentPhase.FINISHED)
 
 
-def test_a_client_that_is_stopped_ends_its_threads_in_the_middle_of_a_call(nodes):
+def test_a_stopped_client_ends_its_threads_during_a_call(nodes):
     begin(nodes)
-    threads = nodes[0].listener._threads
-    nodes[0].listener.stop()
+    threads = nodes[0].client._threads
+    nodes[0].client.stop()
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)

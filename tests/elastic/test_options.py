@@ -17,17 +17,17 @@ def parameters(endpoint="", nodes=1, **config):
     return RendezvousParameters("reft", endpoint, "none", nodes, nodes, **config)
 
 
-def test_a_job_is_named_by_its_id_then_by_slurm_then_by_user_and_script():
+def test_the_rendezvous_id_is_the_run_id_or_slurm_job_or_user_and_script():
     names = [
         rendezvous_id("run1", "7", "train.py"), rendezvous_id("none", "7", "train.py"), rendezvous_id("none", "", "train.py"),
         rendezvous_id("none", "", "other.py"), rendezvous_id("7", "", "train.py"),
     ]  # fmt: skip
     assert names[:2] == ["id.run1", "slurm.7"]
     assert names[2].startswith(f"script.{getpass.getuser()}.")
-    assert len(set(names)) == len(names), "no two jobs meet"
+    assert len(set(names)) == len(names), "each job has its own id"
 
 
-def test_the_script_is_what_torchrun_runs_and_its_flags_are_not():
+def test_the_script_is_found_among_the_flags_of_torchrun():
     def agent(*flags):
         return script_of(["/usr/bin/torchrun", "--nproc-per-node=2", "--rdzv-conf=a=1,b=2", *flags, "--lr", "1"])
 
@@ -36,7 +36,7 @@ def test_the_script_is_what_torchrun_runs_and_its_flags_are_not():
     assert script_of(["my_launcher.py", "--lr", "1"]) == "my_launcher.py"
 
 
-def test_what_nobody_reads_is_refused_and_so_is_nonsense():
+def test_unknown_options_and_wrong_numbers_are_refused():
     check(parameters(timeout=900, join_timeout="7"))
     for config in ({"join_timout": 7}, {"join_timeout": 0}, {"shrink_timeout": "soon"}):
         with pytest.raises(ConfigError):
@@ -44,14 +44,14 @@ def test_what_nobody_reads_is_refused_and_so_is_nonsense():
     assert number(parameters(), "shrink_timeout") == OPTIONS["shrink_timeout"][0]
 
 
-def test_a_word_that_is_neither_yes_nor_no_is_refused():
+def test_an_option_that_is_neither_yes_nor_no_is_refused():
     check(parameters(is_host="false", warm="y"))
     for name in ("is_host", "warm"):
         with pytest.raises(ConfigError, match=f"{name}=perhaps is neither yes nor no. Fix: yes, no,"):
             check(parameters(**{name: "perhaps"}))
 
 
-def test_several_nodes_need_a_place_to_meet():
+def test_several_nodes_need_a_valid_endpoint():
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         tcp.connect(parameters(nodes=2), "job")
     for endpoint in ("etcd://", "etcd://host"):
@@ -59,10 +59,12 @@ def test_several_nodes_need_a_place_to_meet():
             etcd.connect(parameters(endpoint), "job")
 
 
-def test_who_listens_at_the_endpoint_and_is_no_store_is_not_waited_for():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        endpoint = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(RendezvousConnectionError, match=f"no store answers at {endpoint} within 1 s.*nothing else"):
+def test_a_program_at_the_endpoint_that_is_no_store_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(
+            RendezvousConnectionError, match=f"no store answers at {endpoint} within 1 s.*does torchrun run on"
+        ):
             tcp.connect(parameters(endpoint, read_timeout=1), "job")
 
 

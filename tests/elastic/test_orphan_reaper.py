@@ -1,4 +1,4 @@
-"""Whom the guard ends with its agent."""
+"""Which processes the orphan reaper kills after the end of its agent."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
 TRACKER = [*SLEEPS[:2], "import time; time.sleep(100)  # from multiprocessing.resource_tracker import main"]
 
 
-def test_it_ends_workers_and_not_the_daemon_that_their_agent_started_again(tmp_path):
+def test_it_kills_workers_but_not_a_daemon_that_the_agent_started(tmp_path):
     reaper = OrphanReaper()
     worker = subprocess.Popen(SLEEPS, start_new_session=True)
-    address, hello = daemon_launcher.find(
-        Config.load(runtime_dir=str(tmp_path))
-    )  # as the agent's DaemonRestarter does it
+    # as the agent's DaemonRestarter does it
+    address, hello = daemon_launcher.find(Config.load(runtime_dir=str(tmp_path)))
     try:
         reaper.look()
-        reaper._process.stdin.close()  # all that the guard sees of the agent's end
+        reaper._process.stdin.close()  # the reaper sees nothing else of the agent's end
         assert reaper._process.wait(30) == 0
         assert worker.wait(30) == -9
         daemon_launcher.hello(address)
     finally:
         worker.kill()
         os.kill(hello.pid, signal.SIGTERM)
-        os.waitpid(hello.pid, 0)  # it is a child of this process
+        os.waitpid(hello.pid, 0)  # the daemon is a child of this process
 
 
-def test_it_ends_a_worker_that_leads_no_session_and_spares_what_was_there_and_what_cleans_up():
+def test_it_kills_a_worker_without_a_session_but_no_earlier_child_or_resource_tracker():
     before = subprocess.Popen(SLEEPS)
     reaper = OrphanReaper()
     worker, tracker = subprocess.Popen(SLEEPS), subprocess.Popen(TRACKER)
     try:
-        assert os.getpgid(worker.pid) == os.getpgrp(), "a kill of its group would end this process"
+        assert os.getpgid(worker.pid) == os.getpgrp(), "killing its group would kill this process"
         reaper.look()
         reaper._process.stdin.close()
         assert reaper._process.wait(30) == 0
@@ -50,7 +49,7 @@ def test_it_ends_a_worker_that_leads_no_session_and_spares_what_was_there_and_wh
             each.wait()
 
 
-def test_a_guard_that_is_closed_spares_the_workers():
+def test_a_closed_reaper_kills_no_worker():
     reaper = OrphanReaper()
     worker = subprocess.Popen(SLEEPS, start_new_session=True)
     try:

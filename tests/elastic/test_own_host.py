@@ -1,4 +1,4 @@
-"""By which host other nodes find an agent's daemon, whatever /etc/hosts says of the machine's own name."""
+"""The host by which other nodes reach an agent's daemon, for any content of /etc/hosts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NAMES = {"debian": ["127.0.1.1"], "far": ["10.0.0.9"], "real": ["10.0.0.7"], "bo
 
 @pytest.fixture(autouse=True)
 def resolver(monkeypatch):
-    """Names as another machine has them; numbers stand for themselves."""
+    """Resolves names as on another machine; numbers stay as they are."""
     genuine = socket.getaddrinfo
 
     def lookup(host, port, *more, **options):
-        return [each for number in NAMES.get(host, [host]) for each in genuine(number, port, *more, **options)]
+        return [entry for number in NAMES.get(host, [host]) for entry in genuine(number, port, *more, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
 
@@ -68,7 +68,7 @@ def test_own_host(monkeypatch, name, endpoint, ways, expected):
         ("10.0.0.7", {"REFT_INSECURE": "1"}, 1, []),
     ],
 )
-def test_the_flags_of_a_daemon_that_an_agent_starts(monkeypatch, host, environment, nodes, flags):
+def test_the_flags_of_a_daemon_that_the_agent_starts(monkeypatch, host, environment, nodes, flags):
     for name in ("REFT_INSECURE", "REFT_TLS_CERT", "REFT_LISTEN"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -82,10 +82,10 @@ def test_the_address_towards_a_host():
     assert node._address_towards("no such host") == ""
 
 
-def test_certificates_that_can_not_be_read_are_said_and_stop_nothing(monkeypatch, capfd, tmp_path):
+def test_unreadable_certificates_are_reported_and_are_not_fatal(monkeypatch, capfd, tmp_path):
     assert node.tls() is None
     for name in ("CERT", "KEY", "CA"):
         monkeypatch.setenv(f"REFT_TLS_{name}", str(tmp_path / name))
     assert node.tls() is None
-    said = capfd.readouterr().err
-    assert "do not hear this agent" in said and str(tmp_path / "CERT") in said
+    stderr = capfd.readouterr().err
+    assert "do not hear this agent" in stderr and str(tmp_path / "CERT") in stderr

@@ -1,4 +1,4 @@
-"""Two faults of torch 2.13's restarts, shown with its own handler and seen gone with reft's."""
+"""Two faults of torch 2.13's restarts, shown with torch's handler, and fixed in reft's handler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reft.elastic.stores.tcp import TcpBackend
 
 
 class Agents:
-    """Agents of a job of `nodes` nodes in this process, with torch's handler or with reft's."""
+    """Agents of a job of `nodes` nodes in this process, with torch's or reft's handler."""
 
     def __init__(self, kind: str, nodes: int) -> None:
         self.kind, self.nodes, self.store, self.handlers = kind, nodes, HashStore(), []
@@ -36,21 +36,21 @@ class Agents:
         return handler
 
     def round(self, *handlers):
-        """All of these join the next round: what each was told."""
-        told = {}
+        """Lets these agents join the next round, and returns the info of each."""
+        infos = {}
         threads = [
-            threading.Thread(target=lambda each=each: told.update({each: each.next_rendezvous()}), daemon=True)
+            threading.Thread(target=lambda each=each: infos.update({each: each.next_rendezvous()}), daemon=True)
             for each in handlers
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(30)
-        return [told[each] for each in handlers]
+        return [infos[each] for each in handlers]
 
     @staticmethod
     def silence(handler) -> None:
-        """As a SIGKILL does."""
+        """Ends the keep-alives, as a SIGKILL does."""
         getattr(handler, "_inner", handler)._stop_heartbeats()
 
 
@@ -69,12 +69,15 @@ def make(request):
 
 
 def workers_store(info) -> TCPStore:
-    """What a worker connects to, as `init_process_group` does under an agent: without a prefix for the attempt."""
-    told = info.bootstrap_store_info
-    return TCPStore(told.master_addr, told.master_port, is_master=False, timeout=timedelta(seconds=10))
+    """Returns the store that a worker connects to, as `init_process_group` does.
+
+    The store has no prefix for the attempt.
+    """
+    address = info.bootstrap_store_info
+    return TCPStore(address.master_addr, address.master_port, is_master=False, timeout=timedelta(seconds=10))
 
 
-def test_after_a_restart_workers_meet_what_the_round_before_wrote(make):
+def test_after_a_restart_workers_read_values_of_the_round_before_only_with_torch(make):
     agents = make(1)
     agent = agents.add(1)
     (first,) = agents.round(agent)
@@ -83,7 +86,7 @@ def test_after_a_restart_workers_meet_what_the_round_before_wrote(make):
     assert workers_store(second).check(["rank0"]) is (agents.kind == "stock")
 
 
-def test_when_the_node_of_rank_0_is_replaced_the_others_look_for_the_lost_one(make):
+def test_after_rank_0_is_replaced_workers_look_for_the_lost_node_only_with_torch(make):
     agents = make(2)
     lost, other = agents.add(1), agents.add(2)
     before = [info.bootstrap_store_info for info in agents.round(lost, other)]
@@ -91,7 +94,7 @@ def test_when_the_node_of_rank_0_is_replaced_the_others_look_for_the_lost_one(ma
     agents.silence(lost)
     newcomer = agents.add(1)
     infos = agents.round(newcomer, other)
-    told = [info.bootstrap_store_info for info in infos]
+    stores = [info.bootstrap_store_info for info in infos]
     assert [info.rank for info in infos] == [0, 1]
-    assert (told[1].master_port == before[1].master_port) is (agents.kind == "stock")
-    assert (told[0] == told[1]) is (agents.kind == "reft")
+    assert (stores[1].master_port == before[1].master_port) is (agents.kind == "stock")
+    assert (stores[0] == stores[1]) is (agents.kind == "reft")

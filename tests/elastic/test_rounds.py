@@ -1,4 +1,4 @@
-"""Rounds of the rendezvous, with torch's own operations, in threads: who gets which rank, who is missed, who comes in."""
+"""Rounds of the rendezvous with torch's operations, in threads: ranks, losses, newcomers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from tests.support.daemons import until
 
 
 class Shared(RendezvousBackend):
-    """The state in this process. `lost` makes every call fail, as a lost store does; `silent` makes it stand for a while."""
+    """The shared state, in this process.
+
+    `lost` makes every call fail. Clearing `answers` makes calls block.
+    """
 
     name = "reft"
 
     def __init__(self):
         self.lock, self.data, self.revision, self.lost = threading.Lock(), None, 0, False
-        self.answers, self.standing = threading.Event(), 0
+        self.answers, self.blocked_calls = threading.Event(), 0
         self.answers.set()
 
     def get_state(self):
@@ -53,9 +56,9 @@ class Shared(RendezvousBackend):
             return self.data, self.revision, is_ours
 
     def _check(self):
-        self.standing += 1
+        self.blocked_calls += 1
         self.answers.wait(20)
-        self.standing -= 1
+        self.blocked_calls -= 1
         if self.lost:
             raise RendezvousConnectionError("gone")
 
@@ -65,15 +68,18 @@ class Shared(RendezvousBackend):
 
 
 class Job:
-    """Agents of one job, each on a node of its own, as threads."""
+    """Agents of one job, each on its own node, as threads."""
 
     def __init__(self, nodes="4", **options):
         self.shared, self.store, self.nodes = Shared(), HashStore(), nodes
         self.options = {"last_call_timeout": 1, "close_timeout": 2, **options}
-        self.left = []  # agents that will be told to end
+        self.agents = []  # all agents, to be ended by `close`
 
     def agent(self, home, number=0):
-        """An agent's handler. Agents sort by address, and so by `number`, or else by the last letter of `home`."""
+        """Returns an agent's handler.
+
+        Agents sort by address: by `number`, or else by the last letter of `home`.
+        """
         fewest, _, most = self.nodes.partition(":")
         parameters = RendezvousParameters(
             "reft",
@@ -85,8 +91,8 @@ class Job:
             **self.options,
         )
         inner = create_handler(self.store, self.shared, parameters)
-        agent = ReftRendezvousHandler(inner, AgentFacts(home=home, name=str(len(self.left))), "none", shrink_s=0.3)
-        self.left.append(agent)
+        agent = ReftRendezvousHandler(inner, AgentFacts(home=home, name=str(len(self.agents))), "none", shrink_s=0.3)
+        self.agents.append(agent)
         return agent
 
     def join(self, *agents) -> list[Future]:
@@ -103,14 +109,14 @@ class Job:
             future.set_exception(error)
 
     def ranks(self, *agents) -> list[int]:
-        """All of these join the next round together; their ranks."""
+        """Lets these agents join the next round together, and returns their ranks."""
         infos = [future.result(20) for future in self.join(*agents)]
         assert len({info.world_size for info in infos}) == 1
         return [info.rank for info in infos]
 
     def close(self):
-        self.shared.lost = True  # nobody waits for ever
-        for agent in self.left:
+        self.shared.lost = True  # so that no thread waits for ever
+        for agent in self.agents:
             agent._inner._stop_heartbeats()
 
 
@@ -127,36 +133,36 @@ def make_job():
         job.close()
 
 
-def is_lost(job, agent):
-    """As if the agent's process had ended, and every other agent could see that."""
+def lose(job, agent):
+    """Acts as if the agent's process had ended and all other agents knew."""
     agent._inner._stop_heartbeats()
-    name = str(job.left.index(agent))
-    for other in job.left:
+    name = str(job.agents.index(agent))
+    for other in job.agents:
         if other is not agent:
             other._holder._is_gone = lambda facts, seen_s: facts.name == name
 
 
-def meets(job, *agents):
-    """Whether just these are in a rendezvous that is not complete."""
+def has_joined(job, *agents):
+    """Returns whether exactly these agents are in a rendezvous that is not complete."""
     state = job.shared.state
     return not state.complete and set(state.participants) == {agent._node for agent in agents}
 
 
-def sees_restart(agent):
+def await_restart_reason(agent):
     until(lambda: agent.num_nodes_waiting() > 0, what="a reason to restart")
 
 
-def test_a_lost_nodes_rank_goes_to_the_newcomer_and_nobody_else_moves(make_job):
+def test_a_new_node_takes_the_rank_of_the_lost_one_and_no_other_rank_changes(make_job):
     job = make_job("3")
     a, b, c = (job.agent(f"node-{name}") for name in "abc")
     assert job.ranks(a, b, c) == [0, 1, 2]
     assert a.num_nodes_waiting() == b.num_nodes_waiting() == c.num_nodes_waiting() == 0
-    is_lost(job, a)
-    sees_restart(b)
+    lose(job, a)
+    await_restart_reason(b)
     spare = job.agent("node-x")
     assert job.ranks(b, c, spare) == [1, 2, 0]
     back = job.agent("node-a", number=101)
-    is_lost(job, b)
+    lose(job, b)
     assert job.ranks(c, spare, back) == [2, 0, 1]
 
 
@@ -164,9 +170,9 @@ def test_a_node_keeps_its_rank_under_a_new_agent(make_job):
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
-    is_lost(job, a)
+    lose(job, a)
     again = job.agent("node-a", number=200)
-    assert len(job.shared.state.participants) == 2  # its predecessor is still there when it comes
+    assert len(job.shared.state.participants) == 2  # the earlier agent is still in the state
     assert job.ranks(again, b) == [0, 1]
 
 
@@ -175,68 +181,68 @@ def test_a_spare_is_promoted_into_the_next_round(make_job):
     a, b, spare = (job.agent(f"node-{name}") for name in "abs")
     assert job.ranks(a, b) == [0, 1]
     (waiting,) = job.join(spare)
-    until(lambda: job.shared.state.redundancy_list, what="the spare standing by")
-    assert a.num_nodes_waiting() == 0, "a spare restarts nobody"
-    is_lost(job, a)
-    sees_restart(b)
+    until(lambda: job.shared.state.redundancy_list, what="the spare to be listed")
+    assert a.num_nodes_waiting() == 0, "a spare causes no restart"
+    lose(job, a)
+    await_restart_reason(b)
     assert job.ranks(b) == [1]
     assert waiting.result(10).rank == 0
 
 
-def test_a_spare_that_comes_in_the_middle_of_a_rendezvous_takes_the_place_that_is_missing(make_job):
+def test_a_spare_that_joins_an_open_rendezvous_takes_the_free_rank(make_job):
     job = make_job("3")
     a, b, c = (job.agent(f"node-{name}") for name in "abc")
     assert job.ranks(a, b, c) == [0, 1, 2]
-    is_lost(job, a)
-    sees_restart(b)
+    lose(job, a)
+    await_restart_reason(b)
     waiting = job.join(b, c)
-    until(lambda: meets(job, b, c), what="both in the rendezvous")
+    until(lambda: has_joined(job, b, c), what="both in the rendezvous")
     assert job.ranks(job.agent("node-s")) == [0]
     assert [future.result(10).rank for future in waiting] == [1, 2]
 
 
-def test_a_spare_that_is_not_needed_ends_as_it_should(make_job):
+def test_a_spare_that_is_not_needed_exits_with_0(make_job):
     job = make_job("1")
     a, spare = job.agent("node-a"), job.agent("node-s")
     assert job.ranks(a) == [0]
     (waiting,) = job.join(spare)
-    until(lambda: job.shared.state.redundancy_list, what="the spare standing by")
+    until(lambda: job.shared.state.redundancy_list, what="the spare to be listed")
     assert a.shutdown()
     with pytest.raises(SystemExit) as ended:
         waiting.result(10)
     assert ended.value.code == 0
 
 
-def test_a_job_shrinks_to_its_fewest_nodes_and_grows_again(make_job):
+def test_a_job_shrinks_to_its_minimum_and_grows_again(make_job):
     job = make_job("2:3")
     a, b, c = (job.agent(f"node-{name}") for name in "abc")
     assert job.ranks(a, b, c) == [0, 1, 2]
-    is_lost(job, b)
-    sees_restart(c)
+    lose(job, b)
+    await_restart_reason(c)
     assert job.ranks(a, c) == [0, 1]
     (back,) = job.join(job.agent("node-d"))
-    sees_restart(a)
-    sees_restart(c)
+    await_restart_reason(a)
+    await_restart_reason(c)
     assert job.ranks(a, c) == [0, 1]
     assert back.result(10).rank == 2
 
 
-def test_who_was_cut_off_and_comes_back_joins_anew(make_job):
+def test_a_node_that_was_cut_off_joins_again(make_job):
     job = make_job("1:2")
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
-    is_lost(job, a)
-    sees_restart(b)
+    lose(job, a)
+    await_restart_reason(b)
     assert job.ranks(b) == [0]
     b._holder._is_gone = lambda facts, seen_s: False
-    sees_restart(a)  # its workers run in a round that is over
-    assert "went on without this node" in a._said
+    await_restart_reason(a)  # the workers of a run in an old round
+    assert "started a round without this node" in a._last_line
     (returned,) = job.join(a)
-    sees_restart(b)
+    await_restart_reason(b)
     assert sorted([*job.ranks(b), returned.result(10).rank]) == [0, 1]
 
 
-def test_a_lost_store_stops_no_training(make_job):
+def test_a_lost_store_does_not_stop_training(make_job):
     job = make_job("1")
     a = job.agent("node-a")
     assert job.ranks(a) == [0]
@@ -246,7 +252,7 @@ def test_a_lost_store_stops_no_training(make_job):
     assert a.num_nodes_waiting() == 0
 
 
-def test_a_store_that_refuses_stops_no_training(make_job, monkeypatch):
+def test_a_store_that_refuses_does_not_stop_training(make_job, monkeypatch):
     job = make_job("1")
     a = job.agent("node-a")
     assert job.ranks(a) == [0]
@@ -258,32 +264,39 @@ def test_a_store_that_refuses_stops_no_training(make_job, monkeypatch):
     assert a.num_nodes_waiting() == 0
 
 
-def test_an_agent_that_waits_for_its_store_acts_on_signals(make_job, capfd, monkeypatch):
+def test_an_agent_reacts_to_signals_while_the_store_blocks(make_job, capfd, monkeypatch):
     monkeypatch.setattr(handler, "SILENCE_S", 0.1)
     job = make_job("1:2")
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
     b._inner._stop_heartbeats()
-    a._term = RoundMembers("job", "node-a", "launch", 0, b"", ())
+    a._round_members = RoundMembers("job", "node-a", "launch", 0, b"", ())
     job.shared.answers.clear()
     a._holder._synced_s = float("-inf")
     assert a.num_nodes_waiting() == a.num_nodes_waiting() == 0
-    assert job.shared.standing == 1, "the question goes on"
-    a._news.heard(a._term, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
-    assert a.num_nodes_waiting() == 1 and job.shared.standing == 1
+    assert job.shared.blocked_calls == 1, "there is still only one question"
+    a._signals.heard(a._round_members, AgentReaction(frozenset({"node-b"}), "OFFLINE: nothing was heard of it."))
+    assert a.num_nodes_waiting() == 1 and job.shared.blocked_calls == 1
     (joined,) = job.join(a)
-    until(lambda: "store does not answer" in capfd.readouterr().err, what="a line for people")
-    assert not joined.done() and job.shared.standing == 1
+    until(lambda: "store does not answer" in capfd.readouterr().err, what="the line about the store")
+    assert not joined.done() and job.shared.blocked_calls == 1
     job.shared.answers.set()
-    assert (joined.result(12).rank, joined.result().world_size) == (0, 1), "the lost one is known, however late we were"
+    assert (joined.result(12).rank, joined.result().world_size) == (0, 1), (
+        "the lost node is known even after a late read"
+    )
 
 
-def test_torchs_record_of_a_round_walks_through_no_modules(make_job, monkeypatch):
-    """Tens of milliseconds each, between reading and writing the state: others overtake, and the more nodes, the more do."""
-    walked, said = [], set()
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda *_: walked.append(1) or "")
+def test_recording_events_searches_no_modules(make_job, monkeypatch):
+    """torch's search takes tens of milliseconds between reading and writing the state.
+
+    Meanwhile other agents write first; the more nodes, the more often.
+    """
+    searches, events = [], set()
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda *_: searches.append(1) or "")
     monkeypatch.setattr(
-        rounds, "construct_and_record_rdzv_event", lambda run, message, state, name, *_, **__: said.add((name, message))
+        rounds,
+        "construct_and_record_rdzv_event",
+        lambda run, message, state, name, *_, **__: events.add((name, message)),
     )
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
@@ -293,11 +306,11 @@ def test_torchs_record_of_a_round_walks_through_no_modules(make_job, monkeypatch
         ("Executor", "updated its keep-alive heartbeat"),
         ("DynamicRendezvousHandler", "attempts to join the next round"),
     ):
-        assert any(name == its and action in message for its, message in said), action
-    assert not walked
+        assert any(name == class_name and action in message for class_name, message in events), action
+    assert not searches
 
 
-def test_a_job_that_has_ended_begins_anew_under_its_name(make_job):
+def test_a_finished_job_can_start_again_under_its_name(make_job):
     job = make_job("1")
     first = job.agent("node-a")
     assert job.ranks(first) == [0]
@@ -308,10 +321,10 @@ def test_a_job_that_has_ended_begins_anew_under_its_name(make_job):
     assert job.ranks(second) == [0]
     after = job.shared.state
     assert not after.closed and after.launch != before.launch and after.token != before.token
-    assert after.round > before.round, "keys of old rounds must not be met again"
+    assert after.round > before.round, "keys of old rounds must not be read again"
 
 
-def test_who_comes_while_a_job_ends_is_told_so(make_job):
+def test_an_agent_that_joins_an_ending_job_gets_an_error(make_job):
     job = make_job("2")
     a, b = job.agent("node-a"), job.agent("node-b")
     assert job.ranks(a, b) == [0, 1]
@@ -320,7 +333,7 @@ def test_who_comes_while_a_job_ends_is_told_so(make_job):
         job.agent("node-c").next_rendezvous()
 
 
-def test_a_late_spare_does_not_end_the_job_when_it_gives_up(make_job):
+def test_a_late_spare_that_shuts_down_does_not_end_the_job(make_job):
     job = make_job("1")
     a, spare = job.agent("node-a"), job.agent("node-s")
     assert job.ranks(a) == [0]
@@ -328,7 +341,7 @@ def test_a_late_spare_does_not_end_the_job_when_it_gives_up(make_job):
     assert not job.shared.state.closed
 
 
-# Silence, by one's own clock
+# Silence, by this agent's own clock
 
 
 def holder_of(job, agent, keep_alive_s=0.3):
@@ -339,7 +352,7 @@ def holder_of(job, agent, keep_alive_s=0.3):
     return StateHolder(job.shared, settings, agent._node, lambda facts, seen_s: False)
 
 
-def test_a_clock_that_is_an_hour_off_kills_nobody_and_silence_does(make_job):
+def test_a_wrong_clock_removes_no_node_but_silence_does(make_job):
     job = make_job("1:2")
     state = SharedState()
     other = _NodeDesc("other", 1, 0)
@@ -353,11 +366,11 @@ def test_a_clock_that_is_an_hour_off_kills_nobody_and_silence_does(make_job):
         holder.sync(fresh=True)
         return not job.shared.state.participants
 
-    until(is_forgotten, what="the end of patience")
-    assert job.shared.state.round == 0, "an incomplete round goes on"
+    until(is_forgotten, what="the removal of the silent node")
+    assert job.shared.state.round == 0, "an incomplete round continues"
 
 
-def test_who_was_late_himself_judges_nobody(make_job):
+def test_an_agent_that_was_late_removes_no_node(make_job):
     job = make_job("1:2")
     state = SharedState()
     other = _NodeDesc("other", 1, 0)
@@ -365,17 +378,17 @@ def test_who_was_late_himself_judges_nobody(make_job):
     job.shared.set_state(encode(state))
     holder = holder_of(job, job.agent("node-a"), keep_alive_s=30)
     holder.sync(fresh=True)
-    holder._synced_s -= 60  # we stood still for a minute, and the other's sign of life is as old
-    earlier = {"new_s": holder._seen[other].new_s - 60, "silent_s": holder._seen[other].silent_s - 60}
-    holder._seen = {other: replace(holder._seen[other], **earlier)}
+    holder._synced_s -= 60  # this agent was stopped for a minute, and the other's keep-alive is as old
+    earlier = {"new_s": holder._last_beats[other].new_s - 60, "silent_s": holder._last_beats[other].silent_s - 60}
+    holder._last_beats = {other: replace(holder._last_beats[other], **earlier)}
     holder.sync(fresh=True)
     assert other in holder.state.participants
 
 
-# The form on the wire
+# The JSON form
 
 
-def test_the_state_survives_its_form():
+def test_the_state_is_unchanged_by_encode_and_decode():
     state = SharedState()
     a, b, c, d = (_NodeDesc(name, 7, i) for i, name in enumerate("abcd"))
     state.round, state.complete, state.closed = 3, True, True
@@ -390,13 +403,13 @@ def test_the_state_survives_its_form():
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"{}", b'{"format": 2}', b"\x80\x04N.", encode(SharedState()).replace(b"[]", b"[[1]]", 1)]
 )
-def test_what_is_no_state_is_refused(data):
+def test_bytes_that_are_no_state_are_refused(data):
     with pytest.raises(RendezvousStateError):
         decode(data)
 
 
-class Listens:
-    """A daemon's signals, as far as a handler that is dropped has to do with them."""
+class FakeHeartbeatClient:
+    """Stands for the heartbeat client of a handler that is dropped."""
 
     def __init__(self, *arguments):
         self.is_stopped = False
@@ -409,17 +422,17 @@ class Listens:
 
 
 def test_a_handler_that_is_dropped_without_shutdown_ends_its_threads(make_job, monkeypatch):
-    monkeypatch.setattr(handler, "HeartbeatClient", Listens)
+    monkeypatch.setattr(handler, "HeartbeatClient", FakeHeartbeatClient)
     job = make_job("1")
     inner = create_handler(
         job.store, job.shared, RendezvousParameters("reft", "", "job", 1, 1, local_addr="127.0.0.1", **job.options)
     )
     agent = ReftRendezvousHandler(inner, AgentFacts(), "none", shrink_s=0.3, daemon=("unix:/none", None))
-    listener, poller = agent._heartbeat_client, agent._poller._thread
+    client, poller = agent._heartbeat_client, agent._poller._thread
     agent.next_rendezvous()
-    assert agent.num_nodes_waiting() == 0 and poller.is_alive() and not listener.is_stopped
+    assert agent.num_nodes_waiting() == 0 and poller.is_alive() and not client.is_stopped
     inner._stop_heartbeats()
     del agent, inner
     gc.collect()
     poller.join(20)
-    assert not poller.is_alive() and listener.is_stopped
+    assert not poller.is_alive() and client.is_stopped

@@ -1,4 +1,4 @@
-"""The training that scenarios of shrinking and growing are judged by: what its losses show, and what they would not hide."""
+"""The training by whose losses the scenarios of shrinking and growing are judged."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ SCHEDULE = [4] * 5 + [3] * 5 + [4] * 5  # worker counts, step by step
 
 
 def losses(share: int = 0) -> list[float]:
-    """Of a run with this schedule; `share`: the worker count that the shares are made for, by default the step's own."""
+    """Returns the losses of a run with this schedule.
+
+    Args:
+        share: the number of workers by which the work is divided; 0: that of the step.
+    """
     model, optimizer = elastic_train.build()
-    found = []
+    losses_by_step = []
     for step, world in enumerate(SCHEDULE):
         micro = [range(rank, elastic_train.MICRO, share or world) for rank in range(world)]
         total = sum(elastic_train.gradients(model, step, each) for each in micro)
-        found.append(elastic_train.apply(model, optimizer, total))
-    return found
+        losses_by_step.append(elastic_train.apply(model, optimizer, total))
+    return losses_by_step
 
 
-def test_a_run_with_a_schedule_of_worker_counts_has_the_losses_of_an_undisturbed_one():
+def test_a_schedule_of_worker_counts_does_not_change_the_losses():
     expected = list(elastic_train.alone(len(SCHEDULE)))
     assert losses() == expected
     wrong = losses(share=4)

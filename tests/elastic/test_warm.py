@@ -1,4 +1,4 @@
-"""Workers that are forked: they must be what python itself would have made, and end as such."""
+"""Forked workers: they equal workers of a cold start, and end in the same way."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.support.daemons import ROOT, until
 from tests.support.rendezvous import Agents
 
 PROBE = str(Path(probe.__file__))
-LIGHT = ["json"]  # a server that imports nothing of weight: what is tested does not depend on it
+LIGHT = ["json"]  # a fast import: the tests do not depend on the modules
 
 
 @pytest.fixture(autouse=True)
 def ours(monkeypatch):
-    """Processes that are started import reft from here, installed or not."""
+    """Makes started processes import reft from this tree, installed or not."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "daemon")]))
 
 
 @pytest.fixture
 def server(ours, tmp_path_factory) -> Iterator[ForkServer]:
-    """One whose own folder and environment are not those of its workers."""
+    """Yields a fork server whose folder and environment differ from those of its workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         patch.setenv("ONLY_OF_THE_SERVER", "1")
@@ -45,21 +45,23 @@ def server(ours, tmp_path_factory) -> Iterator[ForkServer]:
 
 @pytest.fixture
 def start(tmp_path, server) -> Callable[..., subprocess.Popen[bytes]]:
-    """Starts probe.py, warm or cold, with its output in files: start(is_warm, *what python runs)."""
+    """Returns start(is_warm, *words): runs Python with these words, output in files."""
 
     def make(is_warm: bool, *words: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", *words]
         environment = {**os.environ, "RANK": "3", "TEXT": "a\nb ü"}
         kind = "warm" if is_warm else "cold"
         with (
-            open(os.devnull) as no,
+            open(os.devnull) as null,
             open(tmp_path / f"{kind}.out", "w") as out,
             open(tmp_path / f"{kind}.err", "w") as err,
         ):
             if is_warm:
-                pid = server.fork(command, environment, [no.fileno(), out.fileno(), err.fileno()])
+                pid = server.fork(command, environment, [null.fileno(), out.fileno(), err.fileno()])
                 return ForkedProcess(command, pid)
-            return subprocess.Popen(command, env=environment, stdin=no, stdout=out, stderr=err, start_new_session=True)
+            return subprocess.Popen(
+                command, env=environment, stdin=null, stdout=out, stderr=err, start_new_session=True
+            )
 
     return make
 
@@ -67,16 +69,16 @@ def start(tmp_path, server) -> Callable[..., subprocess.Popen[bytes]]:
 @pytest.mark.parametrize(
     "words", [[PROBE], ["tests/support/probe.py"], ["-m", "tests.support.probe"]], ids=["script", "relative", "module"]
 )
-def test_a_forked_worker_finds_what_one_that_python_started_finds(tmp_path, start, words, monkeypatch):
+def test_a_forked_worker_sees_what_a_cold_start_sees(tmp_path, start, words, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = []
+    reports = []
     for is_warm in (True, False):
         out = tmp_path / "said"
         assert start(is_warm, *words, str(out), "0", "--lr=1").wait(60) == 0
-        said = json.loads(out.read_text())
-        said["targets"] = [target.replace("warm.", "cold.") for target in said["targets"]]
-        found.append(said)
-    warm_one, cold_one = found
+        report = json.loads(out.read_text())
+        report["targets"] = [target.replace("warm.", "cold.") for target in report["targets"]]
+        reports.append(report)
+    warm_one, cold_one = reports
     for name in ("LC_CTYPE", "LINES", "COLUMNS"):  # python itself may add the first one
         warm_one["environment"].pop(name, None), cold_one["environment"].pop(name, None)
     assert warm_one == cold_one
@@ -84,20 +86,46 @@ def test_a_forked_worker_finds_what_one_that_python_started_finds(tmp_path, star
     assert (tmp_path / "warm.out").read_text() == "printed\n"
 
 
+GLOBALS = """
+import json, sys
+shown = {name: repr(value) for name, value in globals().items() if name not in ("__loader__", "__spec__")}
+shown["loader"] = [type(__loader__).__name__, vars(__loader__)]
+shown["spec"] = __spec__ and __spec__.name
+with open(sys.argv[1], "w") as file:
+    json.dump(shown, file)
+"""
+
+
+@pytest.mark.parametrize("words", [["shown.py"], ["-m", "shown"]], ids=["script", "module"])
+def test_a_forked_worker_has_the_module_globals_of_a_cold_start(tmp_path, start, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shown.py").write_text(GLOBALS)
+    globals_by_start = []
+    for is_warm in (True, False):
+        out = tmp_path / "globals"
+        assert start(is_warm, *words, str(out)).wait(60) == 0
+        globals_by_start.append(json.loads(out.read_text()))
+    warm_globals, cold_globals = globals_by_start
+    assert warm_globals == cold_globals
+    assert cold_globals["loader"] == ["SourceFileLoader", {"name": cold_globals["loader"][1]["name"],
+                                                           "path": str(tmp_path / "shown.py")}]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("what", "code"), [("0", 0), ("7", 7), ("say", 1), ("raise", 1), ("interrupt", -signal.SIGINT)]
 )
-def test_it_ends_with_the_same_code_and_the_same_words(tmp_path, start, what, code):
+def test_exit_code_and_stderr_equal_those_of_a_cold_start(tmp_path, start, what, code):
     for is_warm in (True, False):
         assert start(is_warm, PROBE, str(tmp_path / "said"), what).wait(60) == code
-    # Python 3.11 and 3.12 draw ^^^^ under what they could read from the file's code, in a cold process too.
+    # Python 3.11 and 3.12 draw ^^^^ under code that they can read from the file, also in a cold
+    # start.
     texts = [re.sub(r"\n *[\^~]+", "", (tmp_path / f"{kind}.err").read_text()) for kind in ("warm", "cold")]
-    if what == "interrupt":  # the last lines; above them a cold process has fewer frames
+    if what == "interrupt":  # only the last line: the traceback of a cold start has fewer frames
         texts = [text.splitlines()[-1:] for text in texts]
     assert texts[0] == texts[1]
 
 
-def test_it_is_killed_as_any_child_and_shows_its_own_command(tmp_path, start):
+def test_a_worker_is_a_child_of_the_agent_and_shows_its_own_command(tmp_path, start):
     worker = start(True, PROBE, str(tmp_path / "said"), "wait")
     until(lambda: (tmp_path / "warm.out").read_text() == "printed\n", what="the worker")
     process = psutil.Process(worker.pid)
@@ -109,8 +137,8 @@ def test_it_is_killed_as_any_child_and_shows_its_own_command(tmp_path, start):
     assert worker.wait(60) == -signal.SIGKILL
 
 
-def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
-    """As after the agent's end, or after it has given up waiting and started another one."""
+def test_a_worker_without_go_never_runs(tmp_path, server):
+    """As after the end of the agent, or if the agent has started another process instead."""
     wait, go = os.pipe()
     said = tmp_path / "said"
     command = [sys.executable, "-u", PROBE, str(said), "0"]
@@ -126,7 +154,7 @@ def test_a_worker_whose_agent_says_nothing_never_runs(tmp_path, server):
     assert worker.wait(60) == 1 and not said.exists()
 
 
-def test_no_process_of_others_is_adopted(server, tmp_path):
+def test_orphans_of_other_programs_are_not_adopted(server, tmp_path):
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=-3).pid)"
     server.fork([sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ), [0, 1, 2])
     pid = int(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
@@ -136,7 +164,7 @@ def test_no_process_of_others_is_adopted(server, tmp_path):
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path, monkeypatch, capsys):
+def test_a_killed_server_causes_one_cold_start_and_is_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     workers = WarmWorkers([], "")
     command, environment = [sys.executable, "-u", PROBE, str(tmp_path / "said"), "0"], dict(os.environ)
@@ -146,7 +174,7 @@ def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path,
         first.process.kill()
         first.process.wait()
         assert workers.start(command, environment, [0, 1, 2]) is None
-        assert "a worker is started cold, and the next ones are forked again" in capsys.readouterr().err
+        assert "a worker is started cold, later workers are forked again" in capsys.readouterr().err
         assert workers.start(command, environment, [0, 1, 2]).wait(60) == 0
         assert workers._server is not first
         assert workers.start(["numactl", *command], environment, [0, 1, 2]) is None
@@ -165,7 +193,7 @@ def test_a_server_that_was_killed_costs_one_cold_start_and_is_replaced(tmp_path,
         ),
     ],
 )
-def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_path, monkeypatch, capsys, body, why):
+def test_if_forks_are_impossible_all_workers_are_started_cold(tmp_path, monkeypatch, capsys, body, why):
     (tmp_path / "heavy.py").write_text(body)
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     workers = WarmWorkers(["heavy"], str(tmp_path))
@@ -173,11 +201,11 @@ def test_what_can_not_be_forked_is_said_and_all_workers_are_started_cold(tmp_pat
     assert workers.start(command, {}, [0, 1, 2]) is None
     assert workers.start(command, {}, [0, 1, 2]) is None
     (line,) = capsys.readouterr().err.splitlines()
-    assert why in line and "so will be all that follow" in line
+    assert why in line and "all later workers too" in line
     assert server.process.poll() is not None and not (tmp_path / "said").exists()
 
 
-def test_a_worker_in_which_cuda_can_not_be_used_never_runs_and_a_cold_one_does(tmp_path, monkeypatch, capsys):
+def test_a_worker_forked_after_cuda_was_used_never_runs(tmp_path, monkeypatch, capsys):
     (tmp_path / "torch.py").write_text(
         "import types\ncuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: True)"
     )
@@ -190,10 +218,10 @@ def test_a_worker_in_which_cuda_can_not_be_used_never_runs_and_a_cold_one_does(t
     finally:
         workers.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has used CUDA" in line and "so will be all that follow" in line and not (tmp_path / "said").exists()
+    assert "has used CUDA" in line and "all later workers too" in line and not (tmp_path / "said").exists()
 
 
-def test_torch_is_changed_only_while_workers_come_from_the_server(monkeypatch):
+def test_torch_is_patched_only_until_close(monkeypatch):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     before = torch_patch.api.get_subprocess_handler
     workers = WarmWorkers([], "")
@@ -203,7 +231,7 @@ def test_torch_is_changed_only_while_workers_come_from_the_server(monkeypatch):
     assert torch_patch.api.get_subprocess_handler is before
 
 
-def test_a_torch_without_a_name_is_left_as_it_is(monkeypatch, capsys):
+def test_a_torch_without_a_private_name_is_not_patched(monkeypatch, capsys):
     monkeypatch.setattr(warm, "MODULES", tuple(LIGHT))
     monkeypatch.delattr(torch_patch.SubprocessHandler, "_popen")
     workers = WarmWorkers([], "")
@@ -215,12 +243,15 @@ def test_a_torch_without_a_name_is_left_as_it_is(monkeypatch, capsys):
 
 def test_a_server_ends_with_its_agent(server):
     assert server._hear("ready", 60)
-    server._control.close()  # as the kernel does
+    server._control.close()  # as the kernel does at the agent's end
     assert server.process.wait(60) == 0
 
 
 def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
-    """numpy and torch seed themselves when imported, which the server has done for all of them; and OpenBLAS starts threads."""
+    """numpy and torch seed themselves on import, which the server did for all workers.
+
+    OpenBLAS also starts threads on import.
+    """
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     script = tmp_path / "draw.py"
     script.write_text(
@@ -241,14 +272,14 @@ def test_workers_draw_different_random_numbers(tmp_path, monkeypatch):
     assert len(drawn[0]) == 3 and not set(drawn[0]) & set(drawn[1])
 
 
-def test_only_scripts_of_this_python_are_forked():
+def test_only_scripts_run_by_this_python_are_forked():
     me = sys.executable
     assert can_fork([me, "-u", "a.py"]) and can_fork([me, "-u", "-m", "a", "b"])
     for command in ([me, "-u", "-m"], [me, "a.py"], ["other", "-u", "a.py"], [me, "-u", "a.zip"], [me, "-u"]):
         assert not can_fork(command)
 
 
-def test_a_deadline_is_a_failure_and_not_a_hang(server):
+def test_a_server_that_does_not_answer_is_a_failure_and_not_a_hang(server):
     assert server._hear("ready", 60)
     with pytest.raises(OSError):
         server._hear("pid", 0.01)
@@ -295,18 +326,17 @@ def test_torchruns_workers_are_forked_killed_and_forked_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_agent_takes_its_forked_workers_and_its_server_along(tmp_path):
+def test_forked_workers_and_server_end_with_a_killed_agent(tmp_path):
     with Agents(tmp_path, "--rdzv-backend=reft", "--rdzv-conf=daemon=off,warm=yes", "--nproc-per-node=2") as agents:
         agent = agents.start("a", "--local-addr=127.0.0.1")
         until(lambda: len(agents.workers()) == 2 or agent.poll() is not None, 90, "workers")
         process = psutil.Process(agent.pid)
         below = process.children(recursive=True)
         assert {row[1] for row in agents.workers()} < {each.pid for each in process.children()}
-        slept = (
-            process.num_ctx_switches().voluntary
-        )  # the guard is told of the workers in the agent's next look at them
-        until(lambda: process.num_ctx_switches().voluntary > slept + 50, 30, "the agent's next look")
+        # The agent sends the workers to the orphan reaper in its next loop.
+        switches = process.num_ctx_switches().voluntary
+        until(lambda: process.num_ctx_switches().voluntary > switches + 50, 30, "the agent's next loop")
         agent.kill()
         agent.wait()
         living = [each for each in below if "reft.elastic.stores.store_host" not in " ".join(each.cmdline())]
-        until(lambda: not any(each.is_running() for each in living), 60, "the end of all")
+        until(lambda: not any(each.is_running() for each in living), 60, "the end of all processes")

@@ -1,4 +1,4 @@
-"""Adapters without their trainers: what they import, and what they say to a trainer that is not the one they know."""
+"""The adapters without their trainers: their imports, and their errors for an unknown trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODULES = ["accelerate", "deepspeed", "lightning", "megatron", "torchtitan", "tr
 
 
 def test_importing_an_adapter_imports_no_trainer():
-    """Nor does it need one: none is installed here, or all are."""
+    """The trainers need not be installed."""
     lines = [f"import reft.integrations.{name}" for name in MODULES]
     lines += ["import sys", f"assert not set({MODULES!r}) & set(sys.modules), 'loaded'"]
     done = subprocess.run(
@@ -26,7 +26,7 @@ def test_importing_an_adapter_imports_no_trainer():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_name_that_is_missing_is_said_with_the_tested_version():
+def test_a_missing_attribute_is_an_error_with_the_tested_version():
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(setup_data=None))
     tested = checks.Tested("no-such-package", "1.2.3")
     tested.need(trainer, "fit_loop", "fit_loop.setup_data")
@@ -34,14 +34,14 @@ def test_a_name_that_is_missing_is_said_with_the_tested_version():
         tested.need(trainer, "fit_loop.epoch_loop")
 
 
-def test_a_parameter_that_is_missing_is_said():
+def test_a_missing_parameter_is_an_error():
     tested = checks.Tested("pytest", "1.2.3")
     tested.need_parameters(lambda epoch, batch: None, ["epoch"])
     with pytest.raises(UnsupportedState, match="does not take 'step' in pytest"):
         tested.need_parameters(lambda epoch: None, ["epoch", "step"])
 
 
-def test_accelerates_wrapper_is_looked_through_and_no_other():
+def test_only_accelerates_wrapper_is_unwrapped():
     wrapper = type("AcceleratedOptimizer", (), {"__module__": "accelerate.optimizer", "optimizer": "inner"})
     other = type("AcceleratedOptimizer", (), {"optimizer": "inner"})()
     assert checks.inner_optimizer(wrapper()) == "inner"
@@ -49,7 +49,7 @@ def test_accelerates_wrapper_is_looked_through_and_no_other():
 
 
 class Loader:
-    """As torchdata's: whoever asks for the state makes the iterator; below a class that pickles."""
+    """As torchdata's loader: state_dict makes the iterator. Subclasses pickle."""
 
     def __init__(self) -> None:
         self.iterators, self.state = 0, {"at": 3}
@@ -62,7 +62,7 @@ class Loader:
         self.state = state
 
 
-def test_torchtitans_loader_is_asked_below_what_pickles_and_its_iterator_is_made_before_generators_are_put_back():
+def test_torchtitans_position_is_not_pickled_and_the_iterator_is_made_on_load():
     stateful = type(
         "StatefulDataLoader", (Loader,), {"__module__": "torchdata.stateful_dataloader.stateful_dataloader"}
     )
@@ -79,21 +79,21 @@ def test_torchtitans_loader_is_asked_below_what_pickles_and_its_iterator_is_made
 
 
 class Storage:
-    """Stands for torchtitan's own checkpoint manager, and for its Config."""
+    """Stands for torchtitan's own checkpoint manager and its Config."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     def build(self, **given):
         self.given = given
         return self
 
     def __getattr__(self, name):
-        return lambda *_: self.said.append(name) or True
+        return lambda *_: self.calls.append(name) or True
 
 
-@pytest.mark.parametrize(("restored_from", "said"), [("memory", []), (None, ["load"])])
-def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, restored_from, said):
+@pytest.mark.parametrize(("restored_from", "calls"), [("memory", []), (None, ["load"])])
+def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, restored_from, calls):
     marks: list[str] = []
     session = SimpleNamespace(
         restored_from=restored_from, begin_marking=lambda: marks.append("marking"), step_end=lambda: marks.append("mark"),
@@ -109,7 +109,7 @@ def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, r
         lr_schedulers=rates, states={"train_state": trainer}, sd_adapter=None, base_folder="f",
     )  # fmt: skip
     assert manager._load() is True
-    assert storage.said == said and marks == ["marking"]
+    assert storage.calls == calls and marks == ["marking"]
     (given, options) = attached[0]
     assert given == (["part"], ["inner"]) and options["every"] == 2 and options["job"] == "j"
     assert options["state"]["train_state"] is trainer and options["state"]["lr"] is rates and "data" in options["state"]
@@ -118,11 +118,14 @@ def test_torchtitans_storage_is_read_only_if_memory_holds_nothing(monkeypatch, r
     manager._maybe_wait_for_staging()
     manager._close()
     assert marks == ["marking", "mark", "close"]
-    assert storage.said == [*said, "save", "maybe_wait_for_staging", "close"]
+    assert storage.calls == [*calls, "save", "maybe_wait_for_staging", "close"]
 
 
-def test_what_another_training_of_this_process_has_left_takes_the_place_of_no_model():
-    """As that of the fold before, under the same job; a Trainer that goes on with its own training has its steps."""
+def test_state_of_another_training_of_this_process_is_not_restored():
+    """An example is the previous fold, under the same job name.
+
+    A Trainer that continues its own training already has its steps.
+    """
     fresh = SimpleNamespace(state=SimpleNamespace(global_step=0, is_world_process_zero=False))
     held = {"process": checks.this_process(), "state": {"global_step": 48}}
     with pytest.raises(ConfigError, match="this process has trained under this job's name before"):

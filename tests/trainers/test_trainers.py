@@ -1,6 +1,7 @@
-"""Other people's trainers, really run: killed, restarted, and equal in every bit to an undisturbed run without reft.
+"""Runs other people's trainers, kills and restarts them, and compares with a run without reft.
 
-Each lives in a virtual environment of its own, which `make test-trainers` sets up.
+The results must be equal in every bit. Each trainer has its own virtual environment, which
+`make test-trainers` sets up.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from tests.support.daemons import ROOT, DaemonProcess, until, vanish
 
 pytestmark = [pytest.mark.trainers, pytest.mark.timeout(600)]
 
-# Script, with arguments → its trainer's environment. Those of DeepSpeed, Megatron-core and torchtitan are run on two ranks
-# only, which is what ZeRO, sharding, tensor parallelism and pipelines are about.
+# Script with arguments → environment of its trainer. Those of DeepSpeed, Megatron-core and
+# torchtitan run on two ranks only, because ZeRO, sharding, tensor parallelism and pipelines need
+# several ranks.
 EXAMPLES = {
     "examples/hf_trainer.py": "hf",
     "examples/accelerate_loop.py": "hf",
@@ -45,13 +47,13 @@ EXAMPLES = {
     "examples/torchtitan_llama.py": "torchtitan",
     "examples/torchtitan_llama.py --tp 2": "torchtitan",
 }
-# Run in one way each, below.
+# Each of these is run in one test only.
 ODD = {"tests/support/lightning_hooks.py": "lightning", "tests/support/resumed_trainer.py": "hf"}
 # Minutes; run with -m "trainers and slow".
 SLOW = ("--ep 2",)
 OTHER_MOMENTS = [pytest.param(seed, marks=pytest.mark.chaos) for seed in (1, 2, 3)]
 ALONE = [script for script, trainer in EXAMPLES.items() if trainer not in ("deepspeed", "megatron", "torchtitan")]
-# What a trainer's workers import; each run imports it once, and forks.
+# Modules that a trainer's workers import. Each run imports them once, and forks.
 IMPORTS = {
     "hf": "transformers.trainer+transformers.models.gpt2.modeling_gpt2+accelerate",
     "lightning": "lightning.pytorch",
@@ -69,11 +71,11 @@ TORCHRUN = [
 
 
 class Example:
-    """An example, to be run in its trainer's environment.
+    """An example, run in its trainer's environment.
 
     Args:
-        example: one of EXAMPLES, or of ODD.
-        folder: where results go.
+        example: one of EXAMPLES or ODD.
+        folder: for the results.
     """
 
     def __init__(self, example: str, folder: Path) -> None:
@@ -85,16 +87,16 @@ class Example:
         self._torchrun = ["-m", "tests.support.warm_torchrun", IMPORTS[trainer], *TORCHRUN]
 
     def run_ranks(self, name: str, count: int = 2, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Under torchrun."""
+        """Runs the example under torchrun."""
         return self.run(name, *self._torchrun, f"--nproc-per-node={count}", **changes)
 
     def run(self, name: str, *launcher: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        """To its end."""
+        """Runs the example to its end."""
         with self.start(name, *launcher, **changes) as process:
             return ended(process)
 
     def start(self, name: str, *launcher: str, **changes: str) -> subprocess.Popen[str]:
-        """As a process in a session of its own."""
+        """Starts the example as a process in its own session."""
         path = os.pathsep.join(str(ROOT / each) for each in (".", "daemon", "examples"))
         paths = os.pathsep.join([str(self.python.parent), os.environ["PATH"]])  # DeepSpeed looks for ninja
         environment = {
@@ -115,7 +117,7 @@ class Example:
 
 
 def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    """What became of a process, at its end."""
+    """Waits for the end of a process, and returns its result."""
     try:
         out, errors = process.communicate(timeout=280)
     except BaseException:
@@ -131,33 +133,34 @@ def example(request, tmp_path) -> Example:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Callable[[Example], list[dict[str, Any]]]:
-    """What each rank of an example ends with without reft; run once."""
-    found: dict[tuple[str, ...], Example] = {}
+    """Returns a function: example → results of its ranks without reft. Each runs once."""
+    finished: dict[tuple[str, ...], Example] = {}
 
     def of(example: Example) -> list[dict[str, Any]]:
         key = tuple(example.command)
-        if key not in found:
+        if key not in finished:
             alone = copy.copy(example)
             alone.folder = tmp_path_factory.mktemp("plain")
             done = alone.run_ranks("plain", REFT_MODE="off")
             assert done.returncode == 0, done.stderr
-            found[key] = alone
-        return [found[key].result("plain", rank) for rank in (0, 1)]
+            finished[key] = alone
+        return [finished[key].result("plain", rank) for rank in (0, 1)]
 
     return of
 
 
-# Slots for all steps until a kill, so that none is skipped, and the kill comes, though a busy daemon has not answered yet.
+# Slots for all steps until a kill. So no step is skipped while a busy daemon does not answer, and
+# the kill happens.
 EVERY_STEP = {"REFT_SLOTS": "16"}
 
 
 def restored(done: subprocess.CompletedProcess[str]) -> list[int]:
-    """The steps from which the run went on."""
+    """Returns the steps from which the run continued."""
     return [int(step) for step in re.findall(r"restored step (\d+) ", done.stderr)]
 
 
 def assert_ends_alike(after: dict[str, Any], plain: dict[str, Any]) -> None:
-    """Losses since the last restart, and all that is left at the end."""
+    """Asserts that the losses since the last restart, and the final state, are equal."""
     losses = after.pop("losses")
     assert 0 < len(losses) <= len(plain["losses"])
     assert losses == plain.pop("losses")[-len(losses) :]
@@ -178,8 +181,12 @@ def test_one_process_killed_and_started_again(example, daemon):
 
 
 @pytest.mark.parametrize("step", [12, 15], ids=["the last of an epoch", "within an epoch"])
-def test_what_lightning_does_behind_a_batch_and_an_epoch_comes_back(step, daemon, tmp_path):
-    """The average in a module's hook, early stopping's count, a scheduler that follows a metric, callbacks' modules."""
+def test_what_lightning_changes_after_a_batch_and_an_epoch_is_restored(step, daemon, tmp_path):
+    """Restores what Lightning changes after a batch and an epoch.
+
+    This is: an average in a module's hook, the count of early stopping, a scheduler that follows a
+    metric, and modules of callbacks.
+    """
     example = Example("tests/support/lightning_hooks.py", tmp_path)
     reft = {"REFT_DAEMON": daemon.address, "REFT_JOB": "mine", **EVERY_STEP}
     plain = example.run("plain", REFT_MODE="off")
@@ -193,8 +200,11 @@ def test_what_lightning_does_behind_a_batch_and_an_epoch_comes_back(step, daemon
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
-def test_trainer_goes_on_from_its_own_checkpoint_and_then_from_memory(daemon, tmp_path):
-    """Its checkpoints lie within an epoch, and, when it is killed, at the end of one: a step before that is in memory."""
+def test_trainer_resumes_from_its_own_checkpoint_and_then_from_memory(daemon, tmp_path):
+    """The first checkpoint lies within an epoch. Then Trainer is killed at the end of an epoch.
+
+    Memory then holds a step before Trainer's newest checkpoint.
+    """
     example = Example("tests/support/resumed_trainer.py", tmp_path)
     first = example.run("first", REFT_MODE="off", STOP_AT="8")
     assert first.returncode == 0, first.stderr
@@ -208,12 +218,15 @@ def test_trainer_goes_on_from_its_own_checkpoint_and_then_from_memory(daemon, tm
     assert killed.returncode == -9, killed.stderr
     after = example.run("after", **reft)
     assert after.returncode == 0, after.stderr
-    assert restored(after) == [3] and "a checkpoint of step 12; memory goes before it, with step 11" in after.stderr
+    assert restored(after) == [3] and "a checkpoint of step 12, but step 11 from memory is used" in after.stderr
     assert_ends_alike(example.result("after"), example.result("plain"))
 
 
 def cases() -> Iterator[Any]:
-    """Example and seed: one moment of each, three more of each as it is started without arguments."""
+    """Yields (example, seed): one moment of the kill for each example.
+
+    Examples without arguments have three more moments.
+    """
     for script in EXAMPLES:
         yield pytest.param(script, 0, marks=pytest.mark.slow if any(word in script for word in SLOW) else ())
         if script.startswith("examples/") and " " not in script:
@@ -222,7 +235,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("example", "seed"), list(cases()), indirect=["example"])
 def test_a_killed_rank_and_then_all_of_them(example, seed, plain, daemon):
-    """Each in mid-copy; torchrun starts them again."""
+    """Kills one rank, then all ranks, in mid-copy; torchrun restarts them."""
     chance = random.Random(seed)
     rank, first, second = chance.randrange(2), chance.randrange(4, 8), chance.randrange(11, 16)
     faults = f"snapshot.chunk:kill:from={first}:rank={rank}:epoch=1,snapshot.chunk:kill:from={second}:epoch=2"
@@ -237,7 +250,10 @@ def test_a_killed_rank_and_then_all_of_them(example, seed, plain, daemon):
 def one_on_each(
     nodes: list[DaemonProcess], example: Example, name: str, **changes: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """A rank on each of two nodes, without torchrun: the daemons are two, the host is one. At the end none is left."""
+    """Starts a rank on each of two nodes, without torchrun; kills what is left at the end.
+
+    There are two daemons on one host.
+    """
     port = str(free_port())
     with ExitStack() as stack:
         ranks = []
@@ -254,7 +270,7 @@ def one_on_each(
 @pytest.mark.parametrize("seed", [0, *OTHER_MOMENTS])
 @pytest.mark.parametrize("example", ALONE, indirect=True)
 def test_a_lost_node(example, seed, plain, site):
-    """It dies with its rank, in mid-copy, and its memory; a new one takes its place."""
+    """A node is lost with its rank, in mid-copy, and its memory; a new node replaces it."""
     chance = random.Random(f"node {seed}")
     lost, step = chance.randrange(2), chance.randrange(6, 15)
     nodes = site.add(2)
@@ -276,17 +292,17 @@ def test_a_lost_node(example, seed, plain, site):
 
 
 def whole(example: Example, name: str, ranks: int) -> dict[str, bytes]:
-    """Every weight, main parameter and moment of the whole model, put together from what each rank has of it."""
-    found: dict[str, dict[int, bytes]] = {}
+    """Returns every weight, main parameter and moment of the whole model, merged from all ranks."""
+    parts: dict[str, dict[int, bytes]] = {}
     for rank in range(ranks):
         for what, (first, data) in example.result(name, rank)["optimizer"]["runs"].items():
-            assert found.setdefault(what, {}).setdefault(first, bytes.fromhex(data)) == bytes.fromhex(data), what
-    return {what: b"".join(runs[first] for first in sorted(runs)) for what, runs in found.items()}
+            assert parts.setdefault(what, {}).setdefault(first, bytes.fromhex(data)) == bytes.fromhex(data), what
+    return {what: b"".join(runs[first] for first in sorted(runs)) for what, runs in parts.items()}
 
 
 @pytest.mark.slow  # two minutes
-def test_megatron_comes_back_with_other_stages_and_another_number_of_ranks(daemon, tmp_path):
-    """Two stages, then one rank, then two data parallel ones; none of the later ones trains."""
+def test_megatron_is_restored_with_other_stages_and_another_number_of_ranks(daemon, tmp_path):
+    """Two stages, then one rank, then two data-parallel ranks. Only the first run trains."""
     shapes = {"stages": ("--pp 2", 2), "alone": ("", 1), "replicas": ("", 2)}
     states = {}
     for name, (arguments, ranks) in shapes.items():

@@ -1,9 +1,11 @@
-"""The demo's stage: pretend nodes on this computer, faults, and the proof that nothing was lost. Tests use it too.
+"""The demo: pretend nodes on this computer, faults, and the proof that nothing was lost.
 
-run        what `reft-cli demo` does: two trainings, one disturbed ─► report
+run        what `reft-cli demo` does: two trainings, one with faults ─► report
 scenario   one training with its faults: launch, watch, kill
-cluster    daemons and torchrun agents as processes, in folders of their own
-keeper     a process that ends and removes all of that, however its owner ended
+cluster    daemons and torchrun agents as processes, in their own folders
+clean_up   a process that ends and removes all of that, however its owner ended
 records    what the trainers wrote; pure comparison
-screen     what a person sees meanwhile
+screen     what the user sees meanwhile
+
+Tests use it too.
 """

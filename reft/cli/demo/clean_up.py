@@ -1,11 +1,13 @@
-"""Ends what a cluster started, and removes its folders, however the cluster's owner ended: normally, or by SIGKILL.
+"""Ends the processes of a cluster and removes its folders, even if its owner was SIGKILLed.
 
-    owner ──pipe──► keeper: waits for the pipe's end ─► SIGKILLs every process with the mark ─► removes the folders
+    owner ── pipe ──► clean-up process: waits until the pipe closes
+                      ─► SIGKILL to every process with the mark ─► removes the folders
 
-A process of its own rather than PR_SET_PDEATHSIG: that signal must be asked for between fork and exec, which is not
-safe in an owner with threads (gRPC has them); it comes when the *thread* that forked ends; torchrun's workers, which
-have sessions of their own, would not get it; and it removes no files. The mark is a variable of the environment that
-every descendant inherits, so orphans and grandchildren are found too.
+Why a process and not PR_SET_PDEATHSIG? That signal must be requested between fork and exec, which
+is not safe in an owner with threads (gRPC has some). It is sent when the forking *thread* ends.
+torchrun's workers have sessions of their own and would not get it. And it removes no files. The
+mark is an environment variable that every descendant inherits, so orphans and grandchildren are
+found too.
 """
 
 from __future__ import annotations
@@ -22,39 +24,43 @@ import psutil
 from reft.config import child_environment
 
 SWEEP_DEADLINE_S = 15.0
-MARK = "REFT_RUNTIME_DIR"  # read by reft: a marked process can't meet a daemon of this user by accident either
+MARK = "REFT_RUNTIME_DIR"  # reft reads it too, so a marked process can't use the user's own daemon
 
 
 def marked(folder: Path) -> list[psutil.Process]:
-    """Every living process whose environment names `folder`."""
-    found = []
+    """Returns every living process whose environment names `folder`."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
-            continue  # gone, or somebody else's
-    return found
+            continue  # the process has ended, or belongs to another user
+    return processes
 
 
 def sweep(folders: Sequence[Path]) -> None:
-    """SIGKILLs what carries the mark of the first folder, until nothing does; then removes all folders."""
+    """Kills every process with the mark of the first folder; then removes all folders."""
     end = time.monotonic() + SWEEP_DEADLINE_S
-    while (left := marked(folders[0])) and time.monotonic() < end:
-        for process in left:
+    while (processes := marked(folders[0])) and time.monotonic() < end:
+        for process in processes:
             try:
                 process.kill()
             except psutil.Error:
                 continue
-        psutil.wait_procs(left, timeout=1.0)
+        psutil.wait_procs(processes, timeout=1.0)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def start(folders: Sequence[Path]) -> subprocess.Popen[bytes]:
-    """A keeper; it sweeps once its stdin is closed, by `close` or by the end of this process."""
+    """Starts a clean-up process.
+
+    It works when its stdin is closed: by `close`, or by the end of this process.
+    """
     command = [sys.executable, "-m", "reft.cli.demo.clean_up", *map(str, folders)]
-    # A session of its own: Ctrl-C in the terminal must not reach it. No output: it may outlive its owner's pipes.
+    # Its own session: Ctrl-C in the terminal must not reach it. No output: it may outlive its
+    # owner's pipes.
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Pretend nodes on this computer: a daemon and a torchrun agent each, as real processes in folders of their own.
+"""Pretend nodes on this computer: each has a daemon and a torchrun agent as real processes.
 
     with Cluster(nodes=2, ranks_per_node=2) as cluster:
         training = cluster.launch("job-1", steps=30, environment={"REFT_FAILPOINTS": "…"})
@@ -6,8 +6,9 @@
         codes = training.wait(deadline_s=60)
         training.result()          # every line and digest that the ranks wrote
 
-Nodes and ranks are numbered from 0. Node i runs global ranks i*ranks_per_node and up: torchrun sorts agents by address
-and pid, and agents are started in order. Leaving the block ends every process and removes every file.
+Nodes and ranks are numbered from 0. Node i runs the global ranks from i*ranks_per_node on: torchrun
+sorts agents by address and pid, and the agents are started in order. Leaving the block ends every
+process and removes every file.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ ROOM_PER_RANK = 48 << 20  # bytes; three slots of the demo's model take 10 MiB
 DAEMON_START_S = 30.0
 STATUS_S = 1.0
 POLL_S = 0.05
-PORTS_FROM = 15_000  # below them lie those of well-known services
-# What a launcher around us may have set, and what would change reft's behaviour: neither may reach the pretend nodes.
+PORTS_FROM = 15_000  # lower ports belong to well-known services
+# Prefixes of variables of another launcher or of reft. They must not reach the pretend nodes.
 FOREIGN = ("REFT_", "TORCHELASTIC_", "SLURM_", "MASTER_", "GROUP_", "LOCAL_", "ROLE_", "PET_")
 FOREIGN_NAMES = ("RANK", "WORLD_SIZE")
 LOCAL_ONLY = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Stock torchrun 2.13 hands restarted workers the store of the round before, with stale addresses in it.
+    # torchrun 2.13 gives restarted workers the store of the round before, with old addresses in it.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
 class DemoError(ReftError):
-    """The pretend nodes could not do what was asked of them."""
+    """The pretend nodes could not do what was requested."""
 
 
 @dataclass
 class PretendNode:
-    """One pretend node: its name, the folder of its slots, its daemon's socket and process."""
+    """One pretend node: its name, the folder of its slots, the socket and process of its daemon."""
 
     name: str
     slots: Path
@@ -72,7 +73,7 @@ class PretendNode:
 
 @dataclass
 class Training:
-    """One job: an agent on each node, and what its ranks write."""
+    """One job: an agent on each node, and the files that its ranks write."""
 
     job: str
     world: int
@@ -85,10 +86,10 @@ class Training:
         return any(agent.poll() is None for agent in self.agents)
 
     def wait(self, deadline_s: float) -> list[int]:
-        """The agents' exit codes.
+        """Returns the agents' exit codes.
 
         Raises:
-            DemoError: they did not end in time; they are left running.
+            DemoError: the agents did not end in time. They are left running.
         """
         end = time.monotonic() + deadline_s
         try:
@@ -97,11 +98,11 @@ class Training:
             raise DemoError(f"job {self.job} did not end within {deadline_s:.0f} s.\n{self.tail()}") from error
 
     def result(self) -> TrainingResult:
-        """What the ranks have written up to now."""
+        """Returns what the ranks have written so far."""
         return read_result(self.out, self.world)
 
     def tail(self, lines: int = 30) -> str:
-        """The last lines of every agent's log, for a person who must find out what happened."""
+        """Returns the last lines of every agent's log, to find the cause of a failure."""
         texts = []
         for log in self.logs:
             last = log.read_text(errors="replace").splitlines()[-lines:]
@@ -110,13 +111,13 @@ class Training:
 
 
 class Cluster:
-    """See the module.
+    """The pretend nodes; see the module.
 
     Args:
-        nodes: how many.
-        ranks_per_node: trainers on each.
-        keep: a folder for logs and records that is not removed; None means that nothing is kept.
-        daemon_environment: further variables of the daemons, such as REFT_FAILPOINTS.
+        nodes: number of nodes.
+        ranks_per_node: trainers on each node.
+        keep: a folder for logs and records that is not removed; None: nothing is kept.
+        daemon_environment: more variables of the daemons, such as REFT_FAILPOINTS.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Cluster:
         self.kept = keep or self.folder
         self.slots = slots_folder(self.world * ROOM_PER_RANK, self.folder)
         self._daemon_environment = dict(daemon_environment or {})
-        self._keeper = clean_up.start([self.folder, self.slots])
+        self._clean_up = clean_up.start([self.folder, self.slots])
         names = [f"node-{chr(ord('a') + i)}" for i in range(nodes)]
         self.nodes = [
             PretendNode(n, self.slots / n, self.folder / f"{n}.sock", self.kept / f"{n}.daemon.log") for n in names
@@ -153,10 +154,10 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Ends every process at once and removes the folders; returns when that is done."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        self._keeper.wait()
+        """Ends every process and removes the folders; returns when that is done."""
+        assert self._clean_up.stdin is not None
+        self._clean_up.stdin.close()
+        self._clean_up.wait()
 
     def _spawn_daemon(self, node: PretendNode) -> None:
         command = [sys.executable, "-m", "reft_daemon", "--node", node.name, "--socket", str(node.socket),
@@ -168,13 +169,13 @@ class Cluster:
     def launch(
         self, job: str, steps: int, *, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
     ) -> Training:
-        """Starts a job's agents; returns at once.
+        """Starts a job's agents, and returns at once.
 
         Args:
-            job: becomes torchrun's --rdzv-id, and so the job's name.
-            steps: passed to the script as --steps.
-            environment: further variables of the trainers, such as REFT_FAILPOINTS.
-            arguments: further arguments of the script, which gets --out FOLDER and --steps N first.
+            job: torchrun's --rdzv-id, and so the job's name.
+            steps: given to the script as --steps.
+            environment: more variables of the trainers, such as REFT_FAILPOINTS.
+            arguments: more arguments of the script, after --out FOLDER and --steps N.
         """
         out = self.kept / job
         out.mkdir()
@@ -191,34 +192,37 @@ class Cluster:
         ]
         return Training(job, self.world, out, agents, logs)
 
-    # Looking, and ending
+    # Status, signals, end
 
     def statuses(self, job: str) -> list[pb.JobStatus]:
-        """What each daemon says of its own part of a job; those that do not answer, or hold nothing, are left out."""
-        found = []
+        """Returns each daemon's status of its part of a job.
+
+        Daemons that do not answer, or hold nothing of the job, are left out.
+        """
+        statuses = []
         for node in self.nodes:
             try:
-                found += ask(node.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
+                statuses += ask(node.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
             except (DaemonUnavailable, UnknownJob):
                 continue
-        return found
+        return statuses
 
     def pids(self, job: str) -> dict[int, int]:
-        """The process of every rank that lives, as the daemons know it."""
+        """Returns rank → pid of every living trainer, as the daemons know it."""
         ranks = (rank for status in self.statuses(job) for rank in status.ranks)
         return {rank.rank: rank.pid for rank in ranks if rank.alive}
 
     def signal_ranks(self, job: str, ranks: Iterable[int], number: int) -> dict[int, int]:
-        """Signals trainers from outside; the pids of those that it reached, by rank.
+        """Sends a signal to trainers, and returns their pids by rank.
 
         Raises:
-            DemoError: a rank has no living trainer now; none was signalled.
+            DemoError: a rank has no living trainer now. No trainer was signalled.
         """
         pids = self.pids(job)
         wanted = list(ranks)
         missing = [rank for rank in wanted if rank not in pids]
         if missing:
-            raise DemoError(f"ranks {missing} of job {job} have no trainer now; living are {sorted(pids)}.")
+            raise DemoError(f"ranks {missing} of job {job} have no trainer now. Living ranks: {sorted(pids)}.")
         for rank in wanted:
             os.kill(pids[rank], number)
         return {rank: pids[rank] for rank in wanted}
@@ -232,14 +236,16 @@ class Cluster:
 def spawn(
     command: Sequence[str], log: Path, mark: Path, environment: Mapping[str, str], stdout: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own, which the keeper of the folder `mark` will end.
+    """Starts a process in its own session. The clean-up process of the folder `mark` will end it.
 
     Args:
-        log: gets stderr, and stdout unless `stdout` says otherwise.
-        mark: the first folder that the keeper was given.
-        environment: added to ours, from which everything is gone that another launcher set.
+        command: program and arguments.
+        log: gets stderr, and stdout unless `stdout` is given.
+        mark: the first folder that was given to the clean-up process.
+        environment: added to this process's environment, without the variables of other launchers.
+        stdout: a file descriptor for stdout; None: the log.
     """
-    own = {
+    inherited = {
         name: value
         for name, value in child_environment().items()
         if not name.startswith(FOREIGN) and name not in FOREIGN_NAMES
@@ -247,7 +253,7 @@ def spawn(
     with open(log, "ab") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output if stdout is None else stdout, stderr=output,
-            start_new_session=True, env={**own, clean_up.MARK: str(mark), **environment},
+            start_new_session=True, env={**inherited, clean_up.MARK: str(mark), **environment},
         )  # fmt: skip
 
 
@@ -255,7 +261,7 @@ def await_daemon(node: PretendNode) -> None:
     """Returns when a node's daemon answers.
 
     Raises:
-        DemoError: it ended, or does not answer in time; the end of its log is in the message.
+        DemoError: the daemon ended, or does not answer in time; the message has the end of its log.
     """
     assert node.daemon is not None
     end = time.monotonic() + DAEMON_START_S
@@ -270,7 +276,7 @@ def await_daemon(node: PretendNode) -> None:
 
 
 def short_folder() -> Path:
-    """A new folder for sockets: their paths have a hard limit, and TMPDIR may be long."""
+    """Returns a new folder for sockets, with a short path: socket paths have a limit."""
     folder = Path(tempfile.mkdtemp(prefix="reft-demo-"))
     if len(os.fsencode(folder / "node-a.sock.ln")) <= rpc.UNIX_PATH_MAX:
         return folder
@@ -279,7 +285,10 @@ def short_folder() -> Path:
 
 
 def slots_folder(need_bytes: int, otherwise: Path) -> Path:
-    """A new folder in shared memory if there is room: containers often have 64 MiB of it, or none."""
+    """Returns a new folder in shared memory if there is room, else in `otherwise`.
+
+    Containers often have 64 MiB of shared memory, or none.
+    """
     shared = Path("/dev/shm")
     if os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= need_bytes:
         return Path(tempfile.mkdtemp(prefix="reft-demo-", dir=shared))
@@ -289,11 +298,14 @@ def slots_folder(need_bytes: int, otherwise: Path) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now, and that the kernel gives nobody who asks for any: until somebody listens, it stays free."""
+    """Returns a free TCP port outside the range that the kernel assigns.
+
+    So the port stays free until a process listens on it.
+    """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(100):
         port = PORTS_FROM + secrets.randbelow(first - PORTS_FROM) if first > 2 * PORTS_FROM else 0
-        with socket.socket() as probe, contextlib.suppress(OSError):  # taken
+        with socket.socket() as probe, contextlib.suppress(OSError):  # the port is in use
             probe.bind(("", port))
             return int(probe.getsockname()[1])
-    raise DemoError(f"of 100 ports between {PORTS_FROM} and {first} none is free.")
+    raise DemoError(f"none of 100 ports between {PORTS_FROM} and {first} is free.")

@@ -1,4 +1,4 @@
-"""What trainers wrote, read back and compared. Pure but for `read_result`.
+"""Reads and compares what trainers wrote. Pure functions, except `read_result`.
 
 rank-R.jsonl          ─► attempts of rank R: each start of its process, with the steps it trained
 rank-R.digests.json   ─► name → SHA-256 of every tensor at the end
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One trained step: steps completed with it, its loss as float.hex, and when (monotonic seconds)."""
+    """One trained step: its number (steps completed), loss as float.hex, and monotonic time."""
 
     step: int
     loss: str
@@ -23,9 +23,12 @@ class TrainedStep:
 
 @dataclass
 class RankAttempt:
-    """One process of one rank; `base` is the step it began from, after `load_s` seconds in attach.
+    """One process of one rank.
 
-    `attached_s` is None if it ended before.
+    Attributes:
+        attached_s: when attach returned; None if the process ended before.
+        base: the step from which the process began.
+        load_s: how long attach took.
     """
 
     pid: int
@@ -39,18 +42,18 @@ class RankAttempt:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A whole training: attempts and final digests of every rank."""
+    """The result of a whole training: attempts and final digests of every rank."""
 
     attempts: Mapping[int, Sequence[RankAttempt]]
     digests: Mapping[int, Mapping[str, str]]
 
     @property
     def completed(self) -> int:
-        """Steps that every rank has completed in its newest attempt."""
+        """Returns how many steps every rank has completed in its newest attempt."""
         return min((_last(attempts) for attempts in self.attempts.values()), default=0)
 
     def losses(self, last: int) -> list[float]:
-        """The mean loss over ranks of the newest `last` steps that all ranks have completed."""
+        """Returns the mean loss over ranks for the newest `last` steps that all ranks completed."""
         end = self.completed
         by_step: dict[int, dict[int, float]] = {}
         for rank, attempts in self.attempts.items():
@@ -67,19 +70,19 @@ def _last(attempts: Sequence[RankAttempt]) -> int:
 
 
 def read_result(folder: Path, world: int) -> TrainingResult:
-    """What the ranks of a training have written up to now."""
+    """Returns what the ranks of a training have written so far."""
     attempts, digests = {}, {}
     for rank in range(world):
         records, ends = folder / f"rank-{rank}.jsonl", folder / f"rank-{rank}.digests.json"
         text = records.read_text() if records.exists() else ""
-        attempts[rank] = parse(text.rpartition("\n")[0].splitlines())  # a line that is being written has no end yet
-        # The digests are there only once they are whole: the writer renames them into place.
+        attempts[rank] = parse(text.rpartition("\n")[0].splitlines())  # the last line may be unfinished
+        # The file is complete if it exists: the writer renames it into place.
         digests[rank] = json.loads(ends.read_text()) if ends.exists() else {}
     return TrainingResult(attempts, digests)
 
 
 def parse(lines: Iterable[str]) -> list[RankAttempt]:
-    """The attempts of one rank, oldest first.
+    """Returns the attempts of one rank, oldest first.
 
     Raises:
         ValueError: a line is not what `reft.demo.train` writes.
@@ -92,7 +95,7 @@ def parse(lines: Iterable[str]) -> list[RankAttempt]:
         elif entry["event"] == "attached":
             attempts[-1].attached_s = entry["time_s"]
             attempts[-1].restored_from, attempts[-1].base = entry["restored_from"], entry["step"]
-            attempts[-1].load_s = entry.get("load_s", 0.0)  # not every trainer that is recorded so times it
+            attempts[-1].load_s = entry.get("load_s", 0.0)  # some trainers that write such records do not measure it
         elif entry["event"] == "step":
             attempts[-1].steps.append(TrainedStep(entry["step"], entry["loss"], entry["time_s"]))
         else:
@@ -102,10 +105,14 @@ def parse(lines: Iterable[str]) -> list[RankAttempt]:
 
 @dataclass(frozen=True)
 class RecoveryTimes:
-    """What followed a kill: seconds until all ranks ran the script again, and until all had trained a step.
+    """What followed a kill. Times are seconds after the kill.
 
-    `load_s` of them passed between the last rank's call of attach, which brings the state back, and the last one's return.
-    `base` is the step that was restored, `source` where from; None if nothing was.
+    Attributes:
+        up_s: until all ranks ran the script again.
+        load_s: from the last rank's call of attach, which restores the state, to the last return.
+        first_step_s: until all ranks had trained a step.
+        base: the step that was restored.
+        source: where the step was restored from; None if nothing was restored.
     """
 
     up_s: float
@@ -116,7 +123,7 @@ class RecoveryTimes:
 
 
 def recovery(result: TrainingResult, killed_s: float) -> RecoveryTimes | None:
-    """How the training came back after a kill at `killed_s`; None if it has not (yet)."""
+    """Returns how the training recovered from a kill at `killed_s`; None if it has not."""
     following = []
     for attempts in result.attempts.values():
         later = [attempt for attempt in attempts if attempt.started_s > killed_s and attempt.steps]
@@ -136,41 +143,53 @@ def recovery(result: TrainingResult, killed_s: float) -> RecoveryTimes | None:
 
 
 def _load_s(attached: Sequence[tuple[float, float]]) -> float:
-    """From (when attach returned, how long it took) of all ranks; those that called it first waited for the others."""
+    """Returns the time from the last rank's call of attach to the last return.
+
+    Ranks that called attach earlier waited for the others.
+
+    Args:
+        attached: for each rank: when attach returned, and how long it took.
+    """
     return max(end for end, _ in attached) - max(end - took for end, took in attached)
 
 
 @dataclass(frozen=True)
 class BitComparison:
-    """Two trainings, compared in bits; `differences` is empty if they are equal."""
+    """Two trainings, compared bit by bit; `differences` is empty if they are equal."""
 
     ranks: int
     losses: int
-    trained_twice: int  # steps that a rank of the disturbed training did more than once; the most of any rank
+    trained_twice: int  # steps that were trained more than once; the largest number of any rank
     parameters: int
     optimizer_tensors: int
     differences: Sequence[str]
 
 
 def compare(disturbed: TrainingResult, plain: TrainingResult, steps: int) -> BitComparison:
-    """Every loss of every rank and every final tensor of `disturbed` against those of `plain`.
+    """Compares every loss of every rank, and every final tensor.
 
-    A step that was trained twice must have given the same loss both times. A rank that lacks a step is a difference.
+    A step that was trained twice must have the same loss both times. A missing step is a
+    difference.
+
+    Args:
+        disturbed: the training with faults.
+        plain: the training without faults.
+        steps: the steps of each training.
     """
     differences = []
     losses = twice = 0
     for rank in sorted(plain.attempts):
-        wanted = {step.step: step.loss for attempt in plain.attempts[rank] for step in attempt.steps}
+        expected = {step.step: step.loss for attempt in plain.attempts[rank] for step in attempt.steps}
         trained = [step for attempt in disturbed.attempts.get(rank, ()) for step in attempt.steps]
         for step in trained:
-            if step.loss != wanted.get(step.step):
-                other = float.fromhex(wanted[step.step]) if step.step in wanted else None
+            if step.loss != expected.get(step.step):
+                other = float.fromhex(expected[step.step]) if step.step in expected else None
                 differences.append(f"rank {rank} step {step.step}: loss {float.fromhex(step.loss)!r}, not {other!r}")
-        for name, numbers in (("disturbed", {step.step for step in trained}), ("undisturbed", set(wanted))):
+        for name, numbers in (("disturbed", {step.step for step in trained}), ("undisturbed", set(expected))):
             if numbers != set(range(1, steps + 1)):
                 missing = sorted(set(range(1, steps + 1)) ^ numbers)
-                differences.append(f"rank {rank}: the {name} run lacks, or has too many of, steps {missing[:8]}")
-        losses += len(wanted)
+                differences.append(f"rank {rank}: the {name} run lacks steps, or has too many: {missing[:8]}")
+        losses += len(expected)
         twice = max(twice, len(trained) - len({step.step for step in trained}))
         differences += _differing(rank, disturbed.digests.get(rank, {}), plain.digests.get(rank, {}))
     names = plain.digests.get(0, {})

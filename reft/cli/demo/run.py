@@ -1,4 +1,4 @@
-"""`reft-cli demo`: the same training twice, once with two kinds of SIGKILL; then every bit is compared."""
+"""`reft-cli demo`: trains twice, once with two kinds of SIGKILL; then compares every bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from reft.cli.demo.screen import Progress, Screen
 from reft.cli.signals import unwinding
 
 SCHEMA_VERSION = 1
-STATUS_S = 0.5  # between questions to the daemons while a training runs
+STATUS_S = 0.5  # between two status requests while a training runs
 FAILURES_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """How the demo ended. `passed` is true only if both kills happened, both were overcome, and all bits are equal."""
+    """The result of the demo.
+
+    `passed` is true only if both kills happened, training recovered from both, and all bits are
+    equal.
+    """
 
     scenario: Scenario
     disturbed: ScenarioOutcome
@@ -34,34 +38,34 @@ class DemoReport:
 
     @property
     def failures(self) -> list[str]:
-        """Why the demo did not pass; empty if it did."""
-        found = list(self.comparison.differences)
+        """Returns why the demo did not pass; empty if it passed."""
+        failures = list(self.comparison.differences)
         for fault in self.scenario.faults:
-            seen = next((each for each in self.disturbed.happened if each.fault == fault), None)
-            if seen is None:
-                found.append(f"{fault}: did not happen")
-            elif not seen.is_overcome:
-                found.append(f"{fault}: not followed by the restore from memory that was expected ({seen.recovery})")
-        return found
+            outcome = next((seen_fault for seen_fault in self.disturbed.happened if seen_fault.fault == fault), None)
+            if outcome is None:
+                failures.append(f"{fault}: did not happen")
+            elif not outcome.is_overcome:
+                failures.append(f"{fault}: the expected restore from memory did not follow ({outcome.recovery})")
+        return failures
 
     @property
     def passed(self) -> bool:
         return not self.failures
 
     def document(self) -> dict[str, Any]:
-        """The document that `demo --json` prints."""
-        equal = self.comparison
+        """Returns the document of `demo --json`."""
+        comparison = self.comparison
         return {
             "schema_version": SCHEMA_VERSION,
             "passed": self.passed,
             "failures": self.failures,
             "steps": self.scenario.steps,
             "nodes": 2,
-            "ranks": equal.ranks,
-            "losses_compared": equal.losses,
-            "parameters_compared": equal.parameters,
-            "optimizer_tensors_compared": equal.optimizer_tensors,
-            "steps_trained_twice": equal.trained_twice,
+            "ranks": comparison.ranks,
+            "losses_compared": comparison.losses,
+            "parameters_compared": comparison.parameters,
+            "optimizer_tensors_compared": comparison.optimizer_tensors,
+            "steps_trained_twice": comparison.trained_twice,
             "faults": [_fault_document(each) for each in self.disturbed.happened],
             "disturbed_s": round(self.disturbed.seconds, 1),
             "undisturbed_s": round(self.plain.seconds, 1),
@@ -71,20 +75,20 @@ class DemoReport:
 
 
 def _fault_document(seen: SeenFault) -> dict[str, Any]:
-    back = seen.recovery
+    recovery = seen.recovery
     return {
         "fault": str(seen.fault),
         "pids": {str(rank): pid for rank, pid in sorted(seen.pids.items())},
-        "restored_from": back.source if back else None,
-        "restored_step": back.base if back else None,
-        "ranks_up_s": round(back.up_s, 2) if back else None,
-        "load_s": round(back.load_s, 2) if back else None,
-        "first_step_s": round(back.first_step_s, 2) if back else None,
+        "restored_from": recovery.source if recovery else None,
+        "restored_step": recovery.base if recovery else None,
+        "ranks_up_s": round(recovery.up_s, 2) if recovery else None,
+        "load_s": round(recovery.load_s, 2) if recovery else None,
+        "first_step_s": round(recovery.first_step_s, 2) if recovery else None,
     }
 
 
 def scenario_of(steps: int, world: int) -> Scenario:
-    """The demo's training: one rank dies in mid-copy after a third of the steps, all of them after two thirds."""
+    """Returns the training: rank 1 dies in mid-copy after 1/3 of the steps, all ranks after 2/3."""
     everyone = KillFromOutside(tuple(range(world)), 2 * steps // 3)
     return Scenario("demo-faults", steps, (KillInCopy(rank=1, step=steps // 3), everyone))
 
@@ -94,8 +98,8 @@ def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> DemoReport:
 
     Args:
         steps: of each of the two trainings.
-        keep_logs: leaves logs and records in a folder, which is named at the end.
-        quiet: stdout is for a document; what a person reads goes to stderr.
+        keep_logs: keeps logs and records in a folder, whose path is printed.
+        quiet: stdout is only for the document; lines for people go to stderr.
 
     Raises:
         DemoError: a training did not end.
@@ -119,16 +123,16 @@ def demonstrate(steps: int, keep_logs: bool, quiet: bool) -> DemoReport:
 
 
 def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began: float) -> DemoReport:
-    """The disturbed training, then the undisturbed one."""
+    """Runs the training with faults, then the training without."""
     scenario = scenario_of(steps, cluster.world)
     plain_scenario = Scenario("demo-plain", steps)
     screen.say()
-    screen.say(f"1. {steps} steps with two faults; a snapshot of every step")
+    screen.say(f"1. {steps} steps with two faults; a snapshot after every step")
     disturbed = run(cluster, scenario, DemoWatcher(cluster, screen, scenario))
     screen.end()
     cluster.purge(scenario.job)
     screen.say()
-    screen.say(f"2. the same {steps} steps without faults, to compare")
+    screen.say(f"2. the same {steps} steps without faults, for comparison")
     plain = run(cluster, plain_scenario, DemoWatcher(cluster, screen, plain_scenario))
     screen.end()
     comparison = compare(disturbed.result, plain.result, steps)
@@ -136,7 +140,7 @@ def _both(cluster: Cluster, screen: Screen, steps: int, logs: Path | None, began
 
 
 class DemoWatcher:
-    """Turns what the ranks write and the daemons say into rows and events; called again and again."""
+    """Shows rows and events from the records of the ranks and the status of the daemons."""
 
     def __init__(self, cluster: Cluster, screen: Screen, scenario: Scenario) -> None:
         self._cluster, self._screen, self._scenario = cluster, screen, scenario
@@ -161,7 +165,7 @@ class DemoWatcher:
         self._screen.progress(Progress(result.completed, loss, *self._held))
 
     def _ask(self) -> tuple[int | None, float | None]:
-        """The newest whole step that any daemon knows, and the age of the oldest rank's newest snapshot."""
+        """Returns the newest whole step of any daemon, and the oldest snapshot's age."""
         statuses = self._cluster.statuses(self._scenario.job)
         whole = max(
             (max(status.whole, status.base.step if status.HasField("base") else -1) for status in statuses), default=-1
@@ -171,18 +175,18 @@ class DemoWatcher:
 
 
 def sentence(seen: SeenFault) -> str:
-    """How a fault was overcome, in one line."""
-    back = seen.recovery
-    if back is None:
-        return "training did not come back"
+    """Returns how the training recovered from a fault, in one line."""
+    recovery = seen.recovery
+    if recovery is None:
+        return "training did not recover"
     return (
-        f"step {back.base} restored from {back.source}; all ranks run again after {back.up_s:.1f} s, "
-        f"first new step after {back.first_step_s:.1f} s, {back.load_s:.1f} s of it to load the state"
+        f"step {recovery.base} restored from {recovery.source}; all ranks run again after {recovery.up_s:.1f} s, "
+        f"first new step after {recovery.first_step_s:.1f} s (loading the state took {recovery.load_s:.1f} s)"
     )
 
 
 def summarise(report: DemoReport, screen: Screen) -> None:
-    """The end of the demo, for a person."""
+    """Prints the result of the demo."""
     equal, steps = report.comparison, report.scenario.steps
     screen.say()
     for seen in report.disturbed.happened:
@@ -190,13 +194,13 @@ def summarise(report: DemoReport, screen: Screen) -> None:
         screen.say(f"      {sentence(seen)}")
     if report.passed:
         good = "bold green"
-        screen.say(f"  steps trained twice: {equal.trained_twice}, with equal losses both times")
+        screen.say(f"  steps trained twice: {equal.trained_twice}, with the same losses both times")
         screen.say(f"  {equal.losses} losses ({equal.ranks} ranks x {steps} steps) equal in every bit   ✓", good)
         tensors = f"{equal.parameters} parameters and {equal.optimizer_tensors} optimizer tensors"
         screen.say(f"  {tensors} of every rank equal in every bit   ✓", good)
     for failure in report.failures[:FAILURES_SHOWN]:
         screen.say(f"  FAILED  {failure}", "bold red")
     parts = f"{report.disturbed.seconds:.0f} s with faults, {report.plain.seconds:.0f} s without"
-    screen.say(f"  {report.seconds:.0f} s in all: {parts}")
+    screen.say(f"  {report.seconds:.0f} s in total: {parts}")
     if report.failures and not report.logs:
-        screen.say("  --keep-logs keeps what the trainers wrote")
+        screen.say("  run again with --keep-logs to keep the logs of the trainers")

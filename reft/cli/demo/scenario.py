@@ -1,4 +1,4 @@
-"""One training with its faults: launch, watch, kill, until the agents end. What is to be killed when is plain data."""
+"""Runs one training with its faults until the agents end. The faults are plain data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from reft.cli.demo.records import RecoveryTimes, TrainingResult, recovery
 from reft.core.status.health import LAG_STEPS
 
 POLL_S = 0.1
-STALL_S = 90.0  # without a new record from any rank, the run has failed
+STALL_S = 90.0  # the run has failed if no rank writes a record for so long
 
 
 @dataclass(frozen=True)
 class KillInCopy:
-    """SIGKILLs one rank from inside, while it copies a chunk of the snapshot of `step`, in the job's first attach."""
+    """SIGKILLs one rank from inside, while it copies a chunk of the snapshot of `step`.
+
+    Only in the first attach of the job.
+    """
 
     rank: int
     step: int
@@ -25,7 +28,7 @@ class KillInCopy:
 
     @property
     def failpoint(self) -> str:
-        """What REFT_FAILPOINTS must say."""
+        """Returns the entry for REFT_FAILPOINTS."""
         return f"snapshot.chunk:kill:rank={self.rank}:step={self.step}:chunk={self.chunk}:epoch=1"
 
     def __str__(self) -> str:
@@ -34,7 +37,7 @@ class KillInCopy:
 
 @dataclass(frozen=True)
 class KillFromOutside:
-    """SIGKILLs ranks from outside, once all ranks have completed `step` and have recovered from earlier faults."""
+    """SIGKILLs ranks after all ranks completed `step` and recovered from earlier faults."""
 
     ranks: tuple[int, ...]
     step: int
@@ -49,7 +52,7 @@ Fault = KillInCopy | KillFromOutside
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training of `steps` steps, and the faults that hit it, in order."""
+    """A training of `steps` steps, and its faults in order."""
 
     job: str
     steps: int
@@ -58,7 +61,7 @@ class Scenario:
 
 @dataclass
 class SeenFault:
-    """A fault that was seen to happen: which processes ended, when, and how training came back."""
+    """A fault that has happened: when, which processes ended, and how training recovered."""
 
     fault: Fault
     killed_s: float
@@ -67,16 +70,19 @@ class SeenFault:
 
     @property
     def is_overcome(self) -> bool:
-        """Whether all ranks went on from memory: from a recent step, but not from the snapshot that was torn."""
-        back = self.recovery
-        if back is None or back.source != "memory" or back.base < self.fault.step - LAG_STEPS:
+        """Returns whether all ranks continued from memory, from a recent step.
+
+        The torn snapshot of the killed rank must not be restored.
+        """
+        recovery = self.recovery
+        if recovery is None or recovery.source != "memory" or recovery.base < self.fault.step - LAG_STEPS:
             return False
-        return isinstance(self.fault, KillFromOutside) or back.base < self.fault.step
+        return isinstance(self.fault, KillFromOutside) or recovery.base < self.fault.step
 
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """How a training ended."""
+    """The result of a training."""
 
     result: TrainingResult
     happened: Sequence[SeenFault]
@@ -87,13 +93,16 @@ Watch = Callable[[TrainingResult, Sequence[SeenFault]], None]
 
 
 def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happened: None) -> ScenarioOutcome:
-    """Trains the scenario to its end.
+    """Runs the scenario to its end.
 
     Args:
-        watch: called about ten times a second with what the ranks have written and which faults have happened.
+        cluster: the pretend nodes.
+        scenario: the training and its faults.
+        watch: called about ten times a second with the records of the ranks, and the faults so far.
 
     Raises:
-        DemoError: an agent failed, or nothing was trained for STALL_S; the end of the logs is in the message.
+        DemoError: an agent failed, or no rank wrote a record for STALL_S. The message has the end
+            of the logs.
     """
     began = time.monotonic()
     failpoints = ",".join(fault.failpoint for fault in scenario.faults if isinstance(fault, KillInCopy))
@@ -111,11 +120,11 @@ def run(cluster: Cluster, scenario: Scenario, watch: Watch = lambda result, happ
         if written != size:
             changed_s, size = time.monotonic(), written
         if time.monotonic() - changed_s > STALL_S:
-            raise DemoError(f"job {scenario.job} has done nothing for {STALL_S:.0f} s.\n{training.tail()}")
-    return ScenarioOutcome(_ended(training, scenario), happened, time.monotonic() - began)
+            raise DemoError(f"job {scenario.job} has made no progress for {STALL_S:.0f} s.\n{training.tail()}")
+    return ScenarioOutcome(_final_result(training, scenario), happened, time.monotonic() - began)
 
 
-def _ended(training: Training, scenario: Scenario) -> TrainingResult:
+def _final_result(training: Training, scenario: Scenario) -> TrainingResult:
     codes = [agent.returncode for agent in training.agents]
     if any(codes):
         raise DemoError(f"job {scenario.job} failed: its agents ended with {codes}.\n{training.tail()}")
@@ -123,13 +132,14 @@ def _ended(training: Training, scenario: Scenario) -> TrainingResult:
 
 
 def _next_fault(cluster: Cluster, scenario: Scenario, result: TrainingResult, happened: list[SeenFault]) -> None:
-    """Makes the next fault happen if it is due, or notes that it has."""
+    """Causes the next fault if it is due, or notes that it has happened."""
     if len(happened) == len(scenario.faults) or not all(each.recovery for each in happened):
         return
     fault = scenario.faults[len(happened)]
     if isinstance(fault, KillInCopy):
         first = next((each for each in result.attempts[fault.rank] if each.steps), None)
-        # Its last line stands right before the snapshot in which it dies; that it did, the daemon tells.
+        # The last line comes just before the snapshot in which the rank dies. The daemon knows
+        # whether it died.
         if first and first.steps[-1].step == fault.step and first.pid not in cluster.pids(scenario.job).values():
             happened.append(SeenFault(fault, first.steps[-1].time_s, {fault.rank: first.pid}))
     elif result.completed >= fault.step:
@@ -137,5 +147,5 @@ def _next_fault(cluster: Cluster, scenario: Scenario, result: TrainingResult, ha
             now = time.monotonic()
             pids = cluster.signal_ranks(scenario.job, fault.ranks, signal.SIGKILL)
         except (DemoError, ProcessLookupError):
-            return  # a rank is being restarted just now: try again at the next look
+            return  # a rank is being restarted just now: try again later
         happened.append(SeenFault(fault, now, pids))

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: rows that stay, and on a terminal one row that moves."""
+"""Shows the demo: rows that stay, and on a terminal one row that is updated."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-ROW_S = 5.0  # between rows where nobody watches
+ROW_S = 5.0  # between two rows if stdout is no terminal
 HEAD = f"{'step':>8}{'loss':>10}{'held':>8}{'age':>9}"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training is: steps completed by all ranks, mean loss of the last ten, newest whole step and its age."""
+    """The progress of a training.
+
+    Attributes:
+        step: steps completed by all ranks.
+        loss: mean loss of the last ten steps.
+        held: the newest whole step.
+        age_s: the age of that step.
+    """
 
     step: int
     loss: float | None
@@ -26,7 +33,7 @@ class Progress:
     age_s: float | None
 
     def row(self) -> str:
-        """The row as text."""
+        """Returns the row as text."""
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         held = "-" if self.held is None else str(self.held)
         age = "-" if self.age_s is None else f"{self.age_s:.1f} s"
@@ -34,7 +41,9 @@ class Progress:
 
 
 class Screen:
-    """Lines on `stream`; if that is a terminal, every tenth step stays and the newest moves.
+    """Writes lines to `stream`.
+
+    On a terminal every tenth step stays, and the row of the newest step is updated.
 
     Args:
         stream: stdout, or stderr if stdout is for a document.
@@ -57,22 +66,22 @@ class Screen:
         self._live.stop()
 
     def say(self, text: str = "", style: str = "") -> None:
-        """One line that stays."""
+        """Prints one line that stays."""
         self._console.print(Text(text, style))
         self._console.file.flush()
 
     def begin(self) -> None:
-        """The head of a table of a new training."""
+        """Prints the head of the table of a new training."""
         self._shown_s, self._shown_step = time.monotonic(), 0
         self.say(HEAD, "dim")
 
     def end(self) -> None:
-        """The training is over: the row that moves goes."""
+        """Removes the updated row at the end of a training."""
         if self._console.is_terminal:
             self._live.update(Text(""), refresh=True)
 
     def progress(self, now: Progress) -> None:
-        """The newest state of the training."""
+        """Shows the newest progress of the training."""
         if self._console.is_terminal:
             self._live.update(Text(now.row(), "dim"), refresh=True)
             due = now.step // 10 != self._shown_step // 10

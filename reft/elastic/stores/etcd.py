@@ -1,16 +1,18 @@
-"""--rdzv-endpoint=etcd://h1:2379,h2:2379,h3:2379: the rendezvous in etcd v3, which no single host's loss takes away.
+"""--rdzv-endpoint=etcd://h1:2379,h2:2379,h3:2379: the rendezvous state in etcd v3.
 
-    EtcdBackend   the job's state        ─┐             ┌─► h1 ┐
-    EtcdStore     what agents tell one    ├─► Etcd ─────┼─► h2 ├ one etcd, by its JSON gateway (POST /v3/kv/…)
-                  another in a round     ─┘             └─► h3 ┘
+    EtcdBackend   the job's state      ─┐             ┌─► h1 ┐
+    EtcdStore     what agents exchange  ├─► Etcd ─────┼─► h2 ├ one etcd, by its JSON gateway
+                  in a round           ─┘             └─► h3 ┘   (POST /v3/kv/…)
 
-The Python clients of etcd are not maintained, and the gateway needs the standard library alone. Workers keep torch's own
-TCPStore, which the agent of rank 0 makes for every round.
+The rendezvous survives the loss of any single host. The Python clients of etcd are not maintained,
+and the gateway needs only the standard library. Workers keep torch's own TCPStore, which the agent
+of rank 0 makes for every round.
 
-1. A call is repeated at the next member until one answers, for `read_timeout` seconds. So a write may be done twice:
-   each is a transaction that the second time changes nothing and answers as the first time.
-2. All keys of a job hang on one lease, whose number follows from the job's name; any agent keeps it alive. When all have
-   been silent for `etcd_ttl` seconds, etcd forgets the job.
+1. A call is repeated at the next member until a member answers, for `read_timeout` seconds. So a
+   write may be done twice. Each write is a transaction: the second one changes nothing and gives
+   the answer of the first one.
+2. All keys of a job belong to one lease. The lease's number follows from the job's name, and every
+   agent keeps the lease alive. If no agent did so for `etcd_ttl` seconds, etcd deletes the keys.
 """
 
 from __future__ import annotations
@@ -36,25 +38,26 @@ from reft.errors import ConfigError
 
 SCHEME = "etcd://"
 PREFIX = "/reft/rendezvous/"
-CALL_S = 2.0  # for one member; a leader's loss takes etcd about one second
+CALL_S = 2.0  # for one member; after the loss of its leader etcd needs about one second
 PAUSE_S = 0.1
-ENDING = (1, 14)  # gRPC's cancelled and unavailable: what a member says of calls that it cuts off when it is stopped
+ENDING = (1, 14)  # gRPC codes cancelled and unavailable: a member that is being stopped answers so
 LEASE_LOST = "requested lease not found"
 LEASE_EXISTS = "lease already exists"
+VALUE_SHOWN = 64  # bytes of a wrong value that an error shows
 
 
 class EtcdError(Exception):
-    """etcd answered, and refused."""
+    """etcd answered, and refused the call."""
 
 
 class Etcd:
-    """The calls that are needed.
+    """Calls to etcd's JSON gateway.
 
     Args:
-        members: host:port of each; the first that answers is used until it does not.
-        timeout_s: how long a call may take, all members and repetitions included.
-        tls: reads the certificates, which may be replaced while the job runs: whenever a call has failed, they are read
-            again. None, or what returns None, means plain text.
+        members: host:port of each member. The first member that answers is used until it fails.
+        timeout_s: how long a call may take, with all members and repetitions.
+        tls: reads the certificates. They are read again after every failed call, because they may
+            be replaced while the job runs. None, or a function that returns None: plain text.
 
     Raises:
         ConfigError: the certificates can't be read.
@@ -67,7 +70,7 @@ class Etcd:
         self._tls = self._read_tls()
 
     def call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to POST /v3/`path`.
+        """Returns the answer to POST /v3/`path`.
 
         Raises:
             EtcdError: etcd refuses.
@@ -81,10 +84,10 @@ class Etcd:
                 if time.monotonic() > end:
                     raise RendezvousConnectionError(
                         f"no member of etcd answers within {self._timeout_s:.0f} s: {', '.join(self._members)}; "
-                        f"the last said {error!r}."
+                        f"the last error was {error!r}."
                     ) from error
             self._members.append(self._members.pop(0))
-            with contextlib.suppress(ConfigError):  # they are just being replaced
+            with contextlib.suppress(ConfigError):  # the files are just being replaced
                 self._tls = self._read_tls()
             time.sleep(PAUSE_S)
 
@@ -103,72 +106,94 @@ class Etcd:
             connection.close()
         if answer.status == 200:
             return dict(data)
-        said = str(data.get("error") or data.get("message"))
-        passing = answer.status >= 500 or data.get("code") in ENDING
-        if passing or "no leader" in said or "leader changed" in said or "timed out" in said:
-            raise OSError(said)  # another member may answer, or this one soon
-        raise EtcdError(said)
+        message = str(data.get("error") or data.get("message"))
+        is_temporary = answer.status >= 500 or data.get("code") in ENDING
+        if is_temporary or "no leader" in message or "leader changed" in message or "timed out" in message:
+            raise OSError(message)  # the call is repeated at the next member
+        raise EtcdError(message)
 
 
 class Keys:
     """The keys of one job.
 
     Args:
-        etcd: holds them.
-        job: their prefix.
-        ttl_s: after which they vanish once nobody uses them.
+        etcd: the etcd that holds the keys.
+        job: prefix of the keys.
+        ttl_s: etcd deletes the keys after so many seconds without use.
     """
 
     def __init__(self, etcd: Etcd, job: str, ttl_s: int) -> None:
         self._etcd, self._prefix, self._ttl_s = etcd, f"{PREFIX}{job}/", ttl_s
-        # 63 bits, never 0: by its number all agents mean the same lease.
+        # 63 bits, never 0. All agents compute the same number, and so use the same lease.
         self._lease = int.from_bytes(hashlib.blake2b(job.encode(), digest_size=8).digest(), "big") >> 1 | 1
         self._renewed_s = float("-inf")
 
     def get(self, key: str) -> tuple[bytes, int] | None:
-        """The value and the revision at which it was written; None if there is none."""
-        found = self._etcd.call("kv/range", {"key": self._name(key)}).get("kvs")
-        return (_bytes(found[0].get("value", "")), int(found[0]["mod_revision"])) if found else None
+        """Returns the value, and the revision of its last write; None if there is no such key."""
+        entries = self._etcd.call("kv/range", {"key": self._name(key)}).get("kvs")
+        return (_bytes(entries[0].get("value", "")), int(entries[0]["mod_revision"])) if entries else None
 
     def put_if(self, key: str, value: bytes, revision: int) -> tuple[bytes, int, bool]:
-        """Writes if the key was last written at `revision` (0: never): what it holds now, since when, and whether it is ours."""
+        """Writes the value if the key was last written at `revision` (0: never written).
+
+        Returns the key's value now, its revision, and whether that value is ours.
+        """
         name = self._name(key)
         compare = [{"key": name, "target": "MOD", "result": "EQUAL", "modRevision": str(revision)}]
-        done = self._txn(compare, [self._put(name, value)], [{"requestRange": {"key": name}}])
-        if done.get("succeeded"):
-            return value, int(done["header"]["revision"]), True
-        found = done["responses"][0]["response_range"].get("kvs")
-        if not found:
+        answer = self._txn(compare, [self._put(name, value)], [{"requestRange": {"key": name}}])
+        if answer.get("succeeded"):
+            return value, int(answer["header"]["revision"]), True
+        entries = answer["responses"][0]["response_range"].get("kvs")
+        if not entries:
             return b"", 0, False
-        now = _bytes(found[0].get("value", ""))
-        # Equal: a first try was done, and its answer lost.
-        return now, int(found[0]["mod_revision"]), now == value
+        held_value = _bytes(entries[0].get("value", ""))
+        # Equal values: an earlier try was written, and its answer was lost.
+        return held_value, int(entries[0]["mod_revision"]), held_value == value
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes, whatever was there."""
+        """Writes the value over any earlier value."""
         self._txn([], [self._put(self._name(key), value)], [])
 
     def add(self, key: str, amount: int) -> int:
-        """The number that the key holds, after adding to it."""
+        """Adds to the number that the key holds, and returns the sum.
+
+        Raises:
+            RendezvousStateError: the key holds no number.
+        """
         name, mark = self._name(key), self._name(f"{key}#{secrets.token_hex(8)}")
         while True:
             value, revision = self.get(key) or (b"0", 0)
-            total = str(int(value) + amount).encode()
+            total = str(self._number(key, value) + amount).encode()
             compare = [
                 {"key": name, "target": "MOD", "result": "EQUAL", "modRevision": str(revision)},
                 {"key": mark, "target": "CREATE", "result": "EQUAL", "createRevision": "0"},
             ]
-            done = self._txn(
+            answer = self._txn(
                 compare, [self._put(name, total), self._put(mark, total)], [{"requestRange": {"key": mark}}]
             )
-            if done.get("succeeded"):
+            if answer.get("succeeded"):
                 return int(total)
-            marked = done["responses"][0]["response_range"].get("kvs")
-            if marked:  # a first try was done, and its answer lost
-                return int(_bytes(marked[0]["value"]))
+            entries = answer["responses"][0]["response_range"].get("kvs")
+            if entries:  # an earlier try was written, and its answer was lost
+                return int(_bytes(entries[0]["value"]))
+
+    def _number(self, key: str, value: bytes) -> int:
+        """Returns a counter's value.
+
+        Raises:
+            RendezvousStateError: the value is no number.
+        """
+        try:
+            return int(value)
+        except ValueError as error:
+            name = f"{self._prefix}{key}"
+            raise RendezvousStateError(
+                f"etcd holds {value[:VALUE_SHOWN]!r} under the counter key {name}, which is no number: another program wrote "
+                f"there. End the job's agents, run `etcdctl del '{name}'`, and start the job again."
+            ) from error
 
     def delete(self, key: str) -> bool:
-        """Whether there was one."""
+        """Deletes the key, and returns whether there was one."""
         return int(self._etcd.call("kv/deleterange", {"key": self._name(key)}).get("deleted", 0)) > 0
 
     def _txn(self, compare: list[Any], success: list[Any], failure: list[Any]) -> dict[str, Any]:
@@ -184,7 +209,7 @@ class Keys:
         return self._etcd.call("kv/txn", body)
 
     def _renew(self) -> None:
-        """Makes the job's lease, or makes it last; seldom."""
+        """Makes the job's lease or keeps it alive, at most once in a third of its time."""
         if time.monotonic() - self._renewed_s < self._ttl_s / 3:
             return
         try:
@@ -213,20 +238,22 @@ class EtcdBackend(RendezvousBackend):
         return "reft"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        return _refused(self._keys.get, "state")
+        return _translate_errors(self._keys.get, "state")
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         try:
-            before = int(token or 0)
-        except (TypeError, ValueError):  # no token of ours: the state is not what its owner thinks, so it is not set
-            found = self.get_state()
-            return None if found is None else (*found, False)
-        now, revision, is_ours = _refused(self._keys.put_if, "state", state, before)
-        return (now, revision, is_ours) if revision else None
+            expected_revision = int(token or 0)
+        except (TypeError, ValueError):
+            # The token is not from this backend, so the caller does not know the current state.
+            # Nothing is written.
+            current = self.get_state()
+            return None if current is None else (*current, False)
+        held_state, revision, is_ours = _translate_errors(self._keys.put_if, "state", state, expected_revision)
+        return (held_state, revision, is_ours) if revision else None
 
 
 class EtcdStore(Store):
-    """What agents tell one another in a round, as torch's stores do it."""
+    """The values that agents exchange in a round, as a store of torch."""
 
     def __init__(self, keys: Keys, timeout: timedelta) -> None:
         super().__init__()
@@ -237,7 +264,7 @@ class EtcdStore(Store):
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait."""
+        """Sets how long `get` and `wait` wait."""
         self._timeout = timeout
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -245,8 +272,8 @@ class EtcdStore(Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        found = self._keys.get(f"store/{key}")
-        return found[0] if found else b""
+        entry = self._keys.get(f"store/{key}")
+        return entry[0] if entry else b""
 
     def add(self, key: str, amount: int) -> int:
         return self._keys.add(f"store/{key}", amount)
@@ -256,12 +283,12 @@ class EtcdStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         end = time.monotonic() + (timeout or self._timeout).total_seconds()
-        left = list(keys)
-        while left:
-            if self.check(left[:1]):
-                left.pop(0)
+        missing = list(keys)
+        while missing:
+            if self.check(missing[:1]):
+                missing.pop(0)
             elif time.monotonic() > end:
-                raise DistStoreError(f"nobody wrote {left[0]} within {timeout or self._timeout}.")
+                raise DistStoreError(f"no agent wrote {missing[0]} within {timeout or self._timeout}.")
             else:
                 time.sleep(PAUSE_S)
 
@@ -270,20 +297,21 @@ class EtcdStore(Store):
 
 
 def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[EtcdBackend, Store]:
-    """The backend for an endpoint etcd://…, and a store for the agents.
+    """Returns the backend for an endpoint etcd://…, and a store for the agents.
 
     Raises:
-        ConfigError: the endpoint names no members, or TLS is named in part.
-        RendezvousConnectionError: none answers.
+        ConfigError: the endpoint names no members, or TLS options are missing.
+        RendezvousConnectionError: no member answers.
     """
     members = [part.strip() for part in parameters.endpoint.removeprefix(SCHEME).split(",") if part.strip()]
     if not members or any(not member.rpartition(":")[2].isdigit() for member in members):
         raise ConfigError(
-            f"--rdzv-endpoint={parameters.endpoint} names no members of etcd.", "etcd://HOST:2379,HOST:2379"
+            f"--rdzv-endpoint={parameters.endpoint} does not name members of etcd.",
+            "use etcd://HOST:2379,HOST:2379",
         )
     timeout_s = number(parameters, "read_timeout")
     keys = Keys(Etcd(members, timeout_s, lambda: _tls(parameters)), rendezvous_id, number(parameters, "etcd_ttl"))
-    _refused(keys.get, "state")  # an error now is better than one in the first round
+    _translate_errors(keys.get, "state")  # so that an error is raised now and not in the first round
     return EtcdBackend(keys), EtcdStore(keys, timedelta(seconds=timeout_s))
 
 
@@ -291,21 +319,21 @@ def _tls(parameters: RendezvousParameters) -> ssl.SSLContext | None:
     ca, cert, key = (text(parameters, name) for name in ("ca_cert", "ssl_cert", "ssl_cert_key"))
     if not ca:
         if cert or key:
-            raise ConfigError("--rdzv-conf has ssl_cert or ssl_cert_key without ca_cert.", "give ca_cert too")
+            raise ConfigError("--rdzv-conf has ssl_cert or ssl_cert_key, but no ca_cert.", "add ca_cert")
         return None
     try:
         context = ssl.create_default_context(cafile=ca)
         if cert:
             context.load_cert_chain(cert, key or None)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         raise ConfigError(
             f"etcd's certificates can't be read: {error}.", "check ca_cert, ssl_cert, ssl_cert_key"
         ) from error
     return context
 
 
-def _refused(function: Any, *arguments: Any) -> Any:
-    """What `function` returns; what etcd refuses becomes an error of the rendezvous."""
+def _translate_errors(function: Any, *arguments: Any) -> Any:
+    """Returns the result of `function`; turns an EtcdError into an error of the rendezvous."""
     try:
         return function(*arguments)
     except EtcdError as error:

@@ -1,6 +1,7 @@
-"""`python -m reft.elastic.stores.store_host --port PORT`: a TCPStore alone, for as long as agents use it.
+"""`python -m reft.elastic.stores.store_host --port PORT`: runs a TCPStore while agents use it.
 
-Agents add to the number under BEATS every few seconds. When it has not changed for --idle-exit seconds, nobody is left.
+Agents add to the number under the key BEATS every few seconds. If the number has not changed for
+--idle-exit seconds, no agent is left, and the process exits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ BEATS = "reft/beats"
 
 
 def main() -> None:
-    """Says "ready" on stdout once the store can be used."""
+    """Runs the store; prints "ready" on stdout when the store can be used."""
     parser = argparse.ArgumentParser(prog="reft.elastic.stores.store_host")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--idle-exit", type=float, required=True, help="seconds")
@@ -21,14 +22,14 @@ def main() -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", options.port, is_master=True, wait_for_workers=False)
-    beats, since_s = store.add(BEATS, 0), time.monotonic()
+    last_count, changed_s = store.add(BEATS, 0), time.monotonic()
     print("ready", flush=True)
     sys.stdout.close()
-    while time.monotonic() - since_s < options.idle_exit:
+    while time.monotonic() - changed_s < options.idle_exit:
         time.sleep(min(1.0, options.idle_exit / 4))
-        now = store.add(BEATS, 0)
-        if now != beats:
-            beats, since_s = now, time.monotonic()
+        count = store.add(BEATS, 0)
+        if count != last_count:
+            last_count, changed_s = count, time.monotonic()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""--rdzv-endpoint=host:port: torch's TCPStore, in a process of its own that outlives the agents.
+"""--rdzv-endpoint=host:port: torch's TCPStore in a separate process that outlives the agents.
 
-    agent, on the host that the endpoint names          store_host, detached
-       nobody listens there? ──── starts ──────────────►  TCPStore
-    agents of all nodes ──── state, and "I am here" ───►  leaves when nobody has said that for a while
+    agent on the endpoint's host                           store_host, detached
+       no process listens there? ──── starts ─────────────►  TCPStore
+    agents of all nodes ──── state and heartbeats ────────►  exits if none comes for a while
 
-A store inside an agent, as torch has it, takes the whole job down with that agent within half a second.
+torch runs the store inside an agent. Then the end of that agent ends the job within half a second.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from reft.elastic.stores.store_host import BEATS
 from reft.errors import ConfigError
 from reft.wire.daemon_launcher import own_folder
 
-BEATS_IN_PATIENCE = 8  # signs of life that may be late or lost before the store's process leaves
+BEATS_IN_PATIENCE = 8  # heartbeats that may be lost before the store's process exits
 PROBE_S = 2.0
 
 
 class TcpBackend(C10dRendezvousBackend):
-    """torch's backend, which also tells the store's process that it is in use.
+    """torch's backend, which also sends heartbeats to the store's process.
 
     Args:
-        store: torch's.
-        rendezvous_id: keeps the job apart from others.
-        idle_s: how long the store's process waits for a sign.
+        store: torch's store.
+        rendezvous_id: separates the job from other jobs.
+        idle_s: how long the store's process waits for a heartbeat.
     """
 
     def __init__(self, store: Store, rendezvous_id: str, idle_s: float = 60.0) -> None:
@@ -68,20 +68,21 @@ class TcpBackend(C10dRendezvousBackend):
 
 
 def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBackend, Store]:
-    """The backend for an endpoint host:port, and its store.
+    """Returns the backend for an endpoint host:port, and its store.
 
     Raises:
-        ConfigError: there is no endpoint, and more than one node.
+        ConfigError: the endpoint is missing, and there is more than one node.
         RendezvousConnectionError: no store answers there in time.
     """
     timeout = timedelta(seconds=number(parameters, "read_timeout"))
     if not parameters.endpoint:
         if parameters.max_nodes > 1:
             raise ConfigError(
-                f"{parameters.max_nodes} nodes need a place to meet, and there is no --rdzv-endpoint.",
-                "--rdzv-endpoint=HOST:PORT, a host that outlives the others, or etcd://HOST:PORT,…",
+                f"a job of {parameters.max_nodes} nodes needs --rdzv-endpoint.",
+                "--rdzv-endpoint=HOST:PORT of the most reliable host, or etcd://HOST:PORT,…",
             )
-        # Nobody else must find it, and nothing outlives a job's only agent.
+        # A job of one agent: no other agent needs the store, and the store need not outlive the
+        # agent.
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return TcpBackend(store, rendezvous_id), store
     host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
@@ -93,26 +94,31 @@ def connect(parameters: RendezvousParameters, rendezvous_id: str) -> tuple[TcpBa
         return TcpBackend(store, rendezvous_id, number(parameters, "store_idle_exit")), store
     except (ValueError, RuntimeError, TimeoutError) as error:
         raise RendezvousConnectionError(
-            f"no store answers at {host}:{port} within {timeout.seconds} s. It is started by the agent on that host: "
-            f"is one running there and nothing else at that port, does the name lead to it (else give it "
-            f"--rdzv-conf=is_host=true), is the port open?"
+            f"no store answers at {host}:{port} within {timeout.seconds} s. The agent on that host starts the store. Check: "
+            f"does torchrun run on {host}? Does another program use port {port}? Is the port open? If {host} "
+            f"is not that machine's own name, add --rdzv-conf=is_host=true there."
         ) from error
 
 
 def _connected(host: str, port: int, timeout: timedelta) -> Store:
-    """torch's store, made in a thread: where something listens that is no store, torch waits for ever, whatever its timeout."""
-    made: Future[Store] = Future()
+    """Returns torch's store, made in a thread.
+
+    If another program listens at the endpoint, torch waits for ever and ignores its timeout.
+    """
+    future: Future[Store] = Future()
 
     def make() -> None:
         try:
-            made.set_result(TCPStore(host, port, is_master=False, timeout=timeout))
+            future.set_result(TCPStore(host, port, is_master=False, timeout=timeout))
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=make, name="reft-store", daemon=True).start()
-    if not wait([made], timeout.total_seconds() + PROBE_S).done:  # torch's own error, which says more, comes first
-        raise TimeoutError("something listens there that does not answer as a store")
-    return made.result()
+    if not wait(
+        [future], timeout.total_seconds() + PROBE_S
+    ).done:  # longer than torch's timeout, since torch's error says more
+        raise TimeoutError("a program that is no store listens there")
+    return future.result()
 
 
 def _listens(host: str, port: int) -> bool:
@@ -124,7 +130,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _ensure_host(host: str, port: int, idle_s: int) -> None:
-    """Returns when something listens at the endpoint, after starting it if need be."""
+    """Returns when a process listens at the endpoint; starts the store if none does."""
     if _listens(host, port):
         return
     log_path = own_folder(Path(Config.load().runtime_dir)) / f"store-{port}.log"
@@ -144,11 +150,11 @@ def _ensure_host(host: str, port: int, idle_s: int) -> None:
         is_ready = process.stdout.readline() == b"ready\n"
     if is_ready:
         say(
-            f"the rendezvous store of {host}:{port} is process {process.pid}, log {log_path}; it leaves {idle_s} s after "
-            "its last agent is gone."
+            f"the rendezvous store of {host}:{port} is process {process.pid}, log {log_path}. It exits {idle_s} s after "
+            "its last agent has ended."
         )
-    elif not _listens(host, port):  # else another agent of this host was faster
+    elif not _listens(host, port):  # else another agent on this host has started the store
         tail = log_path.read_text(errors="replace")[-600:]
         raise RendezvousConnectionError(
-            f"the store of {host}:{port} could not be started; the end of {log_path}:\n{tail}"
+            f"the store of {host}:{port} could not be started. The end of {log_path}:\n{tail}"
         )

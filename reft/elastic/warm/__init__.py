@@ -1,1 +1,1 @@
-"""Workers forked from a process that has imported torch."""
+"""Workers that are forked from a process that has imported torch."""

@@ -1,14 +1,18 @@
-"""The fork server of an agent: a process that has imported torch, and from which workers are forked (warm.py).
+"""The fork server: a process that has imported torch, and forks one agent's workers (warm.py).
 
-    agent ──order: command, environment, folder; stdin, stdout, stderr, "go"──► server ──fork──► between ──fork──► worker
-      ▲ ◄── the worker's pid, once it leads a session and belongs to the agent ──┘                  └ ends         waits for "go"
-      └──────────────── one byte through "go": run; its end: exit without a trace ─────────────────────────────────┘
+    agent ─── order: command, environment, folder, stdin, stdout, stderr, "go" ──────────► server
+    server ── fork ──► intermediate process, which exits ── fork ────────────────────────► worker
+    agent ◄── pid of the worker, when it leads a session and is a child of the agent ───── server
+    agent ─── one byte through "go": run. If "go" closes: exit ──────────────────────────► worker
 
-1. The server never opens a device and has one thread when it forks, or it refuses to serve: a fork copies neither.
-2. `between` ends at once, so the kernel gives the worker to the nearest ancestor that adopts orphans, which is the agent: it is
-   the worker's parent as if it had started it. Exit codes, signals, and death with the agent are as without us.
-3. A worker runs nothing of its script before its agent has said so, and knows its pid.
-4. A worker asks torch whether CUDA was used before the fork. If so it ends, and its agent starts a cold one.
+1. The server opens no device and has one thread when it forks, or it refuses to serve. A fork
+   copies neither devices nor threads.
+2. The intermediate process exits at once. So the kernel gives the worker to the nearest ancestor
+   that adopts orphans: the agent. The agent is the worker's parent, as if it had started the
+   worker. Exit codes, signals, and the worker's death with its agent work as usual.
+3. A worker runs no line of its script before its agent knows its pid and sends "go".
+4. A worker asks torch whether CUDA was used before the fork. If so, the worker exits, and the agent
+   starts a new process instead.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import runpy
@@ -30,21 +35,26 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")  # before each message
 ORDER_FDS = 4  # stdin, stdout, stderr, go
-# Run with -c, so that `__main__` is empty. sys.path[0] is what a worker's will be, but under PYTHONSAFEPATH.
+# Run with -c, so that `__main__` is empty. sys.path[0] is set as in a worker, except under
+# PYTHONSAFEPATH.
 BOOT = (
     "import sys\nif sys.path[0] == '': sys.path[0] = sys.argv[1]\n"
     "from reft.elastic.warm.fork_server import main\ndel sys\nmain()"
 )
-BAD_FORK = b"bad"  # in place of a pid
-TITLE_ROOM = 2048  # bytes of the server's own command line, so that a worker's fits in its place
-_STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: where the command line lies in memory
+# Files whose frames come before the script's first line in a traceback.
+LAUNCHING_FILES = (
+    __file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>",
+)  # fmt: skip
+BAD_FORK = b"bad"  # sent instead of a pid
+TITLE_ROOM = 2048  # bytes of padding in the server's command line, so that a worker's command fits there
+_STAT_ARGUMENTS = 45, 46  # fields of /proc/self/stat after the name: begin and end of the command line
 
 
 class ForkFailed(Exception):
-    """What was asked for could not be done; the message says why.
+    """A fork, or the preparation for forks, failed; the message says why.
 
     Attributes:
-        is_final: whether the next try would fail alike.
+        is_final: whether the next try would fail in the same way.
     """
 
     def __init__(self, message: str, is_final: bool = False) -> None:
@@ -54,13 +64,13 @@ class ForkFailed(Exception):
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """One worker.
+    """The order for one worker.
 
     Attributes:
         command: python -u SCRIPT.py … or python -u -m MODULE …
-        environment: all of it.
-        folder: the current one.
-        descriptors: stdin, stdout, stderr and go, as this process numbers them.
+        environment: all variables of the worker.
+        folder: the worker's current folder.
+        descriptors: stdin, stdout, stderr and go, as numbered in this process.
     """
 
     command: Sequence[str]
@@ -70,7 +80,7 @@ class WorkerOrder:
 
 
 def send(control: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """One message, with descriptors."""
+    """Sends one message with file descriptors."""
     data = json.dumps(message).encode()
     if descriptors:
         socket.send_fds(control, [LENGTH.pack(len(data))], descriptors)
@@ -80,7 +90,7 @@ def send(control: socket.socket, message: Mapping[str, Any], descriptors: Sequen
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its descriptors; None if the other side has ended."""
+    """Returns the next message and its descriptors; None if the other side has ended."""
     head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, ORDER_FDS)
     data = _exactly(control, LENGTH.size - len(head)) if head else None
     if data is None:
@@ -100,31 +110,31 @@ def _exactly(control: socket.socket, count: int) -> bytes | None:
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Imports what workers would.
+    """Imports the modules that workers need, and checks that forks will work.
 
     Raises:
-        Failed: an import failed, or left what a fork does not copy.
+        ForkFailed: an import failed, or started a thread or opened a device.
     """
     for name in modules:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # whatever a module does when it is imported
+        except BaseException as error:  # a module may raise anything on import
             raise ForkFailed(f"importing {name} failed: {type(error).__name__}: {error}") from error
     _try_fork()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise ForkFailed(
-            f"importing {', '.join(modules)} has started threads ({threads - 1}), which a fork would not copy"
+            f"importing {', '.join(modules)} has started threads ({threads - 1}), and a fork does not copy threads"
         )
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise ForkFailed(f"importing {', '.join(modules)} has opened a CUDA device, which a fork can't use")
+        raise ForkFailed(f"importing {', '.join(modules)} has opened a CUDA device, and a forked process can't use it")
     gc.collect()
-    gc.freeze()  # a collection in a worker would write to pages that all of them share
+    gc.freeze()  # otherwise a collection in a worker would copy shared pages
 
 
 def _try_fork() -> None:
-    """Forks in vain: libraries that heed forks, such as numpy's OpenBLAS, end their threads then."""
+    """Forks once for nothing: libraries such as numpy's OpenBLAS then end their threads."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -132,10 +142,10 @@ def _try_fork() -> None:
 
 
 def serve(control: socket.socket) -> WorkerOrder | None:
-    """Forks until the agent ends: then None. In a worker: what it is to run."""
-    while (got := receive(control)) is not None:
-        said, descriptors = got
-        order = WorkerOrder(said["command"], said["environment"], said["folder"], descriptors)
+    """Forks workers until the agent ends, then returns None. In a worker: returns its order."""
+    while (received := receive(control)) is not None:
+        message, descriptors = received
+        order = WorkerOrder(message["command"], message["environment"], message["folder"], descriptors)
         try:
             pid = _fork()
         except OSError as error:
@@ -153,23 +163,25 @@ def serve(control: socket.socket) -> WorkerOrder | None:
 
 
 def _fork() -> int:
-    """0 in the worker, its pid in the server.
+    """Forks a worker: returns 0 in the worker, and its pid in the server.
 
     Raises:
-        OSError: there is no worker.
-        Failed: the worker has ended, since CUDA was used before the fork.
+        OSError: no worker was made.
+        ForkFailed: the worker has exited, because CUDA was used before the fork.
     """
-    told, tell = os.pipe()
-    between = os.fork()
-    if between:
-        os.close(tell)
-        with os.fdopen(told, "rb") as file:
+    read_end, write_end = os.pipe()
+    intermediate = os.fork()
+    if intermediate:
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as file:
             pid = file.read()
-        os.waitpid(between, 0)  # from here on the worker is the agent's child
+        os.waitpid(intermediate, 0)  # now the worker is a child of the agent
         if not pid:
-            raise OSError("no process could be made")
+            raise OSError("the kernel made no process")
         if pid == BAD_FORK:
-            raise ForkFailed("what the fork server imported has used CUDA, which a fork can't use", is_final=True)
+            raise ForkFailed(
+                "a module that the fork server imported has used CUDA, and a forked process can't use it", is_final=True
+            )
         return int(pid)
     try:
         if os.fork():
@@ -178,29 +190,39 @@ def _fork() -> int:
         os._exit(1)
     os.setsid()
     if _is_in_bad_fork():
-        os.write(tell, BAD_FORK)
+        os.write(write_end, BAD_FORK)
         os._exit(1)
-    os.write(tell, str(os.getpid()).encode())
-    os.close(tell)
-    os.close(told)
+    os.write(write_end, str(os.getpid()).encode())
+    os.close(write_end)
+    os.close(read_end)
     return 0
 
 
 def _is_in_bad_fork() -> bool:
-    """Whether torch knows that CUDA was used before this fork; its name is private, and torch 2.13 has it."""
+    """Returns whether torch says that CUDA was used before this fork.
+
+    The function's name in torch is private; torch 2.13 has it.
+    """
     torch: Any = sys.modules.get("torch")
     ask = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", None)
     return bool(ask and ask())
 
 
+class _ScriptLoader(importlib.machinery.SourceFileLoader):
+    """Runs a script as `python SCRIPT` does: without reading or writing a .pyc file."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def run(order: WorkerOrder) -> None:
-    """Becomes the worker that python itself would have made of the order."""
+    """Turns this process into the worker of the order, as if Python had been started for it."""
     *standard, go = order.descriptors
     if not os.read(go, 1):
-        os._exit(1)  # the agent is gone, or has given us up and started another
+        os._exit(1)  # the agent has ended, or has started another process instead
     os.close(go)
-    for number, descriptor in enumerate(standard):
-        os.dup2(descriptor, number)
+    for standard_number, descriptor in enumerate(standard):
+        os.dup2(descriptor, standard_number)
         os.close(descriptor)
     os.chdir(order.folder)
     os.environ.clear()
@@ -210,26 +232,31 @@ def run(order: WorkerOrder) -> None:
     main = sys.modules["__main__"]
     vars(main).pop("main", None)
     is_module = order.command[2] == "-m"
-    what, *arguments = order.command[3 if is_module else 2 :]
-    sys.argv, sys.orig_argv = [what, *arguments], list(order.command)
+    target, *arguments = order.command[3 if is_module else 2 :]
+    sys.argv, sys.orig_argv = [target, *arguments], list(order.command)
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = place_of(what, is_module)
+        sys.path[0] = place_of(target, is_module)
     _entitle(order.command)
     try:
         if is_module:
-            runpy._run_module_as_main(what)  # type: ignore[attr-defined]  # what python -m runs
+            runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what python -m runs
         else:
-            path = os.path.abspath(what)  # as python has it in __file__ and in tracebacks, whatever was typed
-            code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-            runpy._run_code(code, vars(main), None, "__main__", None, None, path)  # type: ignore[attr-defined]
+            path = os.path.abspath(target)  # as in a cold start, in __file__ and in tracebacks
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+            _ScriptLoader("__main__", path).exec_module(main)
     except Exception as error:
-        trace = _without_us(error.__traceback__)
+        trace = _script_traceback(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
 def _reseed() -> None:
-    """Else all workers would draw the same numbers: these generators are seeded when imported. Python's own does that itself."""
+    """Seeds the generators of numpy and torch again.
+
+    They are seeded on import, so all workers would draw the same numbers. Python's own generator
+    seeds itself after a fork.
+    """
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed()
@@ -238,32 +265,32 @@ def _reseed() -> None:
         torch.default_generator.seed()
 
 
-def place_of(what: str, is_module: bool) -> str:
-    """What python puts first on sys.path: the script's folder, or the current one for a module."""
-    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(what))
+def place_of(target: str, is_module: bool) -> str:
+    """Returns the first entry of sys.path: the script's folder, or the current one for a module."""
+    return os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
 
 
-def _without_us(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first line of the script on."""
-    while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+def _script_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback from the first line of the script on."""
+    while trace and trace.tb_frame.f_code.co_filename in LAUNCHING_FILES:
         trace = trace.tb_next
     return trace
 
 
 def _entitle(command: Sequence[str]) -> None:
-    """Shows the worker's command, not the server's, to who looks for it with ps."""
+    """Replaces the server's command line by the worker's, for example in the output of ps."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = (int(fields[i]) for i in _STAT_ARGUMENTS)
-    room = end - begin
-    if begin == 0 or room < TITLE_ROOM:
+    capacity = end - begin
+    if begin == 0 or capacity < TITLE_ROOM:
         return
-    title = " ".join(command).encode(errors="surrogateescape")[: room - 2]
-    # A last byte that is not zero tells the kernel that the text in front of it ends at the first zero.
-    ctypes.memmove(begin, title.ljust(room - 1, b"\0") + b".", room)
+    title = " ".join(command).encode(errors="surrogateescape")[: capacity - 2]
+    # If the last byte is not zero, the kernel shows the text up to the first zero.
+    ctypes.memmove(begin, title.ljust(capacity - 1, b"\0") + b".", capacity)
 
 
 def main() -> None:
-    """`python -u -c BOOT PLACE CONTROL MODULES PADDING`."""
+    """Runs the server: `python -u -c BOOT PLACE CONTROL MODULES PADDING`."""
     control = socket.socket(fileno=int(sys.argv[2]))
     control.set_inheritable(False)
     try:

@@ -1,13 +1,14 @@
-"""Makes torchrun's agent take its workers from the fork server: the one file that changes torch and subprocess.
+"""Patches torch and subprocess, so that torchrun's agent gets its workers from the fork server.
 
     torchrun wants a worker ─► SubprocessHandler._popen ─► start(command, environment, descriptors)
-                                        ▲                   ├─ a process: wrapped as a Popen of the agent's
-                                        └ installed ─► undo └─ None: torch starts the worker itself
+                                  ▲                         ├─ a process: a Popen of a forked child
+                                  └ installed ─► undo       └─ None: torch starts the worker itself
 
-What torch does with a worker afterwards is untouched. Private names that are used, and with what they were tried:
+This is the only file that patches them. What torch later does with a worker is unchanged. Private
+names that are used, and the versions that were tried:
     api.get_subprocess_handler, SubprocessHandler._popen, ._stdout, ._stderr     torch 2.13
     subprocess.Popen._execute_child, ._child_created                            CPython 3.11
-Where one is missing nothing is changed, and the caller is told which.
+If one is missing, nothing is patched, and the caller gets the name.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ class PrivateNameMissing(Exception):
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
-    """A child that somebody else has forked: waits, signals and exit codes are Popen's own.
+    """A child process that the fork server has forked, as a Popen.
+
+    Waits, signals and exit codes are Popen's own.
 
     Args:
-        args: the command that it shows.
+        args: the command that the child shows.
         pid: of a child of this process.
     """
 
@@ -43,20 +46,21 @@ class ForkedProcess(subprocess.Popen[bytes]):
 
 
 def install(start: Start) -> Callable[[], None]:
-    """Makes torch's agent in this process ask `start` for its workers; what it returns puts torch back.
+    """Makes torch's agent in this process get its workers from `start`; returns the undo function.
 
     Args:
-        start: takes a command, all of its environment, and descriptors of its stdin, stdout and stderr.
+        start: takes a command, all environment variables, and descriptors of stdin, stdout and
+            stderr.
 
     Raises:
-        Unknown: a name is missing; nothing was changed.
+        PrivateNameMissing: a name is missing; nothing was changed.
     """
-    wanted: list[tuple[Any, str]] = [(api, "get_subprocess_handler"), (SubprocessHandler, "_popen")]
-    wanted += [(subprocess.Popen, "_execute_child"), (subprocess.Popen, "_child_created")]
-    for holder, name in wanted:
+    required_names: list[tuple[Any, str]] = [(api, "get_subprocess_handler"), (SubprocessHandler, "_popen")]
+    required_names += [(subprocess.Popen, "_execute_child"), (subprocess.Popen, "_child_created")]
+    for holder, name in required_names:
         if not hasattr(holder, name):
             raise PrivateNameMissing(f"{holder.__name__}.{name}")
-    before = api.get_subprocess_handler
+    original = api.get_subprocess_handler
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -66,7 +70,7 @@ def install(start: Start) -> Callable[[], None]:
 
     def undo() -> None:
         if api.get_subprocess_handler is Handler:
-            api.get_subprocess_handler = before
+            api.get_subprocess_handler = original
 
     api.get_subprocess_handler = Handler
     return undo

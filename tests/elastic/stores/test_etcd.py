@@ -42,14 +42,14 @@ def test_the_state_is_written_only_over_what_was_read(keys):
     assert backend.get_state() is None
     state, token, is_ours = backend.set_state(b"one")
     assert (state, is_ours) == (b"one", True) and backend.get_state() == (b"one", token)
-    assert backend.set_state(b"two")[0] == b"one", "who never read overwrites nothing"
+    assert backend.set_state(b"two")[0] == b"one", "a writer that never read overwrites nothing"
     assert backend.set_state(b"two", token)[2]
     state, newer, is_ours = backend.set_state(b"three", token)
     assert (state, is_ours) == (b"two", False) and newer > token
 
 
 def test_a_write_whose_answer_was_lost_is_not_done_twice(keys, etcd, monkeypatch):
-    """The call reaches etcd, the answer does not reach us: it is repeated, and must change nothing."""
+    """etcd executes the call, but the answer is lost. The repeated call must change nothing."""
     real, lost = etcd._ask, []
 
     def ask(member, path, body):
@@ -69,21 +69,21 @@ def test_a_write_whose_answer_was_lost_is_not_done_twice(keys, etcd, monkeypatch
     assert keys.get("n")[0] == b"10"
 
 
-def test_two_jobs_never_meet(etcd):
+def test_jobs_with_similar_names_stay_apart(etcd):
     one, other = Keys(etcd, "job", 60), Keys(etcd, "job2", 60)
     one.put("state", b"mine")
     assert other.get("state") is None
 
 
-def test_agents_store_does_what_torchs_agents_need(keys):
+def test_the_store_supports_what_torchs_agents_use(keys):
     store = EtcdStore(keys, timedelta(seconds=20))
     prefixed = PrefixStore("round.1", store)
     prefixed.set("a", b"1")
     assert prefixed.get("a") == b"1" and prefixed.add("n", 2) == 2 and prefixed.add("n", 1) == 3
     prefixed.multi_set(["x", "y"], ["1", "2"])
     assert prefixed.multi_get(["x", "y"]) == [b"1", b"2"]
-    told = [RendezvousStoreInfo.build(rank, prefixed, "127.0.0.1", 1234) for rank in (0, 1)]
-    assert told[0] == told[1]
+    infos = [RendezvousStoreInfo.build(rank, prefixed, "127.0.0.1", 1234) for rank in (0, 1)]
+    assert infos[0] == infos[1]
     threads = [threading.Thread(target=barrier, args=(prefixed, 3, "end")) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -106,7 +106,7 @@ def test_the_loss_of_the_leader_or_of_any_one_member_loses_nothing(cluster, etcd
         assert keys.add("n", 1) == 1
 
 
-def test_a_job_that_nobody_uses_is_forgotten(cluster, etcd):
+def test_the_keys_of_an_unused_job_are_deleted(cluster, etcd):
     keys = Keys(etcd, "short", 2)
     keys.put("state", b"x")
     assert json.loads(urllib.request.urlopen(f"http://{cluster.members[0]}/version", timeout=5).read())["etcdserver"]
@@ -114,12 +114,12 @@ def test_a_job_that_nobody_uses_is_forgotten(cluster, etcd):
     while keys.get("state") is not None and time.monotonic() < end:
         pass
     assert keys.get("state") is None
-    keys._renewed_s = time.monotonic()  # it believes that the lease is fresh
+    keys._renewed_s = time.monotonic()  # as if the lease were fresh
     keys.put("state", b"again")
     assert keys.get("state")[0] == b"again"
 
 
-def test_an_etcd_that_is_not_there_is_named():
+def test_a_silent_etcd_is_named_in_the_error():
     parameters = RendezvousParameters("reft", "etcd://127.0.0.1:1", "none", 1, 1, read_timeout=1)
     with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:1"):
         connect(parameters, "job")

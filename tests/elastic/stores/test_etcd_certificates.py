@@ -1,4 +1,7 @@
-"""Certificates for etcd, which are replaced while a job runs; a server that speaks like etcd's gateway asks for them."""
+"""Certificates for etcd are replaced while a job runs.
+
+A server that answers as etcd's gateway requires them.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ class Gateway(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Prints nothing."""
 
 
 @contextmanager
 def served(certificates: Certificates, authority: str, port: int = 0) -> Iterator[int]:
-    """Its port; who is not signed by the authority is not let in."""
+    """Serves on a port and yields it; clients need a certificate signed by the authority."""
     cert, key, ca = certificates.flags(authority)[1::2]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -58,19 +61,19 @@ def parameters(certificates: Certificates, port: int, timeout_s: int) -> Rendezv
     return RendezvousParameters("reft", f"etcd://127.0.0.1:{port}", "none", 1, 1, read_timeout=timeout_s, **files)
 
 
-def test_new_certificates_are_taken_when_the_old_ones_are_refused(tmp_path):
+def test_new_certificates_are_read_when_the_old_ones_are_refused(tmp_path):
     certificates = Certificates(tmp_path)
     with served(certificates, "ours") as port:
         backend, _ = connect(parameters(certificates, port, 20), "job")
         assert backend.get_state() is None
     with served(certificates, "new", port):
         replaced = threading.Timer(0.5, certificates.replace, ["ours", "new"])
-        replaced.start()  # first the calls fail
+        replaced.start()  # until then the calls fail
         assert backend.get_state() is None
         replaced.join()
 
 
-def test_who_has_the_wrong_ones_is_told_after_the_time_that_a_call_has(tmp_path):
+def test_wrong_certificates_are_an_error_after_the_timeout(tmp_path):
     certificates = Certificates(tmp_path)
     with (
         served(certificates, "theirs") as port,
@@ -79,9 +82,9 @@ def test_who_has_the_wrong_ones_is_told_after_the_time_that_a_call_has(tmp_path)
         connect(parameters(certificates, port, 1), "job")
 
 
-def test_files_that_can_not_be_read_are_refused(tmp_path):
+def test_unreadable_certificates_are_refused(tmp_path):
     certificates = Certificates(tmp_path)
-    given = parameters(certificates, 1, 1)
+    rendezvous_parameters = parameters(certificates, 1, 1)
     (tmp_path / "ours-node.key").write_text("no key")
     with pytest.raises(ConfigError, match="can't be read"):
-        connect(given, "job")
+        connect(rendezvous_parameters, "job")

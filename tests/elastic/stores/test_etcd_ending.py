@@ -1,4 +1,4 @@
-"""A member of etcd that is being stopped answers calls with errors: the next member is asked."""
+"""A member of etcd that is being stopped answers with errors; then the next member is asked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Member(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Prints nothing."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def refusal(message: str, code: int) -> bytes:
         (503, refusal("transport is closing", 14)),
         (503, refusal("etcdserver: server stopped", 14)),
         (500, refusal("etcdserver: unhealthy cluster", 2)),
-        (408, refusal("grpc: the client connection is closing", 1)),  # as a real one was seen to answer
+        (408, refusal("grpc: the client connection is closing", 1)),  # seen from a real etcd
         (502, b"<html>a proxy</html>"),
     ],
 )
@@ -65,6 +65,6 @@ def test_the_next_member_is_asked(start, status, body):
         Etcd([stopping], timeout_s=0).call("kv/range", {})
 
 
-def test_a_refusal_is_none_of_these(start):
+def test_a_refusal_is_not_repeated(start):
     with pytest.raises(EtcdError, match="lease not found"):
         Etcd([start(404, refusal("requested lease not found", 5))], timeout_s=20).call("kv/txn", {})

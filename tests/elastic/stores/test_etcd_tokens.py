@@ -1,4 +1,4 @@
-"""A token that is none of etcd's revisions sets nothing: the state that is there is the answer."""
+"""A token that is no revision of etcd writes nothing; the answer is the current state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reft.elastic.stores.etcd import EtcdBackend
 
 
 class Keys:
-    """One key, set at revision 7."""
+    """One key, written at revision 7."""
 
     def get(self, key):
         return b"now", 7
@@ -23,12 +23,12 @@ class NoKeys(Keys):
 
 
 @pytest.mark.parametrize("token", ["an etcd v2 token", b"\xff", object(), [7]])
-def test_a_foreign_token_means_not_set(token):
+def test_a_foreign_token_writes_nothing(token):
     assert EtcdBackend(Keys()).set_state(b"new", token) == (b"now", 7, False)
     assert EtcdBackend(NoKeys()).set_state(b"new", token) is None
 
 
-def test_its_own_token_sets_and_a_stale_one_does_not():
+def test_a_current_token_writes_and_a_stale_one_does_not():
     assert EtcdBackend(Keys()).set_state(b"new", 7) == (b"new", 8, True)
     assert EtcdBackend(Keys()).set_state(b"new", "7") == (b"new", 8, True)
     assert EtcdBackend(Keys()).set_state(b"new", 6) == (b"now", 7, False)
