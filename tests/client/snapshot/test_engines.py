@@ -18,7 +18,7 @@ import torch
 from reft.client.snapshot import cuda_engine
 from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
-from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, joined
+from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.save_plan import WriteItem
 from reft.client.state.tensors import TensorIndex
@@ -402,7 +402,7 @@ def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, 
         WriteItem(1, 0, 64, 192),
         WriteItem(1, 64, 60, 256),
     ]
-    parts = joined([CopyPart(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
+    parts = join_parts([CopyPart(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
     assert [list(part.chunks) for part in parts] == joins
     assert [run.nbytes for part in parts for run in part.runs] == [sum(runs[i].nbytes for i in each) for each in joins]
 
