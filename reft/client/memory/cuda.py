@@ -1,4 +1,4 @@
-"""All calls of CUDA that copying and decoding need; contract tests replace them where there is no CUDA."""
+"""All calls of CUDA that copying and decoding need; contract tests replace them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """Allows calls of CUDA in this thread while another thread may capture a graph in the default mode.
+    """Allows calls of CUDA in this thread while another thread may capture a graph.
 
     Without it, to wait for an event or to pin memory would fail, and would make the capture invalid
     and so end the training step. In the thread-local mode only a thread's own captures forbid such
@@ -90,7 +90,7 @@ def _call_in_thread(device: torch.device, call: Callable[[Any], Any]) -> int:
 
 
 class Device:
-    """The compute stream, which is the current stream, and a side stream for copies. Events record times.
+    """The compute stream, which is the current one, and a side stream for copies.
 
     CUDA's runtime makes a context of hundreds of MiB on the device that is current in the calling
     thread. In a new thread that is device 0. So this class makes its own device current, except
@@ -102,11 +102,14 @@ class Device:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.side = torch.cuda.Stream(device, priority=0)  # 0 is the lowest priority, so that compute goes first
+        # 0 is the lowest priority, so that compute goes first.
+        self.side = torch.cuda.Stream(device, priority=0)
         self._device = self.side.device
         event = self.record_side()
-        self.host_waits(event)  # here the side stream is empty; later this would make a step wait for the device
-        self._anchor: tuple[Any, float] = event, time.perf_counter()  # an event, and when the device passed it
+        # Here the side stream is empty; later this would make a step wait for the device.
+        self.host_waits(event)
+        # An event, and when the device passed it.
+        self._anchor: tuple[Any, float] = event, time.perf_counter()
 
     def is_capturing(self) -> bool:
         """Tells whether the compute stream is being captured into a graph.
@@ -162,7 +165,7 @@ class Device:
 
 
 def _elapsed_ms(first: Any, event: Any) -> float:
-    """Returns the milliseconds from `first` to `event`; negative if the device passed `event` before `first`.
+    """Returns the milliseconds from `first` to `event`; negative if `event` came first.
 
     CUDA does not document negative differences, so the positive one is asked for.
     """

@@ -69,7 +69,7 @@ class HugePageBuffer:
         self._bytes = self._bytes[: self._at]
 
     def empty(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor of the leaf's shape and strides; from malloc if the buffer is full."""
+        """Returns an uninitialized tensor for the leaf; from malloc if the buffer is full."""
         end = self._at + leaf.nbytes
         if end > len(self._bytes) or not leaf.nbytes:
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device="cpu")

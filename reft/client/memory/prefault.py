@@ -1,6 +1,6 @@
 """Makes or maps pages in threads, before their first use.
 
-    memory   | block | block | block | …     each thread takes the next block; the kernel makes a block's pages in one call
+    memory   | block | block | block | …     each thread takes the next block, and makes its pages
                 ^       ^
              thread  thread
 
@@ -19,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from reft.wire.shm import advise
 from reft.wire.slot_format import Bytes
 
-THREADS = 2  # one core nearly saturates memory; the second hides the time that a hypervisor takes to back a page
+# One core nearly saturates memory; the second hides the time that a hypervisor takes to back a
+# page.
+THREADS = 2
 BLOCK_BYTES = 16 << 20
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # for madvise, Linux 5.14; Python has no names for them
 

@@ -1,4 +1,4 @@
-"""Copy threads: busy ones, which share the cores with training, and idle ones, which give way to all other threads.
+"""Copy threads: busy ones share the cores with training, idle ones give way to all others.
 
 In a gap, the trainer's thread sleeps until a message comes, and its core has nothing to do. An
 ordinary copy thread on that core would delay the message: the thread that receives it wakes up, and

@@ -1,10 +1,11 @@
-"""The copy engine for state in host memory: copies one snapshot beside training, digests it, and computes parity.
+"""The copy engine for state in host memory: copies, digests, and computes parity beside training.
 
-    mark:   begin(job)      copies staged leaves aside, in the trainer's thread; the copy threads do the rest
-            job.open        in a copy thread: waits for a slot if none may be reused yet
-            copy            parts:  live bytes ─► slot, digests │ parity columns: live bytes of others' shards ─► XOR ─► slot
-            job.landed      no copy reads the state any more; the parity chunks are digested afterwards
-    fence:  fence()         gives up if there is no slot yet; else waits until the last byte is read, mostly long ago
+    mark:   begin(job)   copies staged leaves aside, in the trainer's thread; threads do the rest
+            job.open     in a copy thread: waits for a slot if none may be reused yet
+            copy         parts:           live bytes ─► slot, digests
+                         parity columns:  live bytes of others' shards ─► XOR ─► slot
+            job.landed   no copy reads the state any more; parity chunks are digested afterwards
+    fence:  fence()      gives up if there is no slot yet; else waits for the last read, mostly past
 
 engine.py describes what this engine and the CUDA engine have in common. Both call
 `job.landed(inline_leaves)` and `job.sealed(digests)` from a thread of their own after the last
@@ -109,7 +110,7 @@ class CpuCopyEngine:
             thread.close()
 
     def _take(self, job: CopyJob, plan: CpuCopyPlan) -> None:
-        """Takes one snapshot, in the first thread; the other threads do their part of the copies."""
+        """Takes one snapshot, in the first thread; the other threads do a part of the copies."""
         try:
             digests = np.zeros(plan.chunks, np.uint64)
             slot = job.open(True)

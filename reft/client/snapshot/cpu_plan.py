@@ -1,9 +1,9 @@
 """Cuts a save plan into copy tasks for the CPU engine; made once for each save plan.
 
-    runs           | w ···················· | b ·· | v ····              live bytes, by their place in the slot
-    chunks         |       |       |       |       |       |             each has a digest
-    tasks          |               |               |               |     each starts when the throttle allows (throttle.py)
-    parts          | w             | w     | w b   | v     |             each is one copy: one leaf's bytes in one piece
+    runs     | w ···················· | b ·· | v ····      live bytes, by their place in the slot
+    chunks   |       |       |       |       |       |     each has a digest
+    tasks    |               |               |       |     each starts when throttle.py allows it
+    parts    | w             | w     | w b   | v     |     each is one copy of one leaf's bytes
 
 Parts are as long as possible, because a copy thread takes the interpreter's lock after each part.
 Two threads that take it after each chunk of 256 KiB wait for each other half of the time that they
@@ -143,7 +143,7 @@ class CpuCopyPlan:
         return np.cumsum(self.weights, dtype=np.int64)
 
     def bounds(self, threads: int) -> list[int]:
-        """Returns where each thread's tasks begin, and the end; all threads move about equally many bytes."""
+        """Returns where each thread's tasks begin, and the end; the work is shared evenly."""
         if not len(self.work):
             return [0] * (threads + 1)
         ends = np.searchsorted(self.work, [self.work[-1] * i // threads for i in range(1, threads)])
@@ -151,7 +151,7 @@ class CpuCopyPlan:
 
 
 def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
-    """Returns the bytes of each leaf, live or aside; the copies made at the mark; the later copies."""
+    """Returns the bytes of each leaf, live or aside; copies at the mark; later copies."""
     inline_leaves = set(save_plan.inline_leaves)
     tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
     is_aside = [
@@ -175,7 +175,7 @@ def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object
 
 
 def _copy_call(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
-    """Returns a call that copies a leaf: in memory order if the leaf is dense, else in row-major order."""
+    """Returns a call that copies a leaf: in memory order if dense, else in row-major order."""
     if is_dense(tensor):
         return partial(np.copyto, target, flat_bytes(tensor).numpy())
     return partial(torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_, tensor)

@@ -1,8 +1,8 @@
-"""The copy engine for CUDA: enqueues all copies on a side stream, so that the host never waits in a step.
+"""The copy engine for CUDA: enqueues all copies on a side stream; the host never waits in a step.
 
-    compute stream   … optimizer t │ gather inline + small leaves │ F0 │ gap │ F1 │ … │ wait(read) │ optimizer t+1
-    side stream                    └► wait(gathered) ► inline leaves   └► wait(gap begins) ► parts ► … ► read ► done
-    worker thread                                                       done ► zeros ► intact? ► LANDED ► digests ► SEALED
+    compute stream  … optimizer t │ gather small leaves │ F0 │ gap │ F1 │ … │ wait(read) │ optimizer
+    side stream           wait(gathered) ► inline leaves ► wait(gap begins) ► parts ► … ► read, done
+    worker thread                        done ► zeros ► state unchanged? ► LANDED ► digests ► SEALED
 
 Without a pacing plan all tasks are enqueued at the mark. With one, the task plan
 (core/pipeline/pacing.py) assigns tasks to the phases of the window. A phase's tasks are enqueued
@@ -55,7 +55,8 @@ from reft.errors import ReftError
 from reft.wire.slot_format import chunk_digest
 
 log = logging.getLogger("reft")
-PLAN_EVERY = 16  # snapshots between two task plans from newer measurements; one costs the host up to a millisecond
+# Snapshots between two task plans from newer measurements; one costs the host up to a millisecond.
+PLAN_EVERY = 16
 PENDING_MAX = 256  # measurements that the device has not finished yet
 
 
@@ -97,7 +98,8 @@ class CudaCopyEngine:
         current = _CopyInProgress(job, self._transfers, plan, self._device, self._pending)
         current.start()
         self._current_copy = current
-        host_bytes = job.save_plan.written_bytes - sum(self._transfers.written)  # of leaves on the host: copied at once
+        # Leaves on the host are copied at once.
+        host_bytes = job.save_plan.written_bytes - sum(self._transfers.written)
         self.copy_stats.wrote([host_bytes if tier is self._tier else 0 for tier in Tier])
         self._launch(list(current.todo) if plan is None else [*plan.tasks(pacing.AT_MARK), *plan.tasks(0)], self._tier)
 
@@ -141,7 +143,7 @@ class CudaCopyEngine:
         self._worker.close()
 
     def _launch(self, tasks: Sequence[int], tier: Tier) -> None:
-        """Enqueues tasks of the current snapshot; after the last one the worker thread finishes it."""
+        """Enqueues tasks of the current snapshot; after the last task the worker thread goes on."""
         current = self._current_copy
         if current is None or current.read is not None:
             return
@@ -152,7 +154,7 @@ class CudaCopyEngine:
             self._worker.submit(current.finish)
 
     def _new_transfers(self, job: CopyJob) -> CudaCopyPlan:
-        """Returns the copy plan for a new save plan; allocates the memory of the device that it needs.
+        """Returns the copy plan for a new save plan, with the memory of the device that it needs.
 
         If the device has too little memory, only the 1st, 2nd, 4th, 8th, … snapshot tries again.
         Each failure makes torch empty its cache first, and training then has to get this memory
@@ -174,7 +176,7 @@ class CudaCopyEngine:
         )
 
     def _scratch(self) -> torch.Tensor:
-        """Returns the scratch memory for an overrun, allocated at the first one; empty if the device is full.
+        """Returns the scratch memory for an overrun; empty if the device is full.
 
         It is allocated on the side stream: memory that torch allocates for the compute stream may
         still be in use there, by work that the device has not done yet.
@@ -231,7 +233,7 @@ class CudaCopyEngine:
 
 
 class _Measured(NamedTuple):
-    """Two events, and what was enqueued between them; 0 bytes in tier FENCE: the compute stream's wait."""
+    """Two events, and what was enqueued between them; 0 bytes in FENCE: a wait of the stream."""
 
     begin: Any
     end: Any
@@ -241,7 +243,7 @@ class _Measured(NamedTuple):
 
 
 class _CopyInProgress:
-    """One snapshot that is being copied: the trainer's thread enqueues it, the worker thread finishes it."""
+    """One snapshot in progress: the trainer's thread enqueues it, the worker thread finishes it."""
 
     def __init__(
         self,
@@ -275,14 +277,14 @@ class _CopyInProgress:
         self._device.side_waits(event)
 
     def tasks(self, index: int, tier: Tier) -> Sequence[int]:
-        """Returns the tasks of a phase; all remaining tasks if training does not follow the plan."""
+        """Returns the tasks of a phase; all remaining ones if training does not follow the plan."""
         windows = self._plan.windows if self._plan else ()
         if self._plan is None or index >= len(windows) or windows[index].tier is not tier:
             return list(self.todo)
         return self._plan.tasks(index).tolist()
 
     def start(self) -> None:
-        """At the mark: gathers small leaves, and leaves that forward mutates, on the compute stream."""
+        """At the mark: gathers leaves that are small or mutated by forward."""
         self._attempt(self._start, on_side=False)
 
     def _start(self) -> None:
@@ -306,7 +308,7 @@ class _CopyInProgress:
         self._done = self.read = self._device.record_side()
 
     def overrun(self, scratch: torch.Tensor) -> list[int]:
-        """At the fence: enqueues the remaining tasks, through the scratch memory where it is large enough.
+        """At the fence: enqueues the remaining tasks, through the scratch memory while it lasts.
 
         Returns:
             The bytes written, by tier.
@@ -362,7 +364,7 @@ class _CopyInProgress:
         return [written if each is tier else 0 for each in Tier]
 
     def _batch(self, tasks: Sequence[int], tier: Tier, enqueue: Callable[[int], None]) -> None:
-        """Enqueues tasks, copies before parity, and measures each of the two by events before and after."""
+        """Enqueues tasks, copies before parity, and measures both by events before and after."""
         parts = len(self._transfers.parts)
         for kind in ([task for task in tasks if task < parts], [task for task in tasks if task >= parts]):
             if not kind:
@@ -410,7 +412,7 @@ class _CopyInProgress:
         return parts
 
     def finish(self) -> None:
-        """In the worker thread: waits for the last copy, then writes what makes the slot LANDED and SEALED."""
+        """In the worker thread: waits for the last copy, then makes the slot LANDED and SEALED."""
         job, slot, transfers = self._job, self._slot, self._transfers
         try:
             self._device.host_waits(self._done)

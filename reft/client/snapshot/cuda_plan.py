@@ -1,7 +1,7 @@
-"""Plans the copies of one save plan from a device into a slot: gathered leaves, parts of the rest, parity.
+"""Plans the copies of a save plan from a device into a slot: gathered leaves, the rest, parity.
 
     parity column    live bytes where they lie ─┐
-                     composed registers ────────┼► scratch: XOR ─► slot; the next column uses the same scratch
+                     composed registers ────────┼► scratch: XOR ─► slot; reused for the next column
                      zeros ─────────────────────┘
 
 Parity needs memory of the device for the scratch (`parity_scratch_bytes`), a row of zeros, and the
@@ -22,7 +22,8 @@ from reft.client.state.tensors import device_of, flat_bytes, is_dense
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
 
-TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full bandwidth, small enough to stop between
+# One copy on the side stream; large enough for full bandwidth, small enough to stop between.
+TRANSFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
 
 
 def _gathered_offsets(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:
-    """Returns each gathered leaf's offset; the end of inline leaves; the start of the host's; the end."""
+    """Returns each gathered leaf's offset, inline leaves' end, host leaves' begin, the end."""
     inline_leaves = set(save_plan.inline_leaves)
     small = [
         i for i, leaf in enumerate(save_plan.leaves) if leaf.staged or leaf.nbytes < SMALL_BYTES or i in inline_leaves

@@ -79,13 +79,13 @@ class CopyEngine(Protocol):
         """Starts one snapshot; the earlier one must have passed its fence."""
 
     def fence(self) -> None:
-        """Makes sure that no copy reads the live state any more; counts how long that held up training."""
+        """Makes sure that no copy reads the live state any more; counts the time of this wait."""
 
     def is_capturing(self) -> bool:
-        """Tells whether training is being captured into a CUDA graph, so that nothing may be enqueued."""
+        """Tells whether training is being captured into a CUDA graph: nothing may be enqueued."""
 
     def enter(self, index: int, tier: Tier) -> Any:
-        """Notes that training enters a phase; the phases of a window are numbered, 0 begins at the mark.
+        """Notes that training enters a phase of the window; phase 0 begins at the mark.
 
         Returns:
             A stamp of this moment, for `times`.
@@ -102,7 +102,7 @@ class CopyEngine(Protocol):
         """
 
     def hurry(self) -> None:
-        """Copies the rest of the current snapshot at once: a caller waits for it, or training has paused."""
+        """Copies the rest of the snapshot at once: a caller waits, or training has paused."""
 
     def submit(self, task: Callable[[], None]) -> None:
         """Runs a small task in the engine's thread."""

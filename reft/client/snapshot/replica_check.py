@@ -1,9 +1,9 @@
-"""The replica check: ranks that should hold the same bytes compare digests, at attach and with every snapshot.
+"""The replica check: ranks with the same bytes compare digests, at attach and at each snapshot.
 
 With every snapshot, so that shards of mismatched replicas never become one version:
 
     first snapshots of an attach     a digest of all bytes of each cell
-    later snapshots                  a digest of WINDOW_BYTES of each cell; the window moves with the step
+    later snapshots                  a digest of WINDOW_BYTES of each; this window moves each step
 
 The step's number alone decides what is digested, so all ranks digest the same bytes. A lasting
 difference is found within cell / WINDOW_BYTES snapshots. A difference that spreads, such as weights
@@ -17,15 +17,13 @@ their windows may lie where the bytes differ.
 
 At attach, before anything is placed, to find the mismatched leaves:
 
-    cells, if all replicas were equal ─► every rank: one digest of each of its cells ─► all equal: done
-                                                                                     └► some differ: digests of leaves, from
-                                                                                        one rank of
-                                                                                        each kind of
-                                                                                        answer
-                                                                                        ─► the mismatched leaves
+    cells, if all replicas were equal
+      ─► every rank: one digest of each of its cells ─► all equal: done
+                                                     └► else: digests of leaves, from one rank of
+                                                        each kind of answer ─► mismatched leaves
 
-Pieces of a leaf that only one rank has are not checked: they are never restored from another rank's
-    bytes.
+Pieces of a leaf that only one rank has are not checked: no rank restores them from another rank's
+bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +79,8 @@ def digest_of(sample: DigestSample, parts: Sequence[Bytes]) -> int:
     """
     hasher = xxhash.xxh3_64()
     for run, part in zip(sample.runs, parts, strict=True):
-        hasher.update(run.at.to_bytes(8, "little"))  # equal bytes at another place must give another digest
+        # Equal bytes at another place must give another digest.
+        hasher.update(run.at.to_bytes(8, "little"))
         hasher.update(part.data)
     return hasher.intdigest()
 
@@ -92,7 +91,7 @@ def compared(tree: Mapping[str, Any]) -> list[list[int]]:
 
 
 def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
-    """Returns the sample digests in capsules of earlier steps; skips capsules that can't be decoded."""
+    """Returns the sample digests in capsules of earlier steps; skips unreadable capsules."""
     samples = []
     for capsule in capsules:
         with contextlib.suppress(FormatError):

@@ -1,12 +1,12 @@
-"""The save plan: what one rank writes in one snapshot, as work that a copy engine only has to carry out.
+"""The save plan: what one rank writes in one snapshot, as work that a copy engine carries out.
 
-    placement ─► blocks of this rank ────────┐              ┌─► runs           live bytes ─► slot
-    live leaves, as they are now ────────────┼─► SavePlan ──┼─► columns        live bytes of k data shards ─► XOR ─► slot
-    unreplicated leaves, and unplanned ones ─┘              ├─► inline leaves  numbers: they go into the capsule
-                                                            └─► zeros          all the rest: padding, absent leaves
+    blocks of this rank (placement) ─┐              ┌─► runs           live bytes ─► slot
+    live leaves, as they are now ────┼─► SavePlan ──┼─► columns        k data shards ─► XOR ─► slot
+    unreplicated, unplanned leaves ──┘              ├─► inline leaves  they go into the capsule
+                                                    └─► zeros          padding, absent leaves
 
-    slot data   | data shards           | parity shards        | unreplicated leaves | unplanned leaves |
-                | runs, zeros           | columns              | runs, zeros                            |
+    slot data   | data shards   | parity shards   | unreplicated leaves | unplanned leaves |
+                | runs, zeros   | columns         | runs, zeros                            |
 
 Invariants
   1. Runs, zeros and the columns' outputs cover the slot's data, each byte once.
@@ -149,7 +149,7 @@ class SavePlan:
 
     @cached_property
     def written_bytes(self) -> int:
-        """Live bytes and parity that one snapshot writes; zeros are written only once for each layout."""
+        """Live bytes and parity that one snapshot writes; zeros are written once a layout."""
         return sum(run.nbytes for run in self.runs) + sum(
             column.nbytes * len(column.outputs) for column in self.columns
         )
@@ -231,7 +231,7 @@ class _Builder:
         self.programs: dict[tuple[int, int], XorProgram] = {}
 
     def _find(self, leaf: Leaf) -> int:
-        """Returns the number of a predicted leaf; -1 if the leaf does not exist, or not as predicted."""
+        """Returns the number of a predicted leaf; -1 if no leaf exists exactly as predicted."""
         number = self.number.get(leaf.name, -1)
         return number if number >= 0 and self.leaves[number] == leaf else -1
 
@@ -327,7 +327,7 @@ class _Builder:
     # Bytes of cells
 
     def _cell_runs(self, lane: Lane, begin: int, end: int, at: int) -> Iterator[WriteItem]:
-        """Yields the runs of live bytes between two offsets of a lane's cell; byte `begin` goes to `at`."""
+        """Yields the live runs between two offsets of a lane's cell; byte `begin` goes to `at`."""
         cell, members = self.placement.division.cells[lane.cell], self.members[lane.cell]
         end = min(end, lane.begin + lane.nbytes)
         index = max(bisect_right(cell.offsets, begin) - 1, 0)
@@ -355,7 +355,8 @@ class _Builder:
         program = self._program(lane, block.shard - lane.code.k)
         width = self.tiling.width(program)
         count = -(-lane.packet_bytes // width)
-        width = align(-(-lane.packet_bytes // count), UNIT)  # columns of equal size, so that all threads get equal work
+        # Columns of equal size, so that all threads get equal work.
+        width = align(-(-lane.packet_bytes // count), UNIT)
         at = 0
         while at < lane.packet_bytes:
             column = self._column(block, program, at, min(width, lane.packet_bytes - at))

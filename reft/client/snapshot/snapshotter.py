@@ -1,11 +1,11 @@
 """Takes the snapshots of one rank: chooses the slot, skips steps, reports to the daemon.
 
     take(step)  are all leaves where they were? ── yes ─► host state, staged leaves ─► copy engine
-                      │ no: new save plan                        │ slot by the reuse rule ─► WRITING
-                      ▼                                          │ no slot until the fence ─► void(step)
+                      │ no: new save plan                           │ slot by the reuse rule
+                      ▼                                             ▼ none until the fence: void
                 does the plan fit into the slots? ── yes ─► as above
                       │ no
-                      └► lease larger slots in a thread; void(step) until they are there
+                      └► lease larger slots in a thread; void until they are there
     fence()     before anything writes the state again
 
 The trainer's thread calls this module, and no call inside a step waits for another process. A
@@ -70,7 +70,7 @@ class CurrentPlan:
     def of(
         cls, tensor_index: TensorIndex, placement: Placement, rank: int, tiling: ParityTiling, previous: SavePlan | None
     ) -> CurrentPlan:
-        """Makes the plan for the leaves in `tensor_index`; reuses the previous plan if it still holds."""
+        """Makes the plan for the leaves in `tensor_index`; reuses the previous plan if possible."""
         leaves = tensor_index.leaves()
         reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
         return cls(tensor_index, reused or plan_save(placement, rank, leaves, tensor_index.tensors, tiling))
@@ -117,7 +117,8 @@ class Snapshotter:
     _lease_thread: threading.Thread | None = None
     _new_slots: list[MappedSlot] | None = None
     _old_slots: list[MappedSlot] = field(default_factory=list)
-    _busy_slots: set[int] = field(default_factory=set)  # indexes of slots that the copy engine still writes
+    # Indexes of slots that the copy engine still writes.
+    _busy_slots: set[int] = field(default_factory=set)
 
     def take(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None) -> bool:
         """Begins the snapshot of `step`; returns False if it is skipped.
@@ -140,7 +141,7 @@ class Snapshotter:
         return not reason
 
     def expect(self, leaves: Sequence[Leaf]) -> None:
-        """Makes the save plan for the leaves that attach predicts, so that the first mark need not."""
+        """Makes the save plan for the leaves that attach predicts, before the first mark."""
         self._predicted_plan = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.cut)
 
     def fence(self) -> None:
@@ -185,7 +186,7 @@ class Snapshotter:
         return ""
 
     def wait(self, step: int, deadline_s: float) -> bool:
-        """Waits until `step` is decided; returns True if it is whole. Must not be called inside a step.
+        """Waits until `step` is decided; returns True if it is whole. Not for use inside a step.
 
         Also returns memfds to a daemon that was restarted meanwhile: perhaps no further mark comes
             that would.
@@ -331,7 +332,7 @@ class Snapshotter:
         self.copy_engine.submit(lambda: self.reporter.answer(step, StepAnswer.VOID, reason))
 
     def _note_trouble(self, reason: str) -> None:
-        """Logs when snapshots begin to fail, fail for another reason, or work again (empty reason)."""
+        """Logs when snapshots begin to fail, fail for another reason, or work again ("")."""
         if self._trouble_log.heard(reason, time.monotonic()):
             message = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
             log.warning("rank %d %s", self.rank, message)
@@ -363,7 +364,8 @@ class Snapshotter:
                 self._old_slots += self.slots
                 self.slots, self._new_slots = self._new_slots, None
         if self._lease_thread is not None:
-            return False  # even if the old slots fit: the daemon frees them once larger ones are made
+            # Even if the old slots fit: the daemon frees them once larger ones are made.
+            return False
         if plan.fits(self.slots):
             return True
         self._lease_thread = threading.Thread(target=self._lease, args=(plan,), name="reft-lease", daemon=True)
@@ -374,7 +376,8 @@ class Snapshotter:
         try:
             self._new_slots = self.leases.lease(plan.save_plan.data_bytes, len(plan.save_plan.table))
         except Exception as error:
-            if self._lease_thread is threading.current_thread():  # else the session was closed meanwhile
+            # If it is not this thread, the session was closed meanwhile.
+            if self._lease_thread is threading.current_thread():
                 log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
 
     def bytes_per_snapshot(self) -> int:
@@ -386,7 +389,7 @@ class Snapshotter:
 
     @property
     def whole(self) -> Version | None:
-        """The newest version known to be whole: one of this epoch that is not discarded, or the base."""
+        """The newest version known to be whole: of this epoch and not discarded, or the base."""
         known = self.reporter.whole
         return self.base if known is None or self.leaves_out(known.step) else known
 
@@ -395,7 +398,7 @@ class Snapshotter:
         return self.whole.step if self.whole else -1
 
     def leaves_out(self, step: int) -> bool:
-        """Tells whether `discard` has excluded this step number: it had counted calls of the optimizer."""
+        """Tells whether `discard` has excluded this step number, which counted optimizer calls."""
         return step <= self._discarded_until
 
     @cached_property
@@ -405,7 +408,7 @@ class Snapshotter:
 
     @property
     def unforeseen(self) -> tuple[str, ...]:
-        """Leaves of the last snapshot that attach did not predict: only this rank's slot has them."""
+        """Leaves of the last snapshot that attach did not predict: only this rank has them."""
         return self._plan.save_plan.unplanned if self._plan and self.placement.lanes else ()
 
     def retire(self, deadline_s: float) -> bool:

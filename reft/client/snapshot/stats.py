@@ -24,7 +24,7 @@ class CopyStats:
         self.stall_s = 0.0  # sum of the times that training waited for copies
 
     def wrote(self, counts: Iterable[int]) -> None:
-        """Adds written bytes, one number for each tier; the tier is the one in which the copy began."""
+        """Adds written bytes: one number for each tier, the one in which the copy began."""
         with self._lock:
             for tier, count in zip(Tier, counts, strict=True):
                 self._written[tier] += count
@@ -35,7 +35,7 @@ class CopyStats:
         self.timeline.add(TimelineEvent(TRAINING, "fence", begin_s, end_s, Tier.FENCE))
 
     def moved(self, tier: Tier, nbytes: float, seconds: float, is_parity: bool = False) -> None:
-        """Adds a measurement of the engine's rate, which is the rate of all its threads together."""
+        """Adds a measurement of the engine's rate, which is that of all its threads together."""
         if seconds < LEAST_S:
             return
         with self._lock:
@@ -55,7 +55,7 @@ class CopyStats:
             return estimate.mean if estimate else 0.0
 
     def parity_rate(self) -> float:
-        """Returns the bytes of parity computed and written a second; 0 if the engine does not measure it."""
+        """Returns the bytes of parity computed and written a second; 0 if never measured."""
         with self._lock:
             return self._parity.mean
 

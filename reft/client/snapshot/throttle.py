@@ -1,8 +1,8 @@
 """Holds back the CPU engine's copy threads until the pacing plan has their next task due.
 
     trainer's thread   mark ─► enter(0), begin    hooks ─► enter(phase)    fence ─► lift
-    busy threads       open(paced copy) ─► task ─ …waits… ─► task ─► … ─► none left    beside training; all once lifted
-    idle threads       ─ …waits… ─► task ─► task ─ …waits… ─► task ─► … ─► none left   in gaps
+    busy threads       open ─► task ─ …waits… ─► task ─► … ─► none left   beside training, or lifted
+    idle threads       ─ …waits… ─► task ─► task ─ …waits… ─► none left   in gaps
 
 On the CPU, the host sees at once that a gap ends. Copying stops because no further task is handed
 out. A task that has begun goes on; in a gap it runs in an idle thread, which gives way to all
@@ -47,7 +47,7 @@ class CopyThrottle:
             self._paced_copy, self._lifted = None, None
 
     def enter(self, index: int, tier: Tier) -> float:
-        """Notes that training enters a phase, where number 0 begins at the mark; returns the time."""
+        """Notes that training enters a phase; phase 0 begins at the mark. Returns the time."""
         with self._lock:
             self._index, self.tier, self._phase_since_s = index, tier, self._clock()
             if index == 0:
@@ -71,7 +71,7 @@ class CopyThrottle:
                 self._wake(self._paced_copy.wanted)
 
     def open(self, paced_copy: PacedCopy) -> None:
-        """Starts to hand out the tasks of a snapshot; training may be well beyond the mark already."""
+        """Starts to hand out the tasks of a snapshot; training may be well beyond the mark."""
         with self._lock:
             paced_copy.begin(self._mark_s)
             if self._index:
@@ -81,7 +81,9 @@ class CopyThrottle:
             self._paced_copy = paced_copy
 
     def tasks(self, paced_copy: PacedCopy, priority: Priority, note: Note) -> Iterator[CopyTask]:
-        """Yields the next tasks for the calling thread, each when it is due. Several threads may call.
+        """Yields the next tasks for the calling thread, each when it is due.
+
+        Several threads may call.
 
         Args:
             priority: the priority of the calling thread.
@@ -110,6 +112,6 @@ class CopyThrottle:
             self._wake(Priority)
 
     def _wake(self, priorities: Iterable[Priority]) -> None:
-        """Wakes the threads of these priorities only: a thread that wakes up for nothing delays training."""
+        """Wakes only threads that may have a task now: each needless wake-up delays training."""
         for priority in priorities:
             self._changed[priority].notify_all()

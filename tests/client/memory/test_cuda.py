@@ -54,7 +54,7 @@ def slot_of(file: int) -> MappedSlot:
     return MappedSlot.open(0, "slot", file, SMALL.file_bytes, keeps=False)
 
 
-def test_threads_of_reft_make_no_context_on_the_device_of_another_rank(runtime):
+def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
     """Device 0 would hold one of every rank of the node."""
     device = Device(OWN)
 
@@ -77,7 +77,7 @@ def test_threads_of_reft_make_no_context_on_the_device_of_another_rank(runtime):
     assert runtime.contexts == {3}
 
 
-def test_a_slot_that_cannot_be_pinned_does_not_end_the_next_step(runtime, caplog):
+def test_a_failed_pin_does_not_end_the_next_step(runtime, caplog):
     """The runtime keeps the error, and torch takes it for that of the next kernel of this thread."""
     runtime.error = 712
     slot = slot_of(os.memfd_create("slot"))
@@ -88,7 +88,7 @@ def test_a_slot_that_cannot_be_pinned_does_not_end_the_next_step(runtime, caplog
     assert len(runtime.calls) == 1, "what was not pinned is not unpinned"
 
 
-def test_a_slot_is_unpinned_once_and_an_error_of_that_stays_with_reft(runtime):
+def test_a_slot_is_unpinned_once_and_a_failed_unpin_does_not_reach_torch(runtime):
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
     runtime.error = 4
@@ -98,7 +98,7 @@ def test_a_slot_is_unpinned_once_and_an_error_of_that_stays_with_reft(runtime):
     assert [call[0] for call in runtime.calls] == ["register", "unregister"]
 
 
-def test_a_slot_that_nobody_closes_is_unpinned_before_its_pages_are_gone(runtime, monkeypatch):
+def test_a_slot_that_is_not_closed_is_unpinned_before_its_pages_are_unmapped(runtime, monkeypatch):
     """As where attach fails: else CUDA would take what is mapped there next for pinned, and copy into the old slot's pages."""
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
@@ -116,7 +116,7 @@ def is_mapped(address: int, nbytes: int) -> bool:
     return any(int(begin, 16) <= address < address + nbytes <= int(end, 16) for begin, end in spans)
 
 
-def test_nobody_spins_and_nobody_waits_for_what_training_computes(runtime):
+def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtime):
     """A thread that waits for copies does so for a whole window, and a mark waits for nothing."""
     device = Device(OWN)
     device.host_waits(device.record_side())
@@ -126,7 +126,7 @@ def test_nobody_spins_and_nobody_waits_for_what_training_computes(runtime):
     assert set(runtime.waits) == {("side", "sleeps")}
 
 
-def test_events_are_told_apart_that_were_passed_before_those_asked_about_first(runtime):
+def test_times_are_right_for_events_before_the_anchor_event(runtime):
     """The rhythm asks about a window of which the engine has told its copies already."""
     device = Device(OWN)
     early, later, last = (device.record_compute() for _ in range(3))
@@ -147,7 +147,7 @@ def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
         tracked.bind()
 
 
-def test_a_scale_is_made_again_where_the_state_lies_whatever_device_is_current():
+def test_a_restored_scale_is_made_on_the_device_of_the_state():
     """The scaler itself knows no more than the kind of its device."""
     scaler = SimpleNamespace(_device="cpu", _scale=None)
     tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})

@@ -26,7 +26,7 @@ def leaf_of(name: str, elements: int) -> Leaf:
     return Leaf(name, "float32", (elements,), (1,), 4 * elements, False, (elements,), (0,))
 
 
-def test_pages_are_there_before_anything_is_written():
+def test_pages_exist_before_anything_is_written():
     nbytes = 2 * BLOCK_BYTES + 5 * MIB
     room = HugePageBuffer(nbytes)
     room.make_pages()
@@ -35,7 +35,7 @@ def test_pages_are_there_before_anything_is_written():
     assert bytes_of(tensor.data_ptr(), "Rss") >= nbytes
 
 
-def test_nothing_is_made_unasked_nor_after_close():
+def test_a_buffer_makes_no_pages_before_it_is_asked_nor_after_close():
     room = HugePageBuffer(64 * MIB)
     tensor = room.empty(leaf_of("a", 1000), torch.float32)
     assert bytes_of(tensor.data_ptr(), "Rss") < 4 * MIB
@@ -67,7 +67,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none(attach, rooms):
+def test_a_restart_makes_the_optimizers_memory_ahead_and_a_fresh_start_makes_none(attach, rooms):
     model, optimizer = make()
     train(attach(model, optimizer), model, optimizer)
     assert not rooms, "nothing was held"
@@ -84,7 +84,7 @@ def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none
 
 
 @pytest.mark.parametrize("fails_in", ["", "make", "bind"])
-def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
+def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fails_in):
     model, optimizer = make()
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
@@ -107,7 +107,7 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
     handed_out.set()
 
 
-def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
+def test_tensors_are_indexed_again_only_if_they_moved(monkeypatch):
     model, optimizer = make()
     step_once(model, optimizer)
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
@@ -122,7 +122,7 @@ def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
     assert live_tensors(held, tracked, before) is before.tensors
 
 
-def test_a_closed_room_is_written_by_nobody(monkeypatch):
+def test_close_waits_for_the_threads_that_make_pages(monkeypatch):
     began, ended, closed = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:

@@ -42,14 +42,14 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5000])
-def test_each_page_is_made_and_none_beside_them(way, nbytes):
+def test_each_page_is_made_and_no_other(way, nbytes):
     memory = fresh(nbytes + 2 * MIB)
     PageMaker(memory[:nbytes]).wait()
     assert pages_of(memory) == [*range(-(-nbytes // PAGE))]
     assert not memory.any()
 
 
-def test_where_the_kernel_makes_no_pages_a_byte_of_each_is_written(monkeypatch):
+def test_without_kernel_support_one_byte_of_each_page_is_written(monkeypatch):
     monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)
     memory = np.ones(BLOCK_BYTES + 5 * PAGE + 1, np.uint8)
     PageMaker(memory[: BLOCK_BYTES + 3 * PAGE + 1]).wait()
@@ -69,7 +69,7 @@ def test_the_kernel_is_asked_for_one_block_at_a_time(monkeypatch):
     ]  # fmt: skip
 
 
-def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(monkeypatch):
+def test_settle_waits_only_for_the_blocks_that_have_begun(monkeypatch):
     under_way, go_on = threading.Barrier(THREADS + 1), threading.Event()
     made = []
 
@@ -84,7 +84,7 @@ def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(
     under_way.wait(10)  # each thread has a block
     settling = threading.Thread(target=pages.settle)
     settling.start()
-    while pages._left:
+    while pages._blocks_left:
         assert settling.is_alive()
     assert settling.is_alive() and not made
     go_on.set()
@@ -92,7 +92,7 @@ def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(
     assert sorted(made) == [memory.ctypes.data, memory.ctypes.data + BLOCK_BYTES]
 
 
-def test_settled_pages_may_be_settled_and_waited_for_again():
+def test_settle_and_wait_may_be_called_again():
     pages = PageMaker(fresh(MIB))
     for _ in range(2):
         pages.settle()

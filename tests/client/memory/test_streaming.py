@@ -38,7 +38,7 @@ def aligned(nbytes: int, seed: int) -> np.ndarray:
 @example(size=ROOM - 1, to=63, begin=0, seed=0)
 @example(size=LINE - 1, to=1, begin=0, seed=0)
 @example(size=1, to=5, begin=3, seed=0)
-def test_bytes_are_the_same_and_none_beside_them_is_written(copy, size, to, begin, seed):
+def test_a_copy_writes_the_same_bytes_and_no_others(copy, size, to, begin, seed):
     source, memory = aligned(ROOM + 400, seed), aligned(ROOM + 400, seed + 1)
     expected = memory.copy()
     expected[to : to + size] = source[begin : begin + size]

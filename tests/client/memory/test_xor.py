@@ -50,7 +50,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize(("k", "f"), SHAPES)
-def test_same_as_numpy(k, f, dtype, device):
+def test_torch_computes_the_same_as_numpy(k, f, dtype, device):
     for program in programs(code_for(k, f)):
         groups = random_groups(program, 33 if dtype == torch.uint8 else 40)
         tensors = [[torch.from_numpy(each.copy()).to(device).view(dtype) for each in group] for group in groups]

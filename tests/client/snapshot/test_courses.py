@@ -28,7 +28,7 @@ def course_of(*phases: tuple[Tier, float], bytes_per_s: float = 1e9) -> PacingPl
 
 
 @pytest.mark.parametrize("f", [0, 1])
-def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
+def test_all_bytes_are_copied_in_a_gap_that_is_long_enough(engine, f):
     copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f))
@@ -45,7 +45,7 @@ def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
     assert sorted(taken.parity) == list(range(len(taken.save_plan.columns)))
 
 
-def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
+def test_bytes_that_fit_into_no_phase_are_copied_at_the_fence(engine):
     copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, {"buffer"})
@@ -62,7 +62,7 @@ def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
 
 
 @pytest.mark.parametrize("scratch", [0, 100_000, 10 << 20])
-def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, monkeypatch):
+def test_an_overrun_goes_through_scratch_memory_until_that_is_full(scratch, monkeypatch):
     monkeypatch.setattr(cuda_plan, "TRANSFER_BYTES", 50_000)
     device = Strict()
     copy_engine = CudaCopyEngine(device, overrun_scratch_bytes=scratch)
@@ -84,7 +84,7 @@ def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, mon
     copy_engine.close()
 
 
-def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ended(monkeypatch, caplog):
+def test_if_scratch_memory_cannot_be_allocated_the_optimizer_waits(monkeypatch, caplog):
     copy_engine = CudaCopyEngine(Late(), overrun_scratch_bytes=10 << 20)
     tensors = tensors_on("cpu")
     empty = torch.empty
@@ -106,7 +106,7 @@ def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ende
     copy_engine.close()
 
 
-def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(engine):
+def test_everything_is_copied_at_once_if_training_leaves_the_plan_or_waits(engine):
     copy_engine, device = engine
     for leave in (
         lambda: copy_engine.enter(1, Tier.COLLECTIVE),
@@ -148,7 +148,7 @@ def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
 
 
 @pytest.mark.parametrize("cpus", [[], [0, 0]])
-def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread(cpus, monkeypatch):
+def test_on_the_cpu_each_thread_copies_at_most_one_task_after_a_gap_ends(cpus, monkeypatch):
     monkeypatch.setattr(cpu_plan, "TASK_BYTES", 2 * 4096)  # two chunks
     copy_engine = CpuCopyEngine(cpus, clock=lambda: 0.0)
     taken = Taken(tensors_on("cpu"), set())
@@ -183,7 +183,7 @@ def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread
 
 
 @pytest.mark.parametrize("cpus", [[], [0, 0]])
-def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_do_not(cpus):
+def test_on_the_cpu_idle_threads_copy_in_gaps_and_only_there(cpus):
     copy_engine = CpuCopyEngine(cpus)
     for pacing_plan, tier, policy in [
         (course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.GAP, os.SCHED_IDLE),
@@ -209,7 +209,7 @@ def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_
 
 
 @pytest.mark.parametrize("fails_in", [Tier.GAP, Tier.FENCE])
-def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, monkeypatch):
+def test_on_the_cpu_a_failure_leaves_no_thread_waiting(fails_in, monkeypatch):
     monkeypatch.setattr(cpu_plan, "TASK_BYTES", 4096)  # many tasks
     copy_engine, tensors = CpuCopyEngine([]), tensors_on("cpu")
     taken = failing(copy_engine, tensors)
@@ -223,7 +223,7 @@ def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, mo
 
 
 @pytest.mark.parametrize("refused", ["sched_setscheduler", "sched_setaffinity"])
-def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_ends_as_ever(refused, monkeypatch, caplog):
+def test_without_permission_for_affinity_or_idle_priority_snapshots_still_end(refused, monkeypatch, caplog):
     """Else nobody would take what waits for them, and the fence would hold training up for ever."""
 
     def refuse(*_: object) -> None:
@@ -242,7 +242,7 @@ def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_end
     copy_engine.close()
 
 
-def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
+def test_without_idle_threads_the_busy_threads_copy_in_gaps_too():
     copy_engine = CpuCopyEngine([], has_idle=False)
     taken, policies = Taken(tensors_on("cpu"), set()), set()
     taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
@@ -267,7 +267,7 @@ def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
         ([ComputeThreads(1, frozenset({0}))], 1, {0}, False),
     ],
 )
-def test_where_threads_of_ranks_outnumber_cores_no_core_is_idle(others, threads, cpus, expected):
+def test_no_core_is_idle_if_the_ranks_have_more_threads_than_cores(others, threads, cpus, expected):
     own = ComputeThreads(threads, frozenset(cpus))
     assert has_idle_cores(own, [own, *others]) is expected
     assert team_of(json.loads(json.dumps(team_facts(own)))) == own
@@ -288,8 +288,8 @@ class Hasty(CpuCopyEngine):
 
 
 @pytest.mark.parametrize("mutant", [lambda: CudaCopyEngine(Deaf()), lambda: Hasty([])])
-def test_without_the_wait_of_the_fence_a_snapshot_is_torn(mutant):
-    """What test_what_no_stretch_holds_is_copied_at_the_fence would find."""
+def test_without_the_fences_wait_a_snapshot_is_torn(mutant):
+    """What test_bytes_that_fit_into_no_phase_are_copied_at_the_fence would find."""
     copy_engine = mutant()
     tensors = tensors_on("cpu")
     taken = Taken(tensors, set())

@@ -31,7 +31,7 @@ from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline
 
 
-def test_every_byte_lands_and_the_states_come_in_order(engine):
+def test_every_byte_is_copied_and_slot_states_follow_in_order(engine):
     copy_engine, device = engine
     taken = Taken(tensors_on(device), {"buffer"}).by(copy_engine)
     for name, tensor in tensors_on(device).items():
@@ -43,7 +43,7 @@ def test_every_byte_lands_and_the_states_come_in_order(engine):
 
 
 @pytest.mark.parametrize("D", [1, 3])
-def test_riders_and_staged_leaves_are_as_at_the_mark(engine, D):
+def test_inline_and_staged_leaves_are_as_at_the_mark(engine, D):
     copy_engine, device = engine
     tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}  # too large for a capsule
     taken = Taken(tensors, {"buffer", "cache"}, placement_of(TensorIndex(tensors, {"buffer", "cache"}), D, D - 1))
@@ -87,7 +87,7 @@ def test_a_failure_is_reported_and_the_fence_opens(engine):
     assert again.ended.wait(20) and again.error is None
 
 
-def test_bytes_count_as_what_training_does_when_their_copy_begins(engine):
+def test_bytes_count_in_the_tier_in_which_their_copy_begins(engine):
     copy_engine, device = engine
     copy_engine.enter(1, Tier.GAP)
     first = Taken(tensors_on(device), set()).by(copy_engine)
@@ -166,7 +166,7 @@ GROUPS = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 3, 2), (5, 2, 2), (6, 
 
 @pytest.mark.parametrize(("D", "f", "each"), GROUPS)
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
-def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, scheme):
+def test_slots_without_any_f_domains_give_the_whole_state(engine, D, f, each, scheme):
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, {"buffer"}), D, f, each, scheme)
@@ -184,7 +184,7 @@ def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, sche
     assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
-def test_members_with_engines_of_their_own_at_the_same_time():
+def test_ranks_with_different_engines_at_the_same_time():
     tensors = tensors_on("cpu")
     placement = placement_of(TensorIndex(tensors, set()), 4, 2)
     copiers = [CpuCopyEngine([]), CpuCopyEngine([0, 0]), CudaCopyEngine(Inline()), CpuCopyEngine([])]
@@ -198,11 +198,11 @@ def test_members_with_engines_of_their_own_at_the_same_time():
     assert_any_survivors_have_it_all(placement, {r: m.slot.data for r, m in enumerate(members)}, tensors, 2)
 
 
-def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
+def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
     """Step counters, and the state of an optimizer that was offloaded; where there is no device, leaves play the host's."""
     on_host = {"on host", "buffer", "medium", "small"}
     monkeypatch.setattr(
-        save_plan, "_apart", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
+        save_plan, "_host_resident", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
     )
     tensors = tensors_on("cpu")
     for D, f in ((1, 0), (3, 2), (4, 1)):
@@ -223,7 +223,7 @@ def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
         assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
-def test_absent_leaves_are_zeros_and_extra_ones_are_kept(engine):
+def test_absent_leaves_are_zeros_and_unplanned_ones_are_stored(engine):
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, {"buffer"}), 3, 1)
@@ -289,7 +289,7 @@ def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
     Taken(tensors, set(), placement).by(copy_engine)
 
 
-def test_a_failure_while_sealing_is_reported_too(engine):
+def test_a_failure_to_seal_is_reported(engine):
     """The fence has long been passed: nobody waits for it."""
     copy_engine, device = engine
     tensors = tensors_on(device)
@@ -303,7 +303,7 @@ def test_a_failure_while_sealing_is_reported_too(engine):
     Taken(tensors, set(), placement).by(copy_engine)
 
 
-def test_a_slot_is_opened_behind_what_there_may_be_no_memory_for(engine, monkeypatch):
+def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
     """What `begin` raises no engine reports, so a slot that was opened by then would never be written again."""
     copy_engine, device = engine
     tensors = tensors_on(device)
@@ -346,7 +346,7 @@ def test_slots_with_other_chunks_than_the_placement_are_refused(engine):
     Taken(tensors_on(device), set()).by(copy_engine)
 
 
-def test_chunks_of_parity_are_not_gone_through_twice():
+def test_no_copy_task_has_chunks_of_parity():
     tensors = tensors_on("cpu")
     copy_engine = CpuCopyEngine([0, 0])
     taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, 2)).by(copy_engine)
@@ -356,7 +356,7 @@ def test_chunks_of_parity_are_not_gone_through_twice():
 
 
 @pytest.mark.parametrize("f", [0, 2])
-def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
+def test_a_task_has_many_chunks_up_to_a_limit(f):
     tensors = {"w": torch.randn(1 << 20), "small": torch.randn(5)}
     save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, f)).save_plan
     plan = CpuCopyPlan.of(save_plan, 4096, 1)
@@ -369,7 +369,7 @@ def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
 
 
 @pytest.mark.parametrize("f", [0, 1])
-def test_what_one_leaf_fills_is_copied_in_one_piece(f):
+def test_adjacent_chunks_of_one_leaf_are_one_copy(f):
     tensors = {"w": torch.randn(100_000), "b": torch.randn(2048), "c": torch.randn(1024), "d": torch.randn(9)}
     save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f)).save_plan
     plan = CpuCopyPlan.of(save_plan, 4096, 1)
@@ -394,7 +394,7 @@ def test_what_one_leaf_fills_is_copied_in_one_piece(f):
 @pytest.mark.parametrize(
     ("data_bytes", "joins"), [(5 * 64, [[0, 1], [2], [3], [4]]), (4 * 64 + 60, [[0, 1], [2], [3, 4]])]
 )
-def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, joins):
+def test_parts_are_joined_only_where_one_leaf_fills_both(data_bytes, joins):
     runs = [
         WriteItem(0, 0, 64, 0),
         WriteItem(0, 64, 64, 64),
@@ -428,7 +428,7 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     assert order.index(last) > max(i for i, entry in enumerate(order) if entry == "record side")
 
 
-def test_replicas_agree_on_their_cells_whatever_the_engine():
+def test_cell_digests_do_not_depend_on_the_engine():
     tensors = {name: torch.randn(300, 70) for name in ("a", "b")}
     placement = placement_of(TensorIndex(tensors, set()), D=2, f=1)
     taken = [
@@ -441,7 +441,7 @@ def test_replicas_agree_on_their_cells_whatever_the_engine():
     assert Taken(other, set(), placement, 1).by(CpuCopyEngine([])).cells != taken[0].cells
 
 
-def test_a_device_without_room_is_not_asked_at_each_mark(monkeypatch):
+def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
     """Each time torch would give back all memory that it keeps for training first."""
     copy_engine, tried = CudaCopyEngine(Inline()), []
     taken = Taken(tensors_on("cpu"), set())

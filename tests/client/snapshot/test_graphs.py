@@ -69,7 +69,7 @@ def held_up(session: Session) -> Iterator[None]:
     may_go.set()
 
 
-def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, device, caplog):
+def test_a_snapshot_never_holds_what_a_later_replay_writes(attach, device, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     step_once(model, optimizer)
@@ -89,7 +89,7 @@ def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, de
     assert attach(other, another).step == 2 and state_bytes(other, another) == held
 
 
-def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_it_is_sealed(attach, device):
+def test_a_capture_drops_the_snapshot_that_is_not_sealed_yet(attach, device):
     model, optimizer = make()
     session = attach(model, optimizer)
     step_once(model, optimizer)
@@ -105,7 +105,7 @@ def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_i
     assert session.stats()["snapshots"] == 2 and session.stats()["skipped"] == 1
 
 
-def test_calls_that_are_captured_are_no_steps(attach, device):
+def test_captured_calls_of_the_optimizer_count_no_steps(attach, device):
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_calls_that_are_captured_are_no_steps(attach, device):
     assert session.step == 3
 
 
-def test_a_capturable_optimizer_that_calls_no_hook_was_captured_before_attach(attach, device):
+def test_a_capturable_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(attach, device):
     model, optimizer = make()
     step_once(model, optimizer)
     for group in optimizer.param_groups:
@@ -156,12 +156,12 @@ class Driver:
         return 0
 
 
-def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
+def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
     """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
     driver, runtime = Driver(), Runtime()
     runtime.install(monkeypatch)
     monkeypatch.setattr(runtime, "call", driver.note)
-    monkeypatch.setattr(device_module, "_mode_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(device_module, "_capture_mode_setter", lambda: driver.exchange)
     device = Device(torch.device("cuda", 0))
     driver.modes.clear()
     device.host_waits(device.record_side())

@@ -75,19 +75,19 @@ def compared(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
     return found[0], rank_group.rounds
 
 
-def test_replicas_that_are_alike_need_one_digest_a_cell():
+def test_equal_replicas_exchange_one_digest_a_cell():
     found, rounds = compared([bound(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
     assert found == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
 
 
-def test_pieces_that_one_rank_has_are_neither_compared_nor_said():
+def test_pieces_of_one_rank_are_neither_compared_nor_sent():
     ranks = [bound(("w",), 6 * rank, w=torch.arange(6.0) + rank, norm=torch.ones(2)) for rank in range(2)]
     found, rounds = compared(ranks)
     assert found == [] and len(rounds) == 1
     assert value_digests(ranks[0], ["model.0.norm"]).keys() == {"model.0.norm"}
 
 
-def test_the_holders_of_a_piece_are_compared_with_one_another_only():
+def test_only_holders_of_the_same_piece_are_compared():
     """Two pieces of w with two holders each; the last rank's piece is another one than its replica's."""
     ranks = [
         bound(("w", "v"), 6 * (rank % 2), w=torch.arange(6.0) + rank % 2, v=torch.arange(6.0)) for rank in range(4)
@@ -99,7 +99,7 @@ def test_the_holders_of_a_piece_are_compared_with_one_another_only():
     assert [bool(each) for each in rounds[1]] == [True, True, False, True], "one rank of each kind speaks for all"
 
 
-def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_constants_do_not_prove():
+def test_optimizer_state_and_constant_leaves_count_as_mismatched_too():
     same = torch.arange(6.0)
     ranks = [said(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)]
     assert mismatched_names(ranks, NAMES) == ["model.0.b", "model.0.w", "optimizer.0.exp_avg.model.0.w"]
@@ -125,20 +125,20 @@ def test_constants_are_marked_whatever_their_type_and_order():
         ([20_000 if rank % 64 == 0 else 2 for rank in range(16_384)], list(range(0, 16_384, 64))),
     ],
 )
-def test_long_messages_are_spoken_alone_where_padding_would_cost_more(widths, alone):
+def test_long_messages_are_broadcast_where_padding_would_cost_more(widths, alone):
     assert spoken_alone(widths) == alone
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1 << 24), max_size=40))
-def test_nobody_moves_more_bytes_than_with_padding(widths):
+def test_broadcasts_never_move_more_bytes_than_padding(widths):
     alone = spoken_alone(widths)
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
     moved = sum(widths[rank] for rank in alone) + len(widths) * rest
     assert moved <= len(widths) * max(widths, default=0) and alone == sorted(set(alone))
 
 
-def test_a_rank_that_does_not_come_is_an_error_of_refts_and_so_ends_no_step_at_a_review(monkeypatch):
+def test_a_missing_rank_raises_attach_error(monkeypatch):
     def gone(*_: object) -> None:
         raise RuntimeError("Timed out waiting 5000ms")
 

@@ -38,7 +38,7 @@ def test_equal_bytes_agree_and_a_bit_differs():
 
 
 @pytest.mark.parametrize("at", [0, WINDOW_BYTES - 1, WINDOW_BYTES, A - 1])
-def test_windows_find_any_difference_that_lasts(at):
+def test_windows_find_each_lasting_difference(at):
     one, other = bytes_of(1), bytes_of(1)
     other[0][at] ^= 1
     assert [digests(one, step, False) != digests(other, step, False) for step in range(4)].count(True) == 1
@@ -51,13 +51,13 @@ def test_a_missing_leaf_is_a_difference():
     assert digests(sources, 0, True) != digests(sources, 0, True, without)
 
 
-def test_a_small_cell_is_always_compared_in_whole():
+def test_a_small_cell_is_always_compared_as_a_whole():
     small = CellRuns(0, B, (WriteItem(1, 0, B, 0),))
     (sample,) = samples([small], 9, in_whole=False)
     assert sample.runs == small.runs
 
 
-def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
+def test_capsules_with_different_cell_digests_are_found():
     one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
         {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
     ))  # fmt: skip
@@ -66,7 +66,7 @@ def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
     assert not are_mismatched([one, compared({})]), "a capsule of before says nothing of it"
 
 
-def test_what_is_left_of_the_steps_before_is_compared_too():
+def test_capsules_of_earlier_steps_are_compared_too():
     """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
 
     class Daemons(RemoteSlots):

@@ -68,7 +68,7 @@ def test_every_byte_of_the_slot_is_written_once(sizes, D, each, f, scheme, data)
 
 
 @pytest.mark.parametrize(("D", "f"), [(2, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
-def test_a_member_writes_what_the_formula_says(D, f):
+def test_a_rank_writes_as_many_bytes_as_the_formula_says(D, f):
     """|P| (k + f) / (D k): no code that survives f lost members writes less."""
     nbytes = D * (D - f) * 4096 * 120  # no padding, whatever the number of packets
     leaves = [leaf("w", nbytes)]
@@ -80,7 +80,7 @@ def test_a_member_writes_what_the_formula_says(D, f):
         assert found.written_bytes == found.data_bytes == nbytes * (k + f) // (D * k)
 
 
-def test_a_process_alone_keeps_everything_one_run_a_leaf():
+def test_a_single_process_stores_each_leaf_as_one_run():
     found = save_plan(placed(LEAVES, 1, 0), 0, LEAVES)
     assert not found.columns and not found.parity_chunks and found.unplanned == found.absent == ()
     assert sorted(found.leaves[run.leaf].name for run in found.runs) == ["b", "c"]
@@ -90,7 +90,7 @@ def test_a_process_alone_keeps_everything_one_run_a_leaf():
 
 
 @pytest.mark.parametrize("D", [1, 3])
-def test_the_table_says_where_each_leaf_is(D):
+def test_the_table_says_where_each_leaf_lies(D):
     leaves = [*LEAVES, leaf("u", 100_000)]
     placement = placed(leaves, D, D - 1, mismatched=["u"])
     found = save_plan(placement, 1 % D, [*leaves[1:], leaf("new", 9)])
@@ -111,7 +111,7 @@ def test_the_table_says_where_each_leaf_is(D):
             assert any(run == (found.leaves.index(each), 0, each.nbytes, offset) for run in found.runs)
 
 
-def test_columns_keep_to_the_cut():
+def test_columns_keep_to_the_tiling():
     placement = placed([leaf("w", 1 << 20)], 4, 2)
     for cut in (ParityTiling(), ParityTiling(4096, 8192, 1 << 20), ParityTiling(256, 64, 1 << 20)):
         columns = save_plan(placement, 0, [leaf("w", 1 << 20)], cut).columns
@@ -119,7 +119,7 @@ def test_columns_keep_to_the_cut():
         assert max(column.nbytes * column.rows for column in columns) <= cut.scratch
 
 
-def test_columns_get_narrow_where_many_small_leaves_lie():
+def test_columns_are_narrow_where_many_small_leaves_lie():
     leaves = [leaf(f"leaf{i}", 100) for i in range(3_000)]
     placement = placed(leaves, 4, 2)
     found = save_plan(placement, 0, leaves, ParityTiling(1 << 20, 1 << 20, 64 << 10))
@@ -127,7 +127,7 @@ def test_columns_get_narrow_where_many_small_leaves_lie():
     assert (cover(found) == 1).all()
 
 
-def test_scratch_that_is_too_small_is_refused_with_numbers():
+def test_too_little_scratch_memory_is_an_error_with_numbers():
     leaves = [leaf(f"leaf{i}", 100) for i in range(200)]
     with pytest.raises(
         ConfigError, match=r"a column of \d+ registers needs \d+ bytes of scratch memory; the limit is 100.*Fix"
@@ -145,7 +145,7 @@ def test_columns_begin_at_cache_lines():
 # What a share depends on
 
 
-def test_the_digest_tells_where_bytes_lie():
+def test_the_digest_depends_on_where_bytes_lie():
     placement = placed(LEAVES, 4, 1)
     first = save_plan(placement, 0, LEAVES)
     assert first.digest == save_plan(placement, 0, LEAVES[::-1]).digest, "the order of discovery says nothing"
@@ -157,7 +157,7 @@ def test_the_digest_tells_where_bytes_lie():
     assert first.table == others[0].table, "it is not the table alone"
 
 
-def test_a_leaf_of_another_kind_than_predicted_is_kept_and_its_place_is_zeros():
+def test_a_leaf_of_another_kind_than_predicted_is_unplanned_and_its_cell_has_zeros():
     placement = placed(LEAVES, 3, 1)
     found = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 4000), *LEAVES[3:]])
     assert found.unplanned == ("c",) and found.absent == () and (cover(found) == 1).all()
@@ -165,14 +165,14 @@ def test_a_leaf_of_another_kind_than_predicted_is_kept_and_its_place_is_zeros():
     assert staged.unplanned == ("c",), "forward mutates it, so no rank may code it for another"
 
 
-def test_riders_that_turn_out_larger_are_kept():
+def test_inline_leaves_larger_than_predicted_are_unplanned():
     small = [leaf(f"r{i}", 10, staged=True) for i in range(3)]
     placement = placed(small, 2, 1)
     found = save_plan(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
     assert [found.leaves[i].name for i in found.inline_leaves] == ["r1", "r2"] and found.unplanned == ("r0",)
 
 
-def test_the_same_leaves_elsewhere_need_no_new_share():
+def test_the_same_leaves_in_other_memory_reuse_the_save_plan():
     tensors = {"w": torch.zeros(100_000), "b": torch.zeros(5)}
     leaves = TensorIndex(tensors, set()).layout().leaves
     placement = placed(list(leaves), 3, 1)

@@ -113,7 +113,7 @@ def rank():
     rank.copy_engine.close()
 
 
-def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
+def test_the_capsule_has_the_inline_leaves_and_the_absent_names(rank):
     assert rank.take(1) == (StepAnswer.SEALED, "")
     before = {name: tensor.numpy().tobytes() for name, tensor in rank.model.named_buffers()}
     slot = rank.slot(1)
@@ -127,32 +127,32 @@ def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
     assert rank.slot(2).header.layout != slot.header.layout and rank.slot(2).header.data_bytes == slot.header.data_bytes
 
 
-def test_a_share_that_was_expected_is_used(rank):
+def test_a_predicted_save_plan_is_used(rank):
     rank.snapshots.expect(rank.leaves)
     rank.step()
     rank.take(1)
-    held = rank.snapshots._held.save_plan
-    assert held.runs is rank.snapshots._expected.runs and held.unplanned == held.absent == ()
+    held = rank.snapshots._plan.save_plan
+    assert held.runs is rank.snapshots._predicted_plan.runs and held.unplanned == held.absent == ()
     assert rank.snapshots.bytes_per_snapshot() == held.written_bytes + sum(
         held.leaves[i].nbytes for i in held.inline_leaves
     )
 
 
-def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):
+def test_unplanned_leaves_are_logged_and_stored(rank, caplog):
     rank.step()
     rank.take(1)
     rank.model[0].register_buffer("late", torch.randn(4))
     rank.snapshots.slots[:] = Room(3, 1 << 20).slots
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(2) == (StepAnswer.SEALED, "")
-    assert "1 leaves were not foreseen by attach and are lost with their node, e.g. model.0.0.late" in caplog.text
+    assert "attach did not predict 1 leaves, e.g. model.0.0.late. They are lost with their node." in caplog.text
     assert places_from(rank.slot(2).table())["model.0.0.late"] == pb.UNREPLICATED
     caplog.clear()
     rank.take(3)
     assert not caplog.records, "it is said once"
 
 
-def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
+def test_a_too_large_capsule_voids_the_snapshot_with_a_reason():
     big = SimpleNamespace(state_dict=lambda: {"x": bytes(2 << 20)}, load_state_dict=None)
     rank = Rank(state={"big": big})
     answer, trouble = rank.take(1)
@@ -160,7 +160,7 @@ def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
     rank.copy_engine.close()
 
 
-def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_dropped():
+def test_a_new_snapshot_of_the_base_step_survives_discard():
     rank = Rank(base=Version(OLD, 7))
     rank.step()
     held = rank.snapshots.slots[0].map
@@ -175,7 +175,7 @@ def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_drop
     rank.copy_engine.close()
 
 
-def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
+def test_old_slots_are_not_used_while_larger_ones_are_leased(rank):
     made, larger = threading.Event(), Room(3, 1 << 20).slots
 
     def lease(*sizes):
@@ -193,11 +193,11 @@ def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
         "it fits again, and the daemon may free it any time"
     )
     made.set()
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert rank.take(4) == (StepAnswer.SEALED, "") and rank.snapshots.slots is larger
 
 
-def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, caplog):
+def test_a_failed_lease_of_larger_slots_is_logged_and_tried_again(rank, caplog):
     refused = threading.Semaphore(0)
 
     def lease(*sizes):
@@ -209,19 +209,19 @@ def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, c
     rank.model[0].register_buffer("late", torch.randn(1 << 20))
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(1)[0] is StepAnswer.VOID
-        rank.snapshots._leasing.join(20)
+        rank.snapshots._lease_thread.join(20)
     assert "rank 0 gets no slots for its new layout: the arena is full." in caplog.text
     assert rank.take(2)[0] is StepAnswer.VOID
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert refused.acquire(timeout=20) and refused.acquire(timeout=20)
     rank.snapshots.leases = SimpleNamespace(lease=lambda *sizes: Room(3, 8 << 20).slots)
     assert rank.take(3)[0] is StepAnswer.VOID
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert rank.take(4) == (StepAnswer.SEALED, "")
 
 
 @pytest.mark.parametrize("method", ["begin", "put_capsule", "landed", "sealed"])
-def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, caplog, monkeypatch, method):
+def test_a_slot_whose_header_could_not_be_written_is_reported_and_used_again(rank, caplog, monkeypatch, method):
     monkeypatch.setattr(Line, "voids", lambda _, version: version.step < 5)
     rank.step()
     broken = pytest.MonkeyPatch()
@@ -233,7 +233,7 @@ def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, c
     assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
 
 
-def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(caplog):
+def test_an_object_whose_state_dict_raises_skips_the_snapshot_only(caplog):
     """Attach has asked it, and it could then: a loader whose worker has died since."""
     loader = SimpleNamespace(state_dict=lambda: {"at": 1}, load_state_dict=lambda state: None)
     rank = Rank(state={"loader": loader})
@@ -248,7 +248,7 @@ def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(
     rank.copy_engine.close()
 
 
-def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog):
+def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
     rank.line.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
     rank.snapshots.leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
@@ -258,7 +258,7 @@ def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog)
     assert "could not be given the memory of its slots: division by zero" in caplog.text
 
 
-def test_who_waits_for_a_step_gives_memory_back_though_no_mark_follows(rank):
+def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
     given = []
     rank.line.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
