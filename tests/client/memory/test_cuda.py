@@ -1,4 +1,4 @@
-"""What reft asks of CUDA, by the rules of its runtime for threads and devices; there is no CUDA here, see the stand-in."""
+"""reft's calls of CUDA, against a fake runtime with CUDA's rules for threads and devices."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from reft.errors import UnsupportedState
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.cuda_runtime import Runtime
 
-OWN = torch.device("cuda", 3)  # of this rank; other ranks have the others
+OWN = torch.device("cuda", 3)  # this rank's device; other ranks have the others
 SMALL = Geometry(table_capacity=0, data_capacity=4096, chunk_bytes=4096)
 
 
 @pytest.fixture
 def runtime(monkeypatch) -> Runtime:
-    found = Runtime()
-    found.install(monkeypatch)
-    return found
+    fake = Runtime()
+    fake.install(monkeypatch)
+    return fake
 
 
 def in_new_thread(act) -> None:
@@ -55,7 +55,7 @@ def slot_of(file: int) -> MappedSlot:
 
 
 def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
-    """Device 0 would hold one of every rank of the node."""
+    """Else device 0 would hold a context of every rank of the node."""
     device = Device(OWN)
 
     def act() -> None:
@@ -69,7 +69,7 @@ def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
         assert device.times([device.record_compute()]) is not None
 
     in_new_thread(act)
-    act()  # also where the script never set its device
+    act()  # also where the script never set a device
     slot = slot_of(os.memfd_create("slot"))
     in_new_thread(lambda: slot.register(OWN))
     in_new_thread(slot.close)
@@ -78,7 +78,7 @@ def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
 
 
 def test_a_failed_pin_does_not_end_the_next_step(runtime, caplog):
-    """The runtime keeps the error, and torch takes it for that of the next kernel of this thread."""
+    """The runtime keeps the error, and torch would raise it at this thread's next kernel."""
     runtime.error = 712
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
@@ -99,7 +99,10 @@ def test_a_slot_is_unpinned_once_and_a_failed_unpin_does_not_reach_torch(runtime
 
 
 def test_a_slot_that_is_not_closed_is_unpinned_before_its_pages_are_unmapped(runtime, monkeypatch):
-    """As where attach fails: else CUDA would take what is mapped there next for pinned, and copy into the old slot's pages."""
+    """For example if attach fails: CUDA would take memory that is mapped there later for pinned.
+
+    A copy would then go into the old slot's pages.
+    """
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
     ((_, address, nbytes, _),) = runtime.calls
@@ -117,7 +120,10 @@ def is_mapped(address: int, nbytes: int) -> bool:
 
 
 def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtime):
-    """A thread that waits for copies does so for a whole window, and a mark waits for nothing."""
+    """A thread may wait for copies for a whole window, and must not keep a core busy.
+
+    A mark never waits.
+    """
     device = Device(OWN)
     device.host_waits(device.record_side())
     first = device.times([device.record_compute(), device.record_side()])
@@ -127,7 +133,7 @@ def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtim
 
 
 def test_times_are_right_for_events_before_the_anchor_event(runtime):
-    """The rhythm asks about a window of which the engine has told its copies already."""
+    """The iteration profile asks about a window whose copies the engine has already measured."""
     device = Device(OWN)
     early, later, last = (device.record_compute() for _ in range(3))
     (at_later,) = device.times([later])
@@ -136,7 +142,7 @@ def test_times_are_right_for_events_before_the_anchor_event(runtime):
 
 
 def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
-    """Not by the engine, at each mark of a run that is then never protected."""
+    """The engine would refuse it too, but only at each mark. The run would never be protected."""
 
     def add(self, name, *_, **__) -> None:
         self.tensors[name] = SimpleNamespace(device=torch.device("cuda", len(self.tensors)))
@@ -148,7 +154,7 @@ def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
 
 
 def test_a_restored_scale_is_made_on_the_device_of_the_state():
-    """The scaler itself knows no more than the kind of its device."""
+    """A scaler knows only the type of its device, not the index."""
     scaler = SimpleNamespace(_device="cpu", _scale=None)
     tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})
     leaf = SimpleNamespace(name="state.scaler._scale", shape=(), dtype="float32")

@@ -1,10 +1,11 @@
-"""The contract of a copying engine, held by the CPU engine, with one thread and with two, and by the CUDA engine.
+"""The contract of a copy engine, for the CPU engine (one thread and two) and the CUDA engine.
 
-One process alone keeps everything; in a group each member writes its data shards and parity, and any D - f members' slots
-give the whole state back. What a share is, without an engine, is tested in test_share.py.
+A single process stores all its state. In a group, each rank writes its data shards and parity, and
+the slots of any D - f ranks give the whole state. test_save_plan.py tests save plans without an
+engine.
 
-Without a GPU the CUDA engine runs on a device that does at once what a stream would do later, and on one that does it as
-late as it may; with one, on CUDA as well.
+Without a GPU the CUDA engine runs on two fake devices: one does all work at once, the other as late
+as possible. With a GPU it also runs on CUDA.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def test_every_byte_is_copied_and_slot_states_follow_in_order(engine):
 @pytest.mark.parametrize("D", [1, 3])
 def test_inline_and_staged_leaves_are_as_at_the_mark(engine, D):
     copy_engine, device = engine
-    tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}  # too large for a capsule
+    # "cache" is too large for a capsule.
+    tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}
     taken = Taken(tensors, {"buffer", "cache"}, placement_of(TensorIndex(tensors, {"buffer", "cache"}), D, D - 1))
     assert "cache" not in [taken.save_plan.leaves[i].name for i in taken.save_plan.inline_leaves]
     before = {name: bytes_in(tensors[name]).tobytes() for name in ("buffer", "cache")}
@@ -102,7 +104,7 @@ def test_bytes_count_in_the_tier_in_which_their_copy_begins(engine):
 
 
 def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """What a cell must hold: live bytes, and zeros between and for absent leaves."""
+    """Returns the bytes that a cell must hold: live bytes, and zeros between them and for absent leaves."""
     cell = placement.division.cells[number]
     whole = np.zeros(cell.nbytes, np.uint8)
     for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
@@ -112,10 +114,13 @@ def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tenso
 
 
 def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray]) -> np.ndarray:
-    """A lane from the slots of some ranks' data, padding included, decoded where a member is missing."""
+    """Returns a lane with its padding from the slots of some ranks.
+
+    Decodes the shards of missing ranks.
+    """
     lane = placement.lanes[lane_number]
     k, packet = lane.code.k, lane.packet_bytes
-    found = {
+    shards = {
         (block.stripe, block.shard): slots[rank][block.offset : block.offset + block.nbytes]
         for rank in slots
         for block in placement.part(rank).blocks
@@ -123,14 +128,14 @@ def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray
     }
     whole = np.zeros((lane.D, k, lane.shard_bytes), np.uint8)
     for stripe in range(lane.D):
-        lost = [shard for shard in range(k) if (stripe, shard) not in found]
+        lost = [shard for shard in range(k) if (stripe, shard) not in shards]
         for shard in set(range(k)) - set(lost):
-            whole[stripe, shard] = found[stripe, shard]
+            whole[stripe, shard] = shards[stripe, shard]
         if lost:
             program = erasure.decode_program(
-                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in found]
+                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in shards]
             )
-            inputs = [found[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
+            inputs = [shards[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
             outputs = [whole[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.outputs]
             erasure.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])
     return whole.reshape(-1)
@@ -147,7 +152,7 @@ def assert_any_survivors_have_it_all(placement: Placement, slots: dict[int, np.n
 
 
 def live_bytes(placement: Placement, rank: int, tensors: dict[str, torch.Tensor]) -> int:
-    """Live bytes in a rank's data shards and kept leaves, and its parity, counted without a share."""
+    """Counts live bytes, unreplicated leaves and parity of a rank, without a save plan."""
     part, total = placement.part(rank), 0
     for block in part.blocks[: part.data_blocks]:
         lane = placement.lanes[block.lane]
@@ -199,10 +204,15 @@ def test_ranks_with_different_engines_at_the_same_time():
 
 
 def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
-    """Step counters, and the state of an optimizer that was offloaded; where there is no device, leaves play the host's."""
+    """For example step counters, and the state of an offloaded optimizer.
+
+    Some leaves are declared to lie on the host.
+    """
     on_host = {"on host", "buffer", "medium", "small"}
     monkeypatch.setattr(
-        save_plan, "_host_resident", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
+        save_plan,
+        "_host_resident",
+        lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host),
     )
     tensors = tensors_on("cpu")
     for D, f in ((1, 0), (3, 2), (4, 1)):
@@ -259,10 +269,10 @@ def test_zeros_are_written_once_into_a_slot_and_again_after_a_failure(engine):
     begin(ReftError("torn"))
     taken.slot.data[:] = 0xA5
     begin(None)
-    assert not any(taken.slot.data[run].any() for run in padding), "the first one has not landed: zeros were due"
+    assert not any(taken.slot.data[run].any() for run in padding), "the first snapshot failed, so zeros were due"
     taken.slot.data[widest] = 1
     begin(None)
-    assert (taken.slot.data[widest] == 1).all(), "zeros that are there are not written again"
+    assert (taken.slot.data[widest] == 1).all(), "zeros are not written twice"
 
 
 def throw(error: Exception | None) -> None:
@@ -290,7 +300,7 @@ def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
 
 
 def test_a_failure_to_seal_is_reported(engine):
-    """The fence has long been passed: nobody waits for it."""
+    """The fence has been passed by then, so no caller waits for the result."""
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, set()), 3, 1)
@@ -304,7 +314,10 @@ def test_a_failure_to_seal_is_reported(engine):
 
 
 def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
-    """What `begin` raises no engine reports, so a slot that was opened by then would never be written again."""
+    """No engine reports an exception of `begin`.
+
+    A slot opened before it would stay unused for ever.
+    """
     copy_engine, device = engine
     tensors = tensors_on(device)
     opened = []
@@ -322,7 +335,7 @@ def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
 
 
 def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
-    """Of two threads one could digest a chunk before the other has put the rest of such a leaf into it."""
+    """One thread could digest a chunk before another thread has copied the rest of the leaf."""
     tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}
     for D, f in ((1, 0), (3, 1)):
         placement = placement_of(TensorIndex(tensors, set()), D, f)
@@ -383,7 +396,7 @@ def test_adjacent_chunks_of_one_leaf_are_one_copy(f):
             assert all(part.chunks.start * 4096 <= run.at and run.at + run.nbytes <= end for run in part.runs)
         filled = [part.runs[0] for part in task if len(part.runs) == 1 and part.runs[0].nbytes >= 4096]
         for before, after in itertools.pairwise(filled):
-            assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two pieces for one"
+            assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two copies, not one"
     runs = [run for task in plan.tasks for part in task for run in part.runs]
     assert [sum(run.nbytes for run in runs if run.leaf == places[name]) for name in ("w", "d")] == [
         sum(run.nbytes for run in save_plan.runs if run.leaf == places[name]) for name in ("w", "d")
@@ -423,7 +436,7 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     assert taken.ended.wait(20)
     copy_engine.close()
     order = [entry for entry in device.order if not entry.startswith("host")]
-    assert order[:2] == ["record compute", "side waits for compute"], "what was gathered"
+    assert order[:2] == ["record compute", "side waits for compute"], "the side stream waits for gathered leaves"
     last = f"compute waits for side {order.count('record side')}"
     assert order.index(last) > max(i for i, entry in enumerate(order) if entry == "record side")
 
@@ -442,7 +455,7 @@ def test_cell_digests_do_not_depend_on_the_engine():
 
 
 def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
-    """Each time torch would give back all memory that it keeps for training first."""
+    """Each failed allocation makes torch empty the cache that training uses."""
     copy_engine, tried = CudaCopyEngine(Inline()), []
     taken = Taken(tensors_on("cpu"), set())
 

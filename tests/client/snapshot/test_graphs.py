@@ -1,4 +1,8 @@
-"""Training that is captured in a CUDA graph: hooks are called once, when nothing runs, and never when the graph is replayed."""
+"""Training captured in a CUDA graph.
+
+Hooks are called once, during the capture, when nothing runs. They are never called when the graph
+is replayed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ from tests.support.streams import Late
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """So large that it is copied on the side stream; small leaves are gathered where training computes."""
+    """A model that is large enough to be copied on the side stream.
+
+    Small leaves are gathered elsewhere.
+    """
     model = torch.nn.Linear(512, 512)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -35,16 +42,16 @@ def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.fixture
 def device(monkeypatch) -> Late:
-    """What stands for CUDA: its copies are made as late as somebody must wait for them."""
+    """A fake device whose copies run only when something waits for them."""
     late = Late()
     monkeypatch.setattr(Attachment, "_copy_engine", lambda _: CudaCopyEngine(late))
     return late
 
 
 def capture(device: Late, optimizer: torch.optim.Optimizer, session: Session) -> None:
-    """Nothing is trained, as in a capture."""
+    """Calls the hooks as in a capture; the parameters stay unchanged."""
     device.captures = True
-    with session.idle():  # as a schedule's hooks tell of gaps
+    with session.idle():  # as a schedule's hooks do for gaps
         pass
     before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.step()
@@ -55,14 +62,14 @@ def capture(device: Late, optimizer: torch.optim.Optimizer, session: Session) ->
 
 
 def replay(model: torch.nn.Module) -> None:
-    """The state is written, and no counter of torch's and no hook tells of it."""
+    """Writes the state without a hook, and without a change of torch's version counters."""
     for parameter in model.parameters():
         parameter.data.add_(1)
 
 
 @contextlib.contextmanager
 def held_up(session: Session) -> Iterator[None]:
-    """The engine's thread stands still meanwhile, and so does the side stream unless somebody waits for it."""
+    """Stops the engine's thread; the side stream then only runs if something waits for it."""
     may_go = threading.Event()
     session._snapshots.copy_engine.submit(lambda: may_go.wait(20))
     yield
@@ -83,7 +90,7 @@ def test_a_snapshot_never_holds_what_a_later_replay_writes(attach, device, caplo
     with held_up(session):
         session.step_end()
         held = state_bytes(model, optimizer)
-        replay(model)  # the next step, which is not marked
+        replay(model)  # the next step, which has no mark
     session.close()
     other, another = make()
     assert attach(other, another).step == 2 and state_bytes(other, another) == held
@@ -136,20 +143,20 @@ def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attac
     session = attach(model, optimizer)
     for is_open in (False, True):
         model(torch.ones(2, 4)).sum().backward()
-        session.step_end()  # the first one before any call
+        session.step_end()  # the first mark comes before any call
         assert session._window_open is is_open
         optimizer.step()
 
 
 class Driver:
-    """What stands for CUDA's driver: the capture mode of this thread, global unless somebody changes it."""
+    """A fake CUDA driver: the capture mode of this thread, which is global at first."""
 
     def __init__(self) -> None:
         self.mode, self.modes = 0, []
 
     def exchange(self, reference) -> None:
-        given = reference._obj
-        given.value, self.mode = self.mode, given.value
+        mode = reference._obj
+        mode.value, self.mode = self.mode, mode.value
 
     def note(self, *_: object) -> int:
         self.modes.append(self.mode)
@@ -157,7 +164,7 @@ class Driver:
 
 
 def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
-    """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
+    """In the global mode, to wait for an event or to pin memory would break a capture."""
     driver, runtime = Driver(), Runtime()
     runtime.install(monkeypatch)
     monkeypatch.setattr(runtime, "call", driver.note)

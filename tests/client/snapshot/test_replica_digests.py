@@ -1,4 +1,4 @@
-"""What replicas compare: the same bytes give the same digest, others do not, and every byte is looked at in time."""
+"""Digests of replicas: equal for equal bytes only, and windows cover every byte."""
 
 from __future__ import annotations
 
@@ -63,11 +63,14 @@ def test_capsules_with_different_cell_digests_are_found():
     ))  # fmt: skip
     assert not are_mismatched([one, other, one]) and not are_mismatched([other, third])
     assert are_mismatched([one, other, third])
-    assert not are_mismatched([one, compared({})]), "a capsule of before says nothing of it"
+    assert not are_mismatched([one, compared({})]), "an older capsule has no digests"
 
 
 def test_capsules_of_earlier_steps_are_compared_too():
-    """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
+    """Two ranks have a capsule of step 2, one rank of step 1.
+
+    The capsule of step 0 is unreadable.
+    """
 
     class Daemons(RemoteSlots):
         def __init__(self):
@@ -80,6 +83,6 @@ def test_capsules_of_earlier_steps_are_compared_too():
 
     versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
     plan = RecoveryPlan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
-    said = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
-    assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
-    assert are_mismatched(said) and not are_mismatched([said[0][:1], said[1]]), "samples of other steps are others"
+    samples = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
+    assert samples == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
+    assert are_mismatched(samples) and not are_mismatched([samples[0][:1], samples[1]]), "steps are not mixed up"
