@@ -104,7 +104,7 @@ def test_bytes_count_in_the_tier_in_which_their_copy_begins(engine):
 
 
 def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Returns the bytes that a cell must hold: live bytes, and zeros between them and for absent leaves."""
+    """Returns the bytes that a cell must hold: live bytes, and zeros in all other places."""
     cell = placement.division.cells[number]
     whole = np.zeros(cell.nbytes, np.uint8)
     for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
