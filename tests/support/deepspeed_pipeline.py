@@ -1,4 +1,4 @@
-"""Trains with DeepSpeed's PipelineEngine, two stages, ZeRO-1 in bf16: a script for `run_example`."""
+"""Trains with DeepSpeed's PipelineEngine: two stages, ZeRO-1, bf16; a script for `run_example`."""
 
 import deepspeed
 import torch

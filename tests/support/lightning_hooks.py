@@ -1,4 +1,4 @@
-"""Trains with Lightning features that act outside of the batch hooks: one process, 4-step epochs."""
+"""Trains with Lightning features outside of the batch hooks: one process, epochs of four steps."""
 
 import lightning
 import torch
