@@ -73,7 +73,7 @@ class Fork:
         server: the server that forks the process.
         log: the file for the process's output.
         environment: the whole environment.
-        request: further entries of the request that `become` gets.
+        **request: further entries of the request that `become` gets.
     """
 
     def __init__(self, server: Server, log: Path, environment: Mapping[str, str], **request: Any) -> None:

@@ -86,7 +86,7 @@ class Job:
     Args:
         nodes: each daemon with its ranks.
         name: the job's name.
-        facts: further fields of the manifest.
+        **facts: further fields of the manifest.
     """
 
     def __init__(

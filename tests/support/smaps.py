@@ -29,7 +29,7 @@ def bytes_of(address: int, field: str) -> int:
 
 
 def need_huge_pages() -> None:
-    """Skips a test if the kernel (before 6.1, or forbidden) makes no huge pages in shared memory."""
+    """Skips a test if the kernel makes no huge pages in shared memory: before 6.1, or forbidden."""
     major, minor = (int(part) for part in Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2])
     setting = _SYSTEM / "shmem_enabled"
     if (major, minor) < (6, 1) or not setting.exists() or "[deny]" in setting.read_text() or huge_bytes() > 4 << 20:

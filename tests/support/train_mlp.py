@@ -113,8 +113,7 @@ def train(spec: dict[str, Any]) -> None:
         optimizer.zero_grad()
         loss.backward()
         if step < options.get("thaws_at", 0):
-            # So that the weight gets no optimizer state before that step.
-            model[0].weight.grad = None
+            model[0].weight.grad = None  # so that the weight gets no state before that step
         optimizer.step()
         if step == options.get("drift_at"):
             with torch.no_grad():

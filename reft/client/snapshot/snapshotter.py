@@ -241,11 +241,7 @@ class Snapshotter:
         return None if chosen is None else self.slots[chosen.index]
 
     def _job(self, step: int, plan: CurrentPlan, tree: Mapping[str, Any], pacing_plan: PacingPlan | None) -> CopyJob:
-        """Returns the copy job of `step`: the plan, and what happens at each stage of the copy.
-
-        Args:
-            tree: the host state, without the parts that are completed in the copy thread.
-        """
+        """Returns the copy job of `step`; the copy thread completes the host state in `tree`."""
         facts = self._facts(step)
         versions = plan.tensor_index.versions()
         given_up = threading.Event()
@@ -264,12 +260,7 @@ class Snapshotter:
 
         def intact() -> None:
             self.failpoints.hit("snapshot.landing", **facts)
-            versions_now = plan.tensor_index.versions()
-            if versions_now == versions:
-                return
-            for name, before, after in zip(plan.tensor_index.tensors, versions, versions_now, strict=True):
-                if before != after and name not in plan.tensor_index.staged:
-                    raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
+            _check_unwritten(plan.tensor_index, versions)
 
         def landed(inline_leaves: Mapping[str, bytes]) -> None:
             # The tree is a copy, so the copy thread can encode it: at the mark that would take a
@@ -440,3 +431,17 @@ class Snapshotter:
     def _unmap(self) -> None:
         for slot in (*self.slots, *self._old_slots, *(self._new_slots or ())):
             slot.close()
+
+
+def _check_unwritten(tensor_index: TensorIndex, versions: Sequence[int]) -> None:
+    """Compares torch's version counters with `versions`, their values at the mark.
+
+    Raises:
+        ReftError: a leaf was written in place since the mark; staged leaves may be written.
+    """
+    versions_now = tensor_index.versions()
+    if versions_now == versions:
+        return
+    for name, before, after in zip(tensor_index.tensors, versions, versions_now, strict=True):
+        if before != after and name not in tensor_index.staged:
+            raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
