@@ -103,7 +103,7 @@ def are_mismatched(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
     """Tells whether ranks had different bytes where they should be replicas.
 
     Args:
-        ranks: the result of `compared` on each rank.
+        ranks: [step, cell, digest] of each sample, for each rank.
     """
     known: dict[tuple[int, int], int] = {}
     return any(known.setdefault((step, cell), digest) != digest for each in ranks for step, cell, digest in each)
