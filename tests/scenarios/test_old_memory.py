@@ -17,12 +17,12 @@ import torch
 import reft
 from tests.support.daemons import DaemonProcess
 
-HELD = Path(__file__).parent / "golden/held-0.1.tar.gz"
+ARCHIVE = Path(__file__).parent / "golden/held-0.1.tar.gz"
 
 
 def test_the_memory_of_an_earlier_reft_is_restored():
     folder = Path(tempfile.mkdtemp(prefix="reft-test-", dir="/dev/shm"))
-    with tarfile.open(HELD) as archive:
+    with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     expected = np.load(folder / "expected.npz")
     (folder / "expected.npz").unlink()

@@ -179,6 +179,6 @@ def _show(marks: Mapping[str, str]) -> None:
     getenv.restype = ctypes.c_void_p
     at = getenv(ROOM_NAME.encode()) - len(ROOM_NAME) - 1
     text = b"".join(f"{name}={value}\0".encode() for name, value in marks.items()) + f"{ROOM_NAME}=".encode()
-    room = len(ROOM_NAME) + 1 + ROOM_BYTES
-    assert len(text) <= room, "no room for these marks"
-    ctypes.memmove(at, text.ljust(room, b"."), room)
+    size = len(ROOM_NAME) + 1 + ROOM_BYTES
+    assert len(text) <= size, "no room for these marks"
+    ctypes.memmove(at, text.ljust(size, b"."), size)

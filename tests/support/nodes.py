@@ -293,11 +293,11 @@ class Nodes:
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
-        given = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
+        variables = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
         agents: list[Any] = []
         logs: list[Path] = []
         training = Training(job, self.world, out, agents, logs)
-        self._launch = Launch(training, command, script, given, agents, logs)
+        self._launch = Launch(training, command, script, variables, agents, logs)
         for machine in self.living:
             self._start_agent(machine)
         self.note(f"agents of job {job} are started")

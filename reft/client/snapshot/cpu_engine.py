@@ -5,7 +5,7 @@
             copy         parts:           live bytes ─► slot, digests
                          parity columns:  live bytes of others' shards ─► XOR ─► slot
             job.landed   no copy reads the state any more; parity chunks are digested afterwards
-    fence:  fence()      gives up if there is no slot yet; else waits for the last read, mostly past
+    fence:  fence()      gives up if there is no slot yet; else waits until all bytes are read
 
 engine.py describes what this engine and the CUDA engine have in common. Both call
 `job.landed(inline_leaves)` and `job.sealed(digests)` from a thread of their own after the last

@@ -88,7 +88,7 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
     model, optimizer = make()
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
-    held = [*before.leaves(), *tracked.predict()]
+    leaves = [*before.leaves(), *tracked.predict()]
     began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:
@@ -97,12 +97,12 @@ def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fai
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    buffer = room_for(held, tracked, before)
+    buffer = room_for(leaves, tracked, before)
     assert began.wait(10)
     if fails_in:
         monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails_in else contextlib.nullcontext():
-        live_tensors(held, tracked, before, buffer)
+        live_tensors(leaves, tracked, before, buffer)
     assert ended.is_set()
     handed_out.set()
 
@@ -112,14 +112,14 @@ def test_tensors_are_indexed_again_only_if_they_moved(monkeypatch):
     step_once(model, optimizer)
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
-    held = before.leaves()
+    leaves = before.leaves()
     state = optimizer.state[model[1].weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    live = {id(tensor) for tensor in live_tensors(held, tracked, before).values()}
+    live = {id(tensor) for tensor in live_tensors(leaves, tracked, before).values()}
     assert id(state["exp_avg"]) in live, "the tensor that the optimizer has now, not the first one"
     before = tracked.bind()
     monkeypatch.setattr(TrackedObjects, "bind", lambda *_: 1 / 0)
-    assert live_tensors(held, tracked, before) is before.tensors
+    assert live_tensors(leaves, tracked, before) is before.tensors
 
 
 def test_close_waits_for_the_threads_that_make_pages(monkeypatch):

@@ -33,7 +33,7 @@ def pages_of(memory: np.ndarray) -> list[int]:
 
 
 @pytest.fixture(params=["kernel", "numpy"])
-def way(request, monkeypatch):
+def method(request, monkeypatch):
     if request.param == "numpy":
         monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)  # unknown, as for a kernel before 5.14
     elif advise(fresh(PAGE), module._POPULATE_WRITE):
@@ -42,7 +42,7 @@ def way(request, monkeypatch):
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5000])
-def test_each_page_is_made_and_no_other(way, nbytes):
+def test_each_page_is_made_and_no_other(method, nbytes):
     memory = fresh(nbytes + 2 * MIB)
     PageMaker(memory[:nbytes]).wait()
     assert pages_of(memory) == [*range(-(-nbytes // PAGE))]

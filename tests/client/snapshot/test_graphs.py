@@ -89,11 +89,11 @@ def test_a_snapshot_never_holds_what_a_later_replay_writes(attach, device, caplo
     replay(model)
     with held_up(session):
         session.step_end()
-        held = state_bytes(model, optimizer)
+        expected = state_bytes(model, optimizer)
         replay(model)  # the next step, which has no mark
     session.close()
     other, another = make()
-    assert attach(other, another).step == 2 and state_bytes(other, another) == held
+    assert attach(other, another).step == 2 and state_bytes(other, another) == expected
 
 
 def test_a_capture_drops_the_snapshot_that_is_not_sealed_yet(attach, device):
@@ -130,11 +130,11 @@ def test_a_capturable_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(at
     replay(model)
     with held_up(session):
         session.step_end()
-        held = state_bytes(model, optimizer)
+        expected = state_bytes(model, optimizer)
         replay(model)
     session.close()
     other, another = make()
-    assert attach(other, another).step == 1 and state_bytes(other, another) == held
+    assert attach(other, another).step == 1 and state_bytes(other, another) == expected
 
 
 def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attach, device):

@@ -82,14 +82,14 @@ def run_check(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
 
 
 def test_equal_replicas_exchange_one_digest_a_cell():
-    found, rounds = run_check([index_of(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
-    assert found == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
+    mismatched, rounds = run_check([index_of(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
+    assert mismatched == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
 
 
 def test_pieces_of_one_rank_are_neither_compared_nor_sent():
     ranks = [index_of(("w",), 6 * rank, w=torch.arange(6.0) + rank, norm=torch.ones(2)) for rank in range(2)]
-    found, rounds = run_check(ranks)
-    assert found == [] and len(rounds) == 1
+    mismatched, rounds = run_check(ranks)
+    assert mismatched == [] and len(rounds) == 1
     assert value_digests(ranks[0], ["model.0.norm"]).keys() == {"model.0.norm"}
 
 
@@ -103,8 +103,8 @@ def test_only_holders_of_the_same_piece_are_compared():
     ]
     assert run_check(ranks)[0] == []
     ranks[3].tensors["model.0.w"] += 1
-    found, rounds = run_check(ranks)
-    assert found == ["model.0.w"] and len(rounds) == 2
+    mismatched, rounds = run_check(ranks)
+    assert mismatched == ["model.0.w"] and len(rounds) == 2
     assert [bool(each) for each in rounds[1]] == [True, True, False, True], "one rank of each kind speaks for all"
 
 
