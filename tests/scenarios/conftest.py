@@ -1,4 +1,4 @@
-"""Scenarios attach as the client's own tests do."""
+"""Makes the fixtures of the client's tests available to scenarios."""
 
 from tests.client.conftest import attach, engine, shared_daemon
 

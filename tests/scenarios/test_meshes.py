@@ -1,7 +1,8 @@
-"""Random meshes, placements and optimizers: what a job saved comes back after a loss, and trains on as if nothing had been.
+"""Random meshes, placements and optimizers: a job restores its state after a loss, and trains on.
 
-One process plays up to 16 ranks. Pieces are cut by the placements of a DTensor, saved as slots under the placement that
-follows from what attach would have predicted, and read back by REFT-load over messages between threads.
+One process plays up to 16 ranks. The placements of a DTensor cut the pieces. The placement that
+attach would make from the predicted leaves says what each slot holds. The load sends messages
+between threads.
 """
 
 from __future__ import annotations
@@ -55,10 +56,14 @@ class Whole(NamedTuple):
 
 
 class Rank:
-    """One rank: its pieces, an optimizer on them, and where reft finds both.
+    """One rank: its pieces, an optimizer on them, and reft's index of both.
 
     Args:
-        coordinate: on the mesh.
+        wholes: the parameters of the whole job.
+        mesh: the number of ranks along each dimension.
+        coordinate: the rank's coordinate on the mesh.
+        kind: a key of KINDS.
+        seed: the seed of the parameters.
     """
 
     def __init__(self, wholes: list[Whole], mesh: tuple[int, ...], coordinate: tuple[int, ...], kind: str, seed: int):
@@ -72,27 +77,27 @@ class Rank:
             self.names[id(parameter)] = NamedParameter(f"model.0.p{i}", parameter, parameter, box)
 
     def pieces(self, seed: int) -> list[torch.Tensor]:
-        """This rank's pieces of random tensors of the parameters' shapes."""
+        """Returns this rank's pieces of random tensors that have the parameters' shapes."""
         generator = torch.Generator().manual_seed(seed)
-        found = []
+        pieces = []
         for whole in self.wholes:
             tensor = torch.randn(whole.shape, generator=generator).to(whole.dtype)
             local, box = region_of(whole.shape, self.mesh, self.coordinate, whole.placements)
             region = tuple(slice(begin, begin + size) for begin, size in zip(box.offset, local, strict=True))
-            found.append(tensor[region].clone(memory_format=torch.contiguous_format))
-        return found
+            pieces.append(tensor[region].clone(memory_format=torch.contiguous_format))
+        return pieces
 
     def step(self, seed: int) -> None:
         for parameter, gradient in zip(self.parameters, self.pieces(seed), strict=True):
-            parameter.grad = gradient if gradient.numel() else None  # as FSDP1 leaves it
+            parameter.grad = gradient if gradient.numel() else None  # as with FSDP1
         self.optimizer.step()
 
     def bind(self) -> TensorIndex:
-        found = TensorIndex()
+        index = TensorIndex()
         for named in self.names.values():
-            found.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
-        self.extractor.bind(found, "optimizer.0", self.optimizer, self.names)
-        return found
+            index.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
+        self.extractor.bind(index, "optimizer.0", self.optimizer, self.names)
+        return index
 
     def predicted(self) -> list[Leaf]:
         return [*self.bind().leaves(), *self.extractor.predict("optimizer.0", self.optimizer, self.names)]
@@ -101,7 +106,7 @@ class Rank:
         return self.bind().tensors
 
     def restored(self, leaves: list[Leaf], saved: dict[str, Any]) -> Tensors:
-        """The live tensors for held leaves; those that the optimizer lacks are made first."""
+        """Returns the live tensors for saved leaves; makes those that the optimizer lacks."""
         own = [leaf for leaf in leaves if leaf.name not in self.tensors()]
         self.extractor.make("optimizer.0", self.optimizer, own, self.names, HugePageBuffer(0))
         self.extractor.restore("optimizer.0", self.optimizer, self.names, saved)
@@ -115,7 +120,7 @@ def jobs(draw):
     for _ in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(1, 13), min_size=1, max_size=3)))
         if draw(st.integers(0, 3)) == 0:
-            shape = (*shape[:-1], shape[-1] * 1021)  # no rider
+            shape = (*shape[:-1], shape[-1] * 1021)  # too large for an inline leaf
         dims = st.integers(0, len(shape) - 1)
         placement = st.one_of(st.just(Replicate()), dims.map(Shard))
         dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16]))
@@ -138,19 +143,19 @@ def jobs(draw):
 def read_back(
     placement: Placement, ranks: list[Rank], fresh: list[Rank], lost: set[int], slots: list[Any]
 ) -> list[Any]:
-    """Restores all ranks, each in a thread; what loading said, and the tensors."""
+    """Restores all ranks, each in a thread; returns the result of each load."""
     box = Postbox()
     have = frozenset(range(len(ranks))) - lost
     saved = [rank.extractor.capture("optimizer.0", rank.optimizer, rank.names) for rank in ranks]
     held = [rank.bind() for rank in ranks]
-    made = [new.restored(its.leaves(), tree) for new, its, tree in zip(fresh, held, saved, strict=True)]
+    made = [new.restored(old_index.leaves(), tree) for new, old_index, tree in zip(fresh, held, saved, strict=True)]
 
     def one(rank: int) -> tuple[int, ...]:
         lost_digests = {old: slots[old].digests[: slots[old].chunks].copy() for old in lost}
         mine = {rank: slots[rank]} if rank in have else {}
         absent = {leaf.name for index in placement.division.cells_of[placement.division.layout_of[rank]]
                   for leaf in placement.division.cells[index].leaves} - made[rank].keys()  # fmt: skip
-        found = load(
+        result = load(
             box.of(rank), placement, rank, have, {old: old for old in have}, mine, made[rank], absent, lost_digests,
             lambda chunk: None, SMALL,
         )  # fmt: skip
@@ -160,11 +165,11 @@ def read_back(
             assert load_unreplicated(
                 slots[rank], Layout(part.unreplicated.leaves, offsets, part.data_bytes), made[rank], lambda _: None
             )
-        with torch.no_grad():  # riders travel in the capsule
+        with torch.no_grad():  # inline leaves travel in the capsule
             for name in placement.division.inline_leaves[placement.division.layout_of[rank]]:
                 if name in made[rank]:
                     made[rank][name].copy_(held[rank].tensors[name])
-        return found
+        return result
 
     return on_all(len(ranks), one)
 
@@ -176,7 +181,7 @@ def read_back(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(jobs())
-def test_what_was_saved_comes_back_and_trains_on(job):
+def test_a_restored_job_has_the_saved_state_and_trains_on(job):
     mesh, wholes, kind, domains, lost_domains, scheme, f = job
     places = list(itertools.product(*map(range, mesh)))
     ranks = [Rank(wholes, mesh, place, kind, 1) for place in places]
@@ -186,15 +191,15 @@ def test_what_was_saved_comes_back_and_trains_on(job):
             rank.step(step)
     assert [{leaf.name: leaf for leaf in rank.bind().leaves()} for rank in ranks] == [
         {leaf.name: leaf for leaf in leaves} for leaves in predicted
-    ], "the optimizer's state is what was foreseen"
+    ], "the optimizer's state is as predicted"
 
     digests = [pack(leaves).digest for leaves in predicted]
     division = divide({digest: of(leaves) for digest, leaves in zip(digests, predicted, strict=True)}, digests)
     placement = place(division, domains, scheme, f, CHUNK)
     tensors = [rank.tensors() for rank in ranks]
-    if (
-        kind == "Adafactor"
-    ):  # sums over tensors: where they lie in memory may show in the last bit, and no replica is one then
+    # Adafactor sums over tensors, so their address may change the last bit. Then the replicas are
+    # not equal.
+    if kind == "Adafactor":
         assume(all(alike(tensors[cell.holders[0]], tensors[r], [leaf.name for leaf in cell.leaves])
                    for cell in division.cells for r in cell.holders))  # fmt: skip
     slots = [make_slot(placement, number, tensors[number]) for number in range(len(ranks))]
@@ -206,10 +211,10 @@ def test_what_was_saved_comes_back_and_trains_on(job):
     ]
     chosen = plan(held, copies, {VERSION.epoch: placement}, Decision(VERSION.epoch, None))
     is_alone = any(division.unreplicated_bytes[digests[rank]] for rank in lost)
-    weak = any(len(lost & set(lane.members)) > lane.code.f for lane in placement.lanes)
+    is_undecodable = any(len(lost & set(lane.members)) > lane.code.f for lane in placement.lanes)
     event("restored" if chosen.base else "lost with its only holder" if is_alone else "more lost than tolerated")
     if chosen.base is None:
-        assert is_alone or weak
+        assert is_alone or is_undecodable
         return
     assert not is_alone
 

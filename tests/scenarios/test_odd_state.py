@@ -1,4 +1,4 @@
-"""State that is made, replaced, shared or shaped in unusual ways: held as it is, or refused by name."""
+"""State that is made, replaced, shared or shaped in unusual ways: stored exactly, or refused."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def scalar(key):
 @pytest.mark.parametrize(
     ("flags", "step_device"), [({}, "cpu"), ({"fused": True}, "meta"), ({"capturable": True}, "meta")], ids=str
 )
-def test_a_step_is_made_where_the_kernels_of_its_group_read_it(flags, step_device):
-    parameter = nn.Parameter(torch.empty(4, 4, device="meta"))  # stands for a device
+def test_a_restored_step_counter_is_made_on_the_device_that_the_kernel_reads(flags, step_device):
+    parameter = nn.Parameter(torch.empty(4, 4, device="meta"))  # in the place of a CUDA device
     optimizer = torch.optim.ASGD([parameter])
     optimizer.param_groups[0].update(flags)
     names = {id(parameter): NamedParameter("model.0.w", parameter, parameter, None)}
@@ -39,7 +39,7 @@ def test_a_step_is_made_where_the_kernels_of_its_group_read_it(flags, step_devic
 
 
 class Twins(nn.Module):
-    """Two networks, and a buffer that has no value yet."""
+    """Two networks, a buffer without a value, and a buffer to be resized."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_bindings_see_what_leaves_all_counts_as_they_were(change):
+def test_the_tensor_index_sees_changes_that_change_no_number_of_tensors(change):
     model = Twins()
     optimizer = torch.optim.AdamW(model.parameters())
     step_once(model, optimizer)
@@ -117,7 +117,7 @@ def test_bindings_see_what_leaves_all_counts_as_they_were(change):
     assert not tensor_index.is_current()
 
 
-def test_a_state_that_is_filled_later_is_seen():
+def test_the_tensor_index_sees_a_state_that_is_filled_later():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], momentum=0.9)
     optimizer.state[parameter] = {}
@@ -127,7 +127,7 @@ def test_a_state_that_is_filled_later_is_seen():
     assert not tensor_index.is_current()
 
 
-def test_a_number_in_the_state_changes_with_every_step():
+def test_a_new_number_in_the_state_leaves_the_tensor_index_current():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter] = {"step": 1000, "mean": torch.zeros(2)}
@@ -136,32 +136,32 @@ def test_a_number_in_the_state_changes_with_every_step():
     assert tensor_index.is_current()
 
 
-def test_what_was_made_for_a_version_is_taken_out_for_an_older_one():
-    """State of parameters, a buffer that had no value, one that was resized, a scaler's scale: all as it was before."""
+def test_rollback_removes_the_state_that_was_made_for_a_version():
+    """Optimizer state, an empty buffer, a resized buffer, a scaler's scale: all are as before."""
     trained = Twins()
     trained.register_buffer("window", torch.zeros(6), persistent=False)
     optimizer, scaler = torch.optim.AdamW(trained.parameters()), torch.amp.GradScaler("cpu")
     step_once(trained, optimizer)
     scaler.scale(torch.ones(1))
     trained.later = torch.ones(3)
-    held = TrackedObjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
+    saved_leaves = TrackedObjects({"model.0": trained}, [optimizer], {"scaler": scaler}).bind().leaves()
     model = Twins()
     model.register_buffer("window", torch.zeros(4), persistent=False)
     fresh, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
     window, tracked = model.window, TrackedObjects({"model.0": model}, [fresh], {"scaler": scaler})
     before = tracked.bind()
-    assert len(live_tensors(held, tracked, before)) == len(held) and not before.is_current()
+    assert len(live_tensors(saved_leaves, tracked, before)) == len(saved_leaves) and not before.is_current()
     tracked.bind().rollback_to(before)
     assert before.is_current() and fresh.state_dict() == torch.optim.AdamW(model.parameters()).state_dict()
     assert model.later is None and model.window is window and scaler._scale is None
     step_once(model, fresh)
     before = tracked.bind()
     tracked.bind().rollback_to(before)
-    assert before.is_current() and len(fresh.state) == 4, "what nobody made stays"
+    assert before.is_current() and len(fresh.state) == 4, "state that training made stays"
 
 
 class Around(torch.optim.Optimizer):
-    """Steps other optimizers, as SAM and Lookahead do."""
+    """An optimizer that steps other optimizers, as SAM and Lookahead do."""
 
     def __init__(self, parameters, shares):
         super().__init__(parameters, {})
@@ -170,7 +170,7 @@ class Around(torch.optim.Optimizer):
             self.state = self.inner["base"].state
 
 
-def test_an_optimizer_around_another_one_of_any_name_is_refused():
+def test_an_optimizer_that_keeps_its_state_in_another_one_is_refused():
     with pytest.raises(UnsupportedState, match=r"Around keeps its state in another optimizer, its \.inner"):
         OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=False))
     OptimizerExtractor().check("optimizer.0", Around(Twins().parameters(), shares=True))
@@ -199,7 +199,7 @@ def test_a_tensor_whose_elements_share_memory_is_refused(tensor):
 
 
 @pytest.mark.parametrize("tensor", [strided((1, 8), (0, 1)), strided((8, 0), (0, 1)), strided((2, 2), (16, 3))])
-def test_other_strides_are_held(tensor):
+def test_other_strides_are_accepted(tensor):
     check("model.0.mask", tensor)
 
 
@@ -208,7 +208,7 @@ def add_a_group(model, optimizer):
 
 
 @pytest.mark.parametrize("change", [add_a_group, replace_a_parameter_in_its_group], ids=lambda change: change.__name__)
-def test_snapshots_go_on_when_a_parameter_joins(change):
+def test_host_state_names_a_parameter_that_was_added_after_attach(change):
     model = Twins()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     host = HostState(TrackedObjects({"model.0": model}, [optimizer], {}), {})
@@ -219,7 +219,7 @@ def test_snapshots_go_on_when_a_parameter_joins(change):
 
 
 class Tabled(torch.optim.Optimizer):
-    """Gives all parameters one table, as bitsandbytes does."""
+    """An optimizer that gives all parameters one table, as bitsandbytes does."""
 
     key = "table"
 
@@ -237,7 +237,7 @@ class Tabled(torch.optim.Optimizer):
             )
 
 
-def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
+def test_a_state_tensor_shared_by_parameters_is_shared_after_a_restore(attach):
     def make():
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         return model, Tabled(model.parameters())
@@ -250,7 +250,7 @@ def test_a_tensor_of_many_parameters_comes_back_for_all(attach):
 
 
 @pytest.mark.parametrize("key", [0, "a.b"])
-def test_a_state_key_that_a_leafs_name_can_not_hold_is_refused(key):
+def test_a_state_key_that_cannot_be_in_a_leaf_name_is_refused(key):
     model = Twins()
     optimizer = type("Odd", (Tabled,), {"key": key})(model.parameters())
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
@@ -265,14 +265,14 @@ def host_of(module):
     return HostState(TrackedObjects({"model.0": module}, [torch.optim.SGD(module.parameters(), lr=0.1)], {}), {})
 
 
-def test_host_state_that_no_capsule_can_hold_is_refused_before_training():
+def test_host_state_too_large_for_a_capsule_is_refused_at_attach():
     host_of(nn.Linear(2, 2)).check_size()
     named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
     with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters; the limit is 1048576"):
         host_of(named_at_length).check_size()
 
 
-def test_buffers_that_training_makes_or_resizes_come_back(attach):
+def test_buffers_that_training_makes_or_resizes_are_restored(attach):
     def make():
         model = nn.Sequential(nn.Linear(4, 4))
         model[0].register_buffer("later", None)
@@ -288,8 +288,8 @@ def test_buffers_that_training_makes_or_resizes_come_back(attach):
     assert state_bytes(other, another) == state_bytes(model, optimizer)
 
 
-def test_a_buffer_that_was_made_in_inference_mode_is_held(attach):
-    """As a mask that an evaluation between two steps puts there: it counts no versions."""
+def test_a_buffer_made_in_inference_mode_is_restored(attach):
+    """For example a mask that an evaluation between two steps makes; it has no version counter."""
 
     def make():
         model = nn.Linear(4, 4)
@@ -309,14 +309,14 @@ def test_a_buffer_that_was_made_in_inference_mode_is_held(attach):
     assert attach(other, another).step == 2 and torch.equal(other.mask, torch.arange(4.0))
 
 
-def test_a_default_device_is_not_that_of_what_lies_on_the_host(attach):
+def test_a_default_device_does_not_move_state_that_lies_on_the_host(attach):
     def make():
         model = nn.Linear(4, 4, device="cpu")
         model.register_buffer("strided", torch.zeros(6, 4, device="cpu")[:, ::2])
         model.register_buffer("none", torch.zeros(0, device="cpu"))
         return model, torch.optim.AdamW(model.parameters())
 
-    torch.set_default_device("meta")  # stands for a CUDA device
+    torch.set_default_device("meta")  # in the place of a CUDA device
     try:
         round_trip(attach, make)
         assert from_plain(to_plain(torch.zeros(0, device="cpu"))).device.type == "cpu"

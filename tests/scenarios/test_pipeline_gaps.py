@@ -1,8 +1,9 @@
-"""A real pipeline of torch's over gloo, one process a stage: gaps as foreseen, bytes in gaps, no stall.
+"""torch's pipeline over gloo, one process a stage: gaps as predicted, copies in gaps, no stall.
 
-Four stages take equal times because they wait until these are over; two stages, each pinned to a core of its own, compute
-until then, so that a copy outside of a gap would take the core from them. What a loaded machine adds belongs to what is
-measured, so these tests are slow ones, for a quiet machine; what does not depend on time is in test_hooks.py.
+Four stages sleep until their time is over. Two stages, each pinned to a core of its own, compute
+until then, so that a copy outside of a gap would take the core from them. The measured times
+contain the load of the machine, so these tests are marked slow, and need a quiet machine.
+test_hooks.py tests what does not depend on time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ COMMON = {"width": 1024, "microbatches": MICROBATCHES, "warm": WARM, **TIMES}
 
 
 def trained(stages, **options):
-    """What each stage of a run found."""
+    """Trains a pipeline; returns the result of each stage."""
     daemon = DaemonProcess()
     spec = Spec(daemon.address, job="pipeline", steps=STEPS, options={**COMMON, **options})
     pipeline = Pipeline(spec, stages)
@@ -48,11 +49,11 @@ def run(request):
 def test_every_gap_is_within_a_fifth_of_the_closed_form(run):
     for stage, result in enumerate(run):
         assert result["gaps"], f"stage {stage}"
-        for place, foreseen, measured in result["gaps"]:
-            assert abs(measured - foreseen) <= 0.2 * foreseen, f"stage {stage}, gap {place}: {foreseen} {measured}"
+        for place, predicted, measured in result["gaps"]:
+            assert abs(measured - predicted) <= 0.2 * predicted, f"stage {stage}, gap {place}: {predicted} {measured}"
 
 
-def test_nine_tenths_of_what_fits_into_gaps_is_copied_in_gaps(run):
+def test_nine_tenths_of_the_bytes_are_copied_in_gaps(run):
     for stage, result in enumerate(run):
         before, after = result["before"], result["stats"]
         copied = {name: after[name] - before[name] for name in after if name.endswith("_bytes")}
@@ -60,14 +61,14 @@ def test_nine_tenths_of_what_fits_into_gaps_is_copied_in_gaps(run):
         assert copied["gap_bytes"] >= 0.9 * sum(copied.values()), f"stage {stage}: {copied}"
 
 
-def test_where_each_stage_has_a_core_its_copies_in_gaps_give_way(run):
-    """Four stages on two cores are too many for that."""
+def test_idle_threads_copy_only_if_each_stage_has_a_core(run):
+    """Four stages on two cores have no idle threads."""
     is_pinned = len(run) == 2
     cores = len(os.sched_getaffinity(0))
     assert [result["idle_threads"] > 0 for result in run] == [is_pinned or cores >= len(run)] * len(run)
 
 
-def test_when_gaps_suffice_the_optimizer_hardly_waits(run):
+def test_the_optimizer_hardly_waits_if_gaps_are_long_enough(run):
     for stage, result in enumerate(run):
         before, after = result["before"], result["stats"]
         stall_ms = after["stall_ms"] * after["snapshots"] - before["stall_ms"] * before["snapshots"]

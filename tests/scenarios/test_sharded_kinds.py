@@ -1,4 +1,4 @@
-"""Sharded state of every family comes back in bits, into tensors of the same kind: four processes, one round trip each."""
+"""Sharded state of every family is restored bit for bit: four processes, one round trip each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORLD = 4
 
 @pytest.fixture(scope="module")
 def round_trips(shared_daemon, tmp_path_factory):
-    """Every rank's findings, by family; all families in one start of the processes."""
+    """Returns every rank's results by family; the processes start once for all families."""
     folder = tmp_path_factory.mktemp("sharded")
     port = free_port()
     processes = []
@@ -32,10 +32,10 @@ def round_trips(shared_daemon, tmp_path_factory):
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_a_round_trip_is_exact(round_trips, family):
-    errors = [found["error"] for found in round_trips if "error" in found]
+    errors = [result["error"] for result in round_trips if "error" in result]
     assert not errors, errors[0]
-    for found in (each[family] for each in round_trips):
-        assert found["sealed"] and found["restored"] == [3, "memory"] and found["skipped"] == 0
-        assert found["found"] == found["expected"]
-        assert found["losses"][0] == found["losses"][1]
-        assert found["after"][0] == found["after"][1]
+    for result in (each[family] for each in round_trips):
+        assert result["sealed"] and result["restored"] == [3, "memory"] and result["skipped"] == 0
+        assert result["found"] == result["expected"]
+        assert result["losses"][0] == result["losses"][1]
+        assert result["after"][0] == result["after"][1]

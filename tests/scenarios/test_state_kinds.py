@@ -1,4 +1,4 @@
-"""Every kind of state comes back, bit for bit: saved by one session, loaded into fresh objects by the next."""
+"""Every kind of state is restored bit for bit, into new objects of the next session."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def train(session, model, *optimizers, steps=3):
 
 
 def round_trip(attach, make, steps=3, **arguments):
-    """Trains fresh objects from `make`, then attaches others; returns both, which must be equal."""
+    """Trains objects from `make`, attaches new ones, and compares.
+
+    Returns both, and the new session.
+    """
     torch.manual_seed(1)
     model, *optimizers = make()
     train(attach(model, optimizers, **arguments), model, *optimizers, steps=steps)
@@ -54,7 +57,7 @@ def round_trip(attach, make, steps=3, **arguments):
 
 
 @pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
-def test_any_dtype_is_bytes(attach, dtype):
+def test_a_buffer_of_any_dtype_is_restored(attach, dtype):
     def make():
         model = nn.Linear(3, 5)
         model.register_buffer("odd", torch.randint(0, 2, (7, 3)).to(dtype))
@@ -94,7 +97,7 @@ def test_nan_payloads_and_signed_zeros_survive(attach):
      torch.optim.Adafactor],
     ids=lambda kind: kind.__name__,
 )  # fmt: skip
-def test_optimizers_go_on_as_if_nothing_had_happened(attach, kind):
+def test_restored_optimizers_step_exactly_as_before(attach, kind):
     def make():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
         return model, kind(model.parameters(), lr=1e-2)
@@ -117,7 +120,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(attach):
     assert other["head"].weight is other["embed"].weight
 
 
-def test_frozen_parameters_and_late_thawing(attach):
+def test_parameters_that_are_unfrozen_during_training(attach):
     def make():
         model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         model[0].requires_grad_(False)
@@ -126,7 +129,7 @@ def test_frozen_parameters_and_late_thawing(attach):
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    model[0].requires_grad_(True)  # its moments appear in mid-run: another layout, larger slots
+    model[0].requires_grad_(True)  # new moments appear during the run: another layout, larger slots
     for _ in session.steps(session.step + 200):
         step_once(model, optimizer)
         if session.stats()["sealed_step"] > 4:
@@ -220,7 +223,7 @@ def test_grad_scaler_scale_and_growth(attach):
     assert fresh.state_dict() == scaler.state_dict()
 
 
-def test_a_scaler_that_is_switched_off_is_no_obstacle(attach):
+def test_a_disabled_scaler_is_accepted(attach):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attach(model, optimizer, state={"scaler": torch.amp.GradScaler("cpu", enabled=False)}) as session:
@@ -234,7 +237,7 @@ def test_a_scaler_that_is_switched_off_is_no_obstacle(attach):
 
 
 class Keeper:
-    """A user's object with state of every allowed type."""
+    """A user's object whose state is any value."""
 
     def __init__(self, value):
         self.value = value
@@ -275,14 +278,14 @@ def test_objects_schedulers_modules_and_generators(attach):
     assert fresh["lr"].state_dict() == state["lr"].state_dict()
     assert state_bytes(fresh["average"]) == state_bytes(state["average"])
     assert torch.equal(fresh["generator"].get_state(), state["generator"].get_state())
-    found = fresh["keeper"].value
-    assert torch.equal(found.pop("tensor"), torch.tensor([1.5], dtype=torch.bfloat16))
-    assert np.array_equal(found.pop("array"), tree["array"])
-    assert found == {key: value for key, value in tree.items() if key != "array"}
-    assert type(found["counter"]) is collections.Counter
+    value = fresh["keeper"].value
+    assert torch.equal(value.pop("tensor"), torch.tensor([1.5], dtype=torch.bfloat16))
+    assert np.array_equal(value.pop("array"), tree["array"])
+    assert value == {key: value for key, value in tree.items() if key != "array"}
+    assert type(value["counter"]) is collections.Counter
 
 
-def test_every_generator_draws_on(attach):
+def test_every_random_generator_continues_after_a_restore(attach):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attach(model, optimizer)
@@ -308,15 +311,15 @@ def test_two_thousand_tiny_leaves(attach):
     round_trip(attach, make)
 
 
-def test_restored_state_is_not_the_slot(attach):
-    """`load_state_dict` would keep the slot's memory as live state, and training would write into the snapshot."""
+def test_restored_state_does_not_share_memory_with_the_slot(attach):
+    """With `load_state_dict` the slot would become live state, and training would write into it."""
 
     def make():
         model = nn.Linear(32, 32)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     _, (other, another), session = round_trip(attach, make)
-    step_once(other, another)  # not marked: the held snapshot must not change
+    step_once(other, another)  # without a mark: the snapshot in memory must not change
     torch.manual_seed(9)
     third, optimizer = make()
     session.close()

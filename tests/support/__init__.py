@@ -1,1 +1,1 @@
-"""What tests share: real daemons, real trainers, and waiting without sleeping."""
+"""Helpers for all tests: real daemons, real trainers, and waits for a condition."""

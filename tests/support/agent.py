@@ -1,9 +1,11 @@
-"""torchrun, but its workers are forked from a server that has imported torch once: `python -m tests.support.agent …`.
+"""torchrun with workers forked from a server that has imported torch.
 
-Takes torchrun's own command line and is torchrun's own agent, rendezvous and restarts. Eight trainers that import torch
-on two cores need half a minute; forked ones begin at once, so tests can afford several restarts. A worker's parent is
-the server, which ends with the agent. The server itself is forked from the agent once that has imported all of this: an
-agent and its workers import torch once.
+    python -m tests.support.agent …
+
+It takes torchrun's command line, and uses torchrun's own agent, rendezvous and restarts. Eight
+trainers that import torch on two cores need half a minute. Forked workers begin at once, so tests
+can afford several restarts. A worker's parent is the server, which ends with the agent. The server
+is forked from the agent after the agent's imports, so that torch is imported only once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ ALSO = {
 
 
 def work(script: str, *arguments: str) -> None:
-    """One worker: runs a module as `python -m` does, and a path that ends with .py as `python` does."""
+    """Runs one worker: a module as `python -m` does, or a path ending in .py as `python` does."""
     sys.argv = [script, *arguments]
     try:
         if script.endswith(".py"):
@@ -39,22 +41,25 @@ def work(script: str, *arguments: str) -> None:
         else:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
     except Exception:
-        traceback.print_exc()  # into the agent's log, as of any script; torch would wrap it
+        # Into the agent's log, as a script does; torch would wrap the exception.
+        traceback.print_exc()
         sys.exit(1)
 
 
 def fork_server() -> None:
-    """Gives multiprocessing a fork server that is a fork of this process, which has no threads yet."""
-    resource_tracker.ensure_running()  # before the fork, so that both have one
+    """Gives multiprocessing a fork server: a fork of this process, which has no threads yet."""
+    resource_tracker.ensure_running()  # before the fork, so that both processes share it
     server = forkserver._forkserver  # type: ignore[attr-defined]
-    if hasattr(server, "_forkserver_authkey"):  # Python 3.14 has words with it that are not ours to know
+    # Python 3.14 authenticates, with a key that is private to it.
+    if hasattr(server, "_forkserver_authkey"):
         forkserver.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
         return
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(connection.arbitrary_address("AF_UNIX"))
         listener.listen()
-        alive_r, alive_w = os.pipe()  # the server ends when all that hold the write end have
+        # The server ends when the write end is closed in all processes.
+        alive_r, alive_w = os.pipe()
         server._forkserver_pid = os.fork()
         if not server._forkserver_pid:
             os.close(alive_w)
@@ -67,12 +72,12 @@ def fork_server() -> None:
 
 
 def main() -> None:
-    """The agent of one node."""
+    """Runs the agent of one node."""
     for module in [*PRELOADED, *(name for each in sys.argv for name in ALSO.get(each, ()))]:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     fork_server()
-    # Here, not above: every worker imports this module again.
+    # Not at the head of the file, because every worker imports this module again.
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 

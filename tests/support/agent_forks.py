@@ -1,4 +1,4 @@
-"""torchrun's agents, forked from a process that has imported torch, into the namespaces of a node."""
+"""Forks torchrun's agents from a process that has imported torch, into the namespaces of a node."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def agent_fork(
     """Starts an agent.
 
     Args:
-        arguments: of `python -m`.
-        environment: all of it.
-        marks: what of it others look for in /proc.
-        log: gets what it says.
-        inside: a process whose namespaces it enters, as nsenter would; 0 for none.
+        arguments: the arguments of `python -m`.
+        environment: the whole environment.
+        marks: variables that other processes look for in /proc/PID/environ.
+        log: the file for the agent's output.
+        inside: a process whose namespaces the agent enters, as nsenter does; 0 is none.
     """
     return Fork(
         server(__name__, **LOCAL_ONLY), log, environment, marks=dict(marks), arguments=list(arguments), inside=inside
@@ -36,9 +36,10 @@ def agent_fork(
 
 def become(request: Mapping[str, Any]) -> int:
     if request["inside"]:
-        for kind in ("net", "pid", "mnt"):  # that of mounts is the last: /proc is another one there
+        # Mounts are the last: in that namespace /proc is another one.
+        for kind in ("net", "pid", "mnt"):
             enter(f"/proc/{request['inside']}/ns/{kind}")
-        if child := os.fork():  # which is the first that is among the node's processes
+        if child := os.fork():  # only a child is a process of the new namespace
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255
         os.chdir(request["cwd"])
     module, *arguments = request["arguments"]

@@ -1,7 +1,11 @@
-"""What stands for a torchrun agent: a process that only lives and beats. `python -m tests.support.agents`, driven by `Agent`.
+"""A fake torchrun agent: a process that only sends heartbeats.
 
-Its arguments are the address of its own daemon, and a file for the number of the newest request that this one has answered. Each
-line of input is an AgentBeatRequest in hex, in place of the one before: another phase, another round. It ends with its input.
+`python -m tests.support.agents`, driven by `Agent`.
+
+Its arguments are the address of its own daemon, and a file. It writes into the file the number of
+the newest request that the daemon has answered. Each line of input is an AgentBeatRequest in hex,
+which replaces the one before, for example for another phase or round. The process ends with its
+input.
 """
 
 from __future__ import annotations
@@ -33,18 +37,20 @@ def spawn(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 class Agent:
-    """One node's agent.
+    """One node's fake agent.
 
     Args:
-        address: of its daemon, as the agent sees it.
+        address: the address of its daemon, as the agent sees it.
+        job: the job's name.
+        node_id: the id of the node.
         nodes: all members of the round.
-        run: starts its command, with a pipe as input.
+        run: starts the agent's command, with a pipe as input.
     """
 
     def __init__(self, address: str, job: str, node_id: str, nodes: Sequence[pb.Node], run: Spawn = spawn) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="reft-agent-")
-        self._heard, self._said = Path(self._folder.name) / "heard", 0
-        self.process = run([sys.executable, "-m", "tests.support.agents", address, str(self._heard)])
+        self._answered_path, self._sent = Path(self._folder.name) / "heard", 0
+        self.process = run([sys.executable, "-m", "tests.support.agents", address, str(self._answered_path)])
         self.request = pb.AgentBeatRequest(job=job, node_id=node_id, launch="launch", round=1, nodes=nodes, token=TOKEN)
         self.say()
 
@@ -53,16 +59,19 @@ class Agent:
         return self.process.pid
 
     def say(self, **changes: object) -> None:
-        """Changes what it says from now on."""
+        """Changes fields of all further heartbeats."""
         self.request.MergeFrom(pb.AgentBeatRequest(**changes))
         assert self.process.stdin is not None
         self.process.stdin.write(self.request.SerializeToString().hex().encode() + b"\n")
         self.process.stdin.flush()
-        self._said += 1
+        self._sent += 1
 
     def await_heard(self) -> None:
-        """Returns when its own daemon has answered what it says now."""
-        until(lambda: self._heard.exists() and int(self._heard.read_text() or 0) >= self._said, what="the agent's beat")
+        """Waits until its own daemon has answered the newest heartbeat."""
+        until(
+            lambda: self._answered_path.exists() and int(self._answered_path.read_text() or 0) >= self._sent,
+            what="the agent's beat",
+        )
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -74,25 +83,25 @@ class Agent:
         self.process.stdin.close()
 
 
-def main(address: str, heard: str) -> None:
-    said: list[pb.AgentBeatRequest] = []
+def main(address: str, answered_path: str) -> None:
+    requests: list[pb.AgentBeatRequest] = []
     ended = threading.Event()
     watchers: list[pb.Node] = []
     channels = {address: rpc.channel(address)}
 
     def listen() -> None:
         for line in sys.stdin:
-            said.append(pb.AgentBeatRequest.FromString(bytes.fromhex(line)))
-            said[-1].pid = os.getpid()
+            requests.append(pb.AgentBeatRequest.FromString(bytes.fromhex(line)))
+            requests[-1].pid = os.getpid()
         ended.set()
 
     def send(to: str) -> None:
         if to not in channels:
             channels[to] = grpc.insecure_channel(to, options=rpc.OPTIONS)
         stub = pb_grpc.DaemonStub(channels[to])
-        call = stub.AgentBeat.future(said[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
-        number = len(said)
-        # Which also holds the call: gRPC cancels one that nobody holds.
+        call = stub.AgentBeat.future(requests[-1], timeout=CALL_S, metadata=rpc.token_metadata(TOKEN))
+        number = len(requests)
+        # The callback also holds a reference to the call: gRPC cancels a call without references.
         call.add_done_callback(lambda call: answered(call, number if to == address else 0))
 
     def answered(call: grpc.Future, number: int) -> None:
@@ -101,12 +110,12 @@ def main(address: str, heard: str) -> None:
         if call.result().watchers:
             watchers[:] = call.result().watchers
         if number:
-            Path(heard).write_text(str(number))
+            Path(answered_path).write_text(str(number))
 
     threading.Thread(target=listen, daemon=True).start()
-    # No call waits for another: a stopped daemon must not make the agent silent to the others.
-    while not ended.wait(BEAT_S if said else BEAT_S / 10):
-        if said:
+    # No call waits for another one: a stopped daemon must not delay heartbeats to other daemons.
+    while not ended.wait(BEAT_S if requests else BEAT_S / 10):
+        if requests:
             send(address)
             for node in list(watchers):
                 send(node.addresses[0])

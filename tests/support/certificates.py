@@ -1,4 +1,4 @@
-"""Certificates for daemons of tests, made with openssl."""
+"""Makes certificates for daemons in tests, with openssl."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ NAMES = ["DNS:localhost", "IP:127.0.0.1"] + [
     f"IP:{network}{FIRST_NODE + number}" for network in (NETWORK, LOOPBACK) for number in range(1, NODES_MAX)
 ]
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-AUTHORITY = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # Python 3.13 asks for that, and for what is below
+# Python 3.13 requires this key usage, and the identifiers below.
+AUTHORITY = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
 NODE = f"subjectAltName={','.join(NAMES)}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
 
 
 def why_not() -> str:
-    """Why none can be made; empty if they can."""
+    """Returns why certificates can't be made; empty if they can."""
     return "" if shutil.which("openssl") else "certificates need the openssl command"
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files in a folder: authorities by name, and one certificate of each that serves every node of a test."""
+    """Authorities in a folder, by name; one certificate of each serves all nodes of a test."""
 
     folder: Path
 
     def flags(self, authority: str) -> tuple[str, ...]:
-        """The TLS flags of a daemon whose certificate is signed by the authority of that name."""
+        """Returns the TLS flags of a daemon whose certificate is signed by this authority."""
         if not (self.folder / f"{authority}.pem").exists():
             self._make(authority)
         files = (f"{authority}-node.pem", f"{authority}-node.key", f"{authority}.pem")
@@ -38,7 +39,7 @@ class Certificates:
         return tuple(part for flag, file in pairs for part in (flag, str(self.folder / file)))
 
     def replace(self, authority: str, by: str) -> None:
-        """What the files of one authority hold becomes what those of another one hold, as an administrator renews them."""
+        """Overwrites the files of `authority` with those of `by`, as a renewal does."""
         for mine, new in zip(self.flags(authority)[1::2], self.flags(by)[1::2], strict=True):
             shutil.copy(new, mine)
 

@@ -1,8 +1,11 @@
-"""CUDA's runtime where there is none: what it does to the device, the stream and the last error of the thread that calls it.
+"""A fake CUDA runtime, with the device, the stream and the last error of each thread.
 
-Its rules are those of CUDA 12 and of torch.cuda: a thread begins with device 0, whatever others have set; a call that torch does
-not guard makes a context on the device that is current; so does setting a device, but not torch's guard when it is left; the
-runtime keeps a thread's last error, and torch raises it at the next kernel that this thread launches.
+It follows the rules of CUDA 12 and torch.cuda:
+  - A thread begins with device 0, whatever device other threads have set.
+  - A call that torch does not guard makes a context on the current device. So does setting a
+    device, but not the exit of torch's guard.
+  - The runtime keeps a thread's last error, and torch raises it when this thread launches its next
+    kernel.
 """
 
 from __future__ import annotations
@@ -50,13 +53,13 @@ class _Event:
 
 
 class Runtime:
-    """See the module.
+    """The fake runtime; see the module.
 
     Attributes:
-        contexts: devices with a context.
-        waits: (stream, how) of each time that the host waited for an event.
-        calls: of functions that pin, by name, with their arguments.
-        error: what those return.
+        contexts: the devices that have a context.
+        waits: (stream, "sleeps" or "spins") for each time that the host waited for an event.
+        calls: the calls that pin or unpin: (name, arguments …).
+        error: the error number that these calls return.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class Runtime:
         self.now_ms = 0.0
         self._thread = threading.local()
 
-    # What each thread has of its own
+    # State of each thread
 
     @property
     def device(self) -> int:
@@ -78,11 +81,11 @@ class Runtime:
         self.contexts.add(index)
 
     def call(self) -> None:
-        """Any call that torch does not guard."""
+        """Does what each call does that torch does not guard: makes a context."""
         self.contexts.add(self.device)
 
     def launch(self) -> None:
-        """A kernel of this thread."""
+        """Launches a kernel in this thread; raises the thread's last error."""
         error, self._thread.error = getattr(self._thread, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -91,8 +94,8 @@ class Runtime:
 
     def current_stream(self, device: torch.device | None = None) -> _Stream:
         index = self.device if device is None or device.index is None else device.index
-        found = vars(self._thread).setdefault("streams", {})
-        return found.get(index) or _Stream(torch.device("cuda", index), "compute", self)
+        streams = vars(self._thread).setdefault("streams", {})
+        return streams.get(index) or _Stream(torch.device("cuda", index), "compute", self)
 
     def set_stream(self, stream: _Stream) -> None:
         if stream.device.index != self.device:
@@ -110,12 +113,12 @@ class Runtime:
 
     @contextlib.contextmanager
     def on_stream(self, stream: _Stream):
-        own, there = self.current_stream(), self.current_stream(stream.device)
+        before, before_there = self.current_stream(), self.current_stream(stream.device)
         self.set_stream(stream)
         yield
-        if own.device != stream.device:
-            self.set_stream(there)
-        self.set_stream(own)
+        if before.device != stream.device:
+            self.set_stream(before_there)
+        self.set_stream(before)
 
     def cudart(self) -> Runtime:
         return self
@@ -133,13 +136,13 @@ class Runtime:
         return self.error
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Puts it in the place of torch.cuda."""
-        there = torch.device("cuda", 0)
+        """Replaces the functions of torch.cuda by those of the fake."""
+        real_device = torch.device("cuda", 0)
 
         def stream(device: torch.device | None, priority: int) -> _Stream:
             index = self.device if device is None else (device.index or 0)
             self.contexts.add(index)
-            return _Stream(torch.device(there.type, index), "side", self)
+            return _Stream(torch.device(real_device.type, index), "side", self)
 
         for name, value in {
             "Stream": stream,

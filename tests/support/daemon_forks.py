@@ -1,4 +1,7 @@
-"""Real daemons, forked from a process that has imported `reft_daemon`. It has nothing of gRPC but its import."""
+"""Forks real daemons from a process that has imported `reft_daemon`.
+
+That process imports gRPC, but never uses it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ def daemon_fork(arguments: Sequence[str], environment: Mapping[str, str], log: P
     """Starts a daemon.
 
     Args:
-        arguments: flags of reft-daemon.
-        environment: all of it.
-        log: gets what it says.
-        network: path of its network namespace; empty for ours.
+        arguments: the flags of reft-daemon.
+        environment: the whole environment.
+        log: the file for the daemon's output.
+        network: path of the daemon's network namespace; empty is the one of this process.
     """
     return Fork(server(__name__), log, environment, arguments=list(arguments), network=network)
 

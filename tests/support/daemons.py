@@ -1,4 +1,4 @@
-"""A real daemon process for tests, with folders of its own, gone without a trace at the end."""
+"""A real daemon process for tests, with folders of its own that are removed at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def until(condition: Callable[[], Any], deadline_s: float = 60.0, what: str = "the condition") -> Any:
-    """The first true value of `condition`, asked again and again; fails after the deadline."""
+    """Calls `condition` until it returns a true value.
+
+    Returns that value, or fails after the deadline.
+    """
     end = time.monotonic() + deadline_s
     pause = threading.Event()
     while True:
@@ -36,13 +39,14 @@ def until(condition: Callable[[], Any], deadline_s: float = 60.0, what: str = "t
         pause.wait(0.02)
 
 
-# In front of a command: a shell's background job is born deaf to SIGINT, one under nohup to SIGHUP, and so would be all that
-# it starts. Popen's preexec_fn could do it too, but then forks run gRPC's handlers, which at times wait for ever.
+# Goes in front of a command. A background job of a shell ignores SIGINT, a job under nohup ignores
+# SIGHUP, and child processes inherit this. Popen's preexec_fn could reset it too, but then a fork
+# runs gRPC's handlers, which at times hang.
 HEEDFUL = ("env", "--default-signal=INT,HUP")
 
 
 def purge_and_stop(socket: Path) -> None:
-    """Ends a daemon that a trainer started by itself, with all that it holds."""
+    """Purges all jobs of a daemon that a trainer started, and ends the daemon."""
     with rpc.channel(f"unix:{socket}") as channel:
         stub = pb_grpc.DaemonStub(channel)
         status = stub.Status(pb.StatusRequest(), timeout=10)
@@ -59,11 +63,11 @@ class DaemonProcess:
     Args:
         flags: further command-line flags.
         environment: changes to the environment.
-        folder: where slots lie; None makes one in /dev/shm.
-        network: path of the network namespace that it lives in; empty for ours.
+        folder: where slots lie; None makes a folder in /dev/shm.
+        network: path of the daemon's network namespace; empty is the one of this process.
     """
 
-    is_forked = True  # else `python -m reft_daemon`, which takes half a second of a core
+    is_forked = True  # False starts `python -m reft_daemon`, which takes half a second of a core
 
     def __init__(
         self, *flags: str, environment: dict[str, str] | None = None, folder: Path | None = None, network: str = ""
@@ -89,7 +93,7 @@ class DaemonProcess:
         return f"unix:{self.socket}"
 
     def start(self) -> None:
-        """Starts it, and waits until it answers."""
+        """Starts the daemon, and waits until it answers."""
         flags = ["--node", "test", "--socket", str(self.socket), "--dir", str(self.folder), *self.flags]
         path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
         environment = {**os.environ, "PYTHONPATH": path, **self.environment}
@@ -120,7 +124,10 @@ class DaemonProcess:
         return self.call("Status", pb.StatusRequest(job=job)).jobs[0]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Signals it; waits for its end unless it is only stopped or continued."""
+        """Sends a signal.
+
+        Waits for the daemon's end unless the signal only stops or continues it.
+        """
         self.process.send_signal(number)
         if number not in (signal.SIGSTOP, signal.SIGCONT):
             self.process.wait(60)
@@ -134,13 +141,13 @@ class DaemonProcess:
 
 
 class Site:
-    """Daemons of pretend nodes: they reach each other over TCP, as nodes do."""
+    """Daemons that pretend to be on different nodes: they reach each other over TCP."""
 
     def __init__(self) -> None:
         self.daemons: list[DaemonProcess] = []
 
     def add(self, count: int) -> list[DaemonProcess]:
-        """New nodes, empty."""
+        """Adds new, empty nodes."""
         made = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(count)]
         self.daemons += made
         return made
@@ -151,7 +158,7 @@ class Site:
 
 
 def vanish(*daemons: DaemonProcess) -> None:
-    """Nodes that die with their memory."""
+    """Kills nodes, and removes their memory."""
     for daemon in daemons:
         daemon.kill()
         shutil.rmtree(daemon.folder)

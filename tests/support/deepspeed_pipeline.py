@@ -1,4 +1,4 @@
-"""DeepSpeed's PipelineEngine on two stages, with ZeRO-1 in bf16: a script for `run_example`."""
+"""Trains with DeepSpeed's PipelineEngine: two stages, ZeRO-1, bf16; a script for `run_example`."""
 
 import deepspeed
 import torch
@@ -9,7 +9,7 @@ from reft.integrations.deepspeed import attach
 
 
 class Data:
-    """Micro batches without end, as an iterator with a place."""
+    """Endless micro-batches, as an iterator with a state."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -28,8 +28,8 @@ class Data:
         self.generator.set_state(state["generator"])
 
 
-def loss_of(found, wanted):
-    return nn.functional.mse_loss(found.float(), wanted.float())
+def loss_of(outputs, targets):
+    return nn.functional.mse_loss(outputs.float(), targets.float())
 
 
 deepspeed.init_distributed("gloo")

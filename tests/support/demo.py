@@ -1,4 +1,4 @@
-"""`reft-cli`, but the agents that its demo starts import torch once, for themselves and all their workers: `python -m …`."""
+"""Runs `reft-cli` with a demo whose agents import torch once for all workers: `python -m …`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def forking(spawn: Spawn) -> Spawn:
-    """`cluster.spawn` with `tests.support.agent` in the place of torchrun."""
+    """Returns `cluster.spawn` with `tests.support.agent` in the place of torchrun."""
 
-    def started(command: Sequence[str], *arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
+    def spawn_forking(command: Sequence[str], *arguments: Any, **named: Any) -> subprocess.Popen[bytes]:
         words = {"torch.distributed.run": "tests.support.agent"}
         return spawn([words.get(word, word) for word in command], *arguments, **named)
 
-    return started
+    return spawn_forking
 
 
 if __name__ == "__main__":

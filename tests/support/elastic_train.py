@@ -1,8 +1,11 @@
-"""A training whose losses do not depend on how many ranks share it: `python -m tests.support.elastic_train --out DIR --steps N`.
+"""Trains with losses that do not depend on the number of ranks.
 
-Each step has MICRO micro-batches, dealt out among the ranks. Gradients and losses of each are rounded to multiples of
-2^-12 before they are added, so sums are exact in any order, and all runs are equal in bits. Every rank appends to
-DIR/rank-R.jsonl what `reft.demo.train` writes, and its world; rank 0 ends the job once DIR/done exists, at step N the latest.
+    python -m tests.support.elastic_train --out DIR --steps N
+
+Each step has MICRO micro-batches, which are shared out among the ranks. The gradients and losses of
+each are rounded to multiples of 2^-12 before they are added. So sums are exact in any order, and
+all runs are bitwise equal. Every rank appends to DIR/rank-R.jsonl the same lines as
+`reft.demo.train`, and its world. Rank 0 ends the job when DIR/done exists, or at step N.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def gradients(model: torch.nn.Module, step: int, micro: range) -> torch.Tensor:
-    """The rounded sum over these micro-batches of all gradients, and of the loss behind them."""
+    """Returns the rounded sum of all gradients over these micro-batches, then that of the loss."""
     total = torch.zeros(sum(p.numel() for p in model.parameters()) + 1)
     for i in micro:
         generator = torch.Generator().manual_seed(step * MICRO + i)
@@ -48,7 +51,7 @@ def gradients(model: torch.nn.Module, step: int, micro: range) -> torch.Tensor:
 
 
 def apply(model: torch.nn.Module, optimizer: torch.optim.Optimizer, total: torch.Tensor) -> float:
-    """One step of the optimizer with the sum over all ranks; the loss."""
+    """Steps the optimizer with the sum over all ranks; returns the loss."""
     at = 0
     for p in model.parameters():
         p.grad = (total[at : at + p.numel()] / MICRO).reshape(p.shape).clone()
@@ -58,7 +61,7 @@ def apply(model: torch.nn.Module, optimizer: torch.optim.Optimizer, total: torch
 
 
 def alone(steps: int) -> Iterator[float]:
-    """The losses of an undisturbed run of one process without reft."""
+    """Yields the losses of an undisturbed run of one process without reft."""
     model, optimizer = build()
     for step in range(steps):
         yield apply(model, optimizer, gradients(model, step, range(MICRO)))

@@ -1,4 +1,4 @@
-"""What "bit for bit" means in tests: losses, every tensor, and what the generators would draw next."""
+"""Bitwise equality in tests: losses, every tensor, and the next random numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def assert_equal(after: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
-    """Fails unless each rank of a disturbed job ended as the same rank of the undisturbed run did."""
+    """Fails unless each rank of a disturbed job ended like the rank of the undisturbed run."""
     for mine, reference in zip(after, plain, strict=True):
         assert mine["losses"] == reference["losses"][mine["began"] :]
         assert mine["digests"] == reference["digests"]

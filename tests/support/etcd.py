@@ -1,4 +1,4 @@
-"""A real etcd of some members, on loopback, in a folder of its own."""
+"""A real etcd cluster on loopback, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ print(urllib.request.urlopen(request, timeout=5).read().decode())
 
 
 def why_not() -> str:
-    """Why there is no etcd here; empty if there is one."""
+    """Returns why etcd is not available; empty if it is."""
     return "" if shutil.which("etcd") else "there is no etcd (Debian: apt-get install etcd-server)"
 
 
 class EtcdCluster:
-    """Members that can be killed and started again.
+    """An etcd cluster whose members can be killed and started again.
 
     Args:
-        size: how many.
-        places: for each, where it listens and the words before each of its commands, such as nsenter's; by default all
-            are on loopback.
+        size: the number of members.
+        places: for each member, the host where it listens, and the words before each of its
+            commands, such as nsenter's. By default all members are on loopback.
     """
 
     def __init__(self, size: int, places: Sequence[tuple[str, list[str]]] = ()) -> None:
@@ -73,7 +73,7 @@ class EtcdCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def heal(self) -> None:
-        """Starts the members that do not run; returns when all answer."""
+        """Starts the members that do not run; waits until all answer."""
         for i, process in enumerate(self.processes):
             if process is None or process.poll() is not None:
                 self.processes[i] = self._start(i)
@@ -88,7 +88,7 @@ class EtcdCluster:
         process.wait()
 
     def leader(self) -> int:
-        """The member that leads."""
+        """Returns the index of the member that leads."""
         statuses = [self._post(i, "maintenance/status") for i in range(len(self.processes))]
         return next(i for i, status in enumerate(statuses) if status["header"]["member_id"] == status["leader"])
 
@@ -115,6 +115,9 @@ class EtcdCluster:
         return self._ask(member, f"v3/{path}", "{}")
 
     def _ask(self, member: int, path: str, body: str = "") -> dict:
-        """The answer to a POST if there is a body, else to a GET; asked from where the member is."""
+        """Sends a POST if there is a body, else a GET, from the member's host.
+
+        Returns the answer.
+        """
         command = [sys.executable, "-SEc", ASK, f"http://{self.members[member]}/{path}", body]
         return json.loads(subprocess.run([*self.places[member][1], *command], capture_output=True, check=True).stdout)

@@ -1,9 +1,9 @@
-"""Processes that start in some milliseconds: forked from a server that has imported once what they need.
+"""Starts processes in some milliseconds: forks of a server that has imported their modules.
 
-    Fork ── a line of JSON ──► python -m MODULE, which calls `serve(become)` ── fork ──► become(the line)
+    Fork ── a line of JSON ──► python -m MODULE, which calls `serve(become)` ── fork ──► become(…)
          ◄── a number ───────
 
-A server has one thread. It ends with its input, and kills what it has forked then.
+A server has one thread. It ends with its input, and then kills all its forks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROOM_NAME, ROOM_BYTES = "REFT_TEST_ROOM", 512
 
 
 def enter(namespace: str) -> None:
-    """Makes the namespace with this path this process's own; one of processes, its children's."""
+    """Enters the namespace with this path; a process namespace takes effect for children only."""
     with open(namespace) as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
 class Server:
-    """A server, as its owner sees it."""
+    """A fork server, as seen by the process that started it."""
 
     def __init__(self, module: str, **environment: str) -> None:
         ours, theirs = socket.socketpair()
@@ -67,19 +67,19 @@ def server(module: str, **environment: str) -> Server:
 
 
 class Fork:
-    """One process, with Popen's words.
+    """One forked process, with the methods of Popen.
 
     Args:
-        server: that forks it.
-        log: gets what it says.
-        environment: all of it.
-        request: further words for the server's `become`.
+        server: the server that forks the process.
+        log: the file for the process's output.
+        environment: the whole environment.
+        **request: further entries of the request that `become` gets.
     """
 
     def __init__(self, server: Server, log: Path, environment: Mapping[str, str], **request: Any) -> None:
         self.returncode: int | None = None
         self._server = server
-        log.touch()  # so that it is there at once
+        log.touch()  # so that the file exists at once
         files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.pid: int = server.ask(log=str(log), environment=dict(environment), cwd=os.getcwd(), files=files, **request)
 
@@ -98,7 +98,7 @@ class Fork:
         return code
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:  # nobody else reaps it, so the number is still its own
+        if self.poll() is None:  # only `poll` reaps the process, so no other process has this pid
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -112,7 +112,10 @@ class Fork:
 
 
 def serve(become: Callable[[dict[str, Any]], object]) -> None:
-    """Forks until its input ends; what it forks runs `become`, in a session, a folder and an environment of its own."""
+    """Forks a process for each request until the input ends.
+
+    Each fork runs `become`, in a session, a folder and an environment of its own.
+    """
     line = socket.socket(fileno=os.dup(0))
     children: set[int] = set()
     with line.makefile("r") as questions, line.makefile("w") as answers:
@@ -133,9 +136,9 @@ def serve(become: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _reap(pid: int) -> int | None:
-    """The exit code as Popen tells it; None while it lives."""
-    found, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if found else None
+    """Returns the exit code in Popen's form; None while the process lives."""
+    ended_pid, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def _end_as(become: Callable[[dict[str, Any]], object], request: dict[str, Any]) -> None:
@@ -165,13 +168,17 @@ def _end_as(become: Callable[[dict[str, Any]], object], request: dict[str, Any])
 
 
 def _show(marks: Mapping[str, str]) -> None:
-    """Writes variables to where /proc/PID/environ shows them, which is what this process's parent was started with."""
+    """Writes variables to the place that /proc/PID/environ shows.
+
+    A fork shows there the variables with which its server was started, so the server reserves room
+    for more.
+    """
     if not marks:
         return
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     at = getenv(ROOM_NAME.encode()) - len(ROOM_NAME) - 1
     text = b"".join(f"{name}={value}\0".encode() for name, value in marks.items()) + f"{ROOM_NAME}=".encode()
-    room = len(ROOM_NAME) + 1 + ROOM_BYTES
-    assert len(text) <= room, "no room for these marks"
-    ctypes.memmove(at, text.ljust(room, b"."), room)
+    size = len(ROOM_NAME) + 1 + ROOM_BYTES
+    assert len(text) <= size, "no room for these marks"
+    ctypes.memmove(at, text.ljust(size, b"."), size)

@@ -1,4 +1,4 @@
-"""A worker that costs nothing: says who it is, and stays until a file `done` lies in the folder. No torch.
+"""A cheap worker without torch: writes who it is, and stays until a file `done` lies in the folder.
 
 python tests/support/idler.py --out FOLDER --steps N        (N is not used)
 """
@@ -17,7 +17,12 @@ NODE = "REFT_TEST_NODE"
 
 @dataclass(frozen=True)
 class Idler:
-    """What one worker said when it began: the last part of its node's mark, and the moment by the machine's clock."""
+    """What one worker wrote when it began.
+
+    Attributes:
+        node: the last part of its node's mark.
+        at_s: when it began, by the machine's monotonic clock.
+    """
 
     node: str
     pid: int
@@ -28,7 +33,7 @@ class Idler:
 
 
 def idlers(folder: Path) -> list[Idler]:
-    """Every worker that ever began, in order."""
+    """Returns every worker that ever began, in order."""
     try:
         lines = (folder / "idlers").read_text().splitlines()
     except FileNotFoundError:
@@ -38,11 +43,14 @@ def idlers(folder: Path) -> list[Idler]:
 
 
 def newest(folder: Path, world: int, after_s: float = 0.0) -> dict[str, Idler]:
-    """node → its newest worker, if `world` of them began in the newest round and after that moment; else nothing."""
-    said = [each for each in idlers(folder) if each.at_s > after_s]
-    last = max((each.round for each in said), default=-1)
-    found = {each.node: each for each in said if each.round == last and each.world == world}
-    return found if len(found) == world else {}
+    """Returns node → newest worker.
+
+    Empty unless `world` workers of the newest round began after `after_s`.
+    """
+    recent = [each for each in idlers(folder) if each.at_s > after_s]
+    last_round = max((each.round for each in recent), default=-1)
+    by_node = {each.node: each for each in recent if each.round == last_round and each.world == world}
+    return by_node if len(by_node) == world else {}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A job as its trainers make it: manifest, decision, leases, slots that are written through their mapping, and reports."""
+"""Acts as a job's trainers: manifest, decision, leases, slots written in place, reports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Refused(grpc.RpcError):
 
 @contextmanager
 def refused(code: grpc.StatusCode, text: str = "") -> Iterator[None]:
-    """Expects a call or a report to end with this status, and with a text that has `text` in it."""
+    """Expects that a call or a report ends with this status, and a message with `text` in it."""
     with pytest.raises(grpc.RpcError) as error:
         yield
     assert error.value.code() is code, error.value.details()
@@ -68,7 +68,7 @@ def epoch_of(counter: int) -> Epoch:
 
 
 class Trainer:
-    """A process that does nothing but live, in the place of a rank's trainer."""
+    """An idle process in the place of a rank's trainer."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -85,6 +85,8 @@ class Job:
 
     Args:
         nodes: each daemon with its ranks.
+        name: the job's name.
+        **facts: further fields of the manifest.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Job:
         return decision
 
     def decide(self, base: Version | None = None, dropped: Sequence[str] = ()) -> Job:
-        """A new attach's decision, on every node."""
+        """Sends the decision of a new attach to every node."""
         self.counter += 1
         for i, daemon in enumerate(self.daemons):
             request = pb.DecideRequest(
@@ -132,7 +134,7 @@ class Job:
         return self
 
     def close(self, ranks: Iterable[int] = ()) -> Job:
-        """These ranks, or all, close their sessions: the next attach would not be let in beside them."""
+        """Closes the sessions of these ranks, or of all; a new attach needs them closed."""
         for rank in ranks or self.home:
             self.call(rank, "Release", pb.ReleaseRequest(job=self.name, epoch=self.epoch, rank=rank))
         return self
@@ -149,7 +151,7 @@ class Job:
         return pb.LeaseRequest(**{**facts, **changes})
 
     def lease(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[str]:
-        """The names of the leased slots."""
+        """Leases slots; returns their names."""
         return [slot.name for slot in self.call(rank, "Lease", self.lease_request(rank, pid, **changes)).slots]
 
     def descriptors(self, rank: int, names: Sequence[str]) -> list[int]:
@@ -157,20 +159,20 @@ class Job:
         return local_socket.ask_slots(self.local_socket(rank), request, [], 10)
 
     def local_socket(self, rank: int = 0) -> str:
-        """The path of the socket of the daemon of that rank."""
+        """Returns the path of the local socket of the rank's daemon."""
         return self.hellos[self.home.get(rank, 0)].local_socket
 
     def maps(self, rank: int, names: Sequence[str]) -> list[SlotMap]:
-        """The slots as their trainer maps them."""
-        found = []
+        """Maps slots as their trainer does."""
+        slot_maps = []
         for descriptor in self.descriptors(rank, names):
             pages = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
             os.close(descriptor)
-            found.append(SlotMap(np.frombuffer(pages, np.uint8)))
-        return found
+            slot_maps.append(SlotMap(np.frombuffer(pages, np.uint8)))
+        return slot_maps
 
     def slots(self, rank: int = 0, pid: int | None = None, **changes: object) -> list[SlotMap]:
-        """Leased and mapped."""
+        """Leases and maps slots."""
         return self.maps(rank, self.lease(rank, pid, **changes))
 
     def report(
@@ -185,11 +187,11 @@ class Job:
     def send_report(
         self, rank: int, report: pb.ReportRequest, timeout: float = 20.0, protocol: int = messages.PROTOCOL
     ) -> pb.ReportReply:
-        """The reply to one report, on a connection of its own.
+        """Sends one report on a new connection; returns the reply.
 
         Raises:
-            Refused: the daemon refused it.
-            TimeoutError: nothing came in time.
+            Refused: the daemon refused the report.
+            TimeoutError: no reply came in time.
         """
         reply = ask(self.local_socket(rank), pb.LocalRequest(report=report, protocol=protocol), timeout)
         if reply.status:
@@ -197,7 +199,7 @@ class Job:
         return reply.report
 
     def headers(self, node: int = 0) -> dict[str, tuple[SlotState, int]]:
-        """Name → (state, step) of every slot that a node offers."""
+        """Returns name → (state, step) of every slot in a node's inventory."""
         reply = self.daemons[node].call("Inventory", pb.InventoryRequest(job=self.name))
         return {slot.slot: (SlotState(slot.state), slot.version.step) for slot in reply.slots}
 
@@ -206,7 +208,7 @@ class Job:
 
 
 def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalReply:
-    """The reply to one request over the local socket."""
+    """Sends one request over the local socket; returns the reply."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout)
         connection.connect(path)
@@ -219,7 +221,7 @@ def ask(path: str, request: pb.LocalRequest, timeout: float = 20.0) -> pb.LocalR
 
 
 def registry_of(arena: Arena, ttl_s: float = 1.0) -> Registry:
-    """A daemon's jobs, without the daemon."""
+    """Returns the job registry of a daemon, without a daemon."""
     return Registry(arena, PeerChannels(None, ()), TimeToLive(ttl_s, ttl_s), Failpoints(""), PeerChannels(None, ()))
 
 
@@ -234,7 +236,11 @@ def write(
     """Writes a version into a slot as a trainer does, and stops in the state `upto`.
 
     Args:
-        compared: what the capsule says of cells: nothing, if it is None.
+        slot: where to write.
+        version: the version to write.
+        upto: the last state of the slot.
+        nbytes: size of the data.
+        compared: the digest of each cell in the capsule; None is no digest.
     """
     data = data_of(version.step, nbytes)
     layout = layout_of(len(data))
@@ -250,7 +256,7 @@ def write(
 def tcp_call(
     address: str, method: str, request: object, token: bytes | None = None, service: type | None = None
 ) -> object:
-    """A call over TCP, as another node's daemon makes it."""
+    """Makes a call over TCP, as another node's daemon does."""
     with grpc.insecure_channel(address, options=rpc.OPTIONS) as channel:
         stub = (service or pb_grpc.DaemonStub)(channel)
         metadata = None if token is None else rpc.token_metadata(token)
@@ -262,5 +268,5 @@ def slot_path(daemon: DaemonProcess, name: str, job: str = "job") -> Path:
 
 
 def descriptors_of(daemon: DaemonProcess) -> int:
-    """How many descriptors the daemon has open."""
+    """Returns how many file descriptors the daemon has open."""
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))

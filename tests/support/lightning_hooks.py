@@ -1,4 +1,4 @@
-"""Lightning with much that it does behind a batch's own hooks, for tests: one process, epochs of four steps."""
+"""Trains with Lightning features outside of the batch hooks: one process, epochs of four steps."""
 
 import lightning
 import torch
@@ -37,7 +37,7 @@ class Hooked(lightning.LightningModule):
 
 
 class Whole(Callback):
-    """Each step is whole before the next begins."""
+    """Waits before each step until the step before is whole."""
 
     def on_train_batch_start(self, *_):
         guard.session.seal()
@@ -48,7 +48,8 @@ x = torch.randn(32, 16)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 model, guard = Hooked(), ReftCallback()
-stopping = EarlyStopping("val_loss", min_delta=10.0, patience=4)  # it stops after the fifth of seven epochs
+# Stops after the fifth of seven epochs.
+stopping = EarlyStopping("val_loss", min_delta=10.0, patience=4)
 trainer = lightning.Trainer(
     accelerator="cpu", devices=1, max_epochs=7, logger=False, enable_checkpointing=False, enable_progress_bar=False,
     enable_model_summary=False, callbacks=[guard, stopping, EMAWeightAveraging(), Whole()],

@@ -1,4 +1,4 @@
-"""Jobs whose ranks load in threads of one process, from slots that lie in its memory."""
+"""Jobs whose ranks load in threads of one process, from slots in the memory of this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def mixed(scale: int = 1) -> Tensors:
-    """Odd sizes, many small leaves, several kinds of numbers, and leaves that are not one run of memory."""
+    """Returns tensors of odd sizes and several dtypes, many small ones, and some with gaps."""
     kinds = [
         torch.bfloat16,
         torch.int8,
@@ -40,18 +40,18 @@ def mixed(scale: int = 1) -> Tensors:
         torch.float8_e4m3fn,
         torch.float8_e5m2,
     ]
-    found = {f"small.{i}": random((3 * i + 1,), kinds[i % len(kinds)], i) for i in range(30)}
-    found["large"] = random((331 * scale, 37), torch.float32, 100)
-    found["odd"] = random((9973 * scale,), torch.int8, 101)
-    found["fp8"] = random((2003 * scale,), torch.float8_e4m3fn, 104)
-    found["transposed"] = random((64, 41 * scale), torch.bfloat16, 102).t()
-    found["strided"] = random((48 * scale, 64), torch.float32, 103)[:, ::2]
-    found["empty"] = torch.empty((0, 7))
-    return found
+    tensors = {f"small.{i}": random((3 * i + 1,), kinds[i % len(kinds)], i) for i in range(30)}
+    tensors["large"] = random((331 * scale, 37), torch.float32, 100)
+    tensors["odd"] = random((9973 * scale,), torch.int8, 101)
+    tensors["fp8"] = random((2003 * scale,), torch.float8_e4m3fn, 104)
+    tensors["transposed"] = random((64, 41 * scale), torch.bfloat16, 102).t()
+    tensors["strided"] = random((48 * scale, 64), torch.float32, 103)[:, ::2]
+    tensors["empty"] = torch.empty((0, 7))
+    return tensors
 
 
 def blank(tensors: Tensors) -> Tensors:
-    """The same tensors, with other bytes."""
+    """Returns tensors of the same names and shapes, filled with zeros."""
     made = {}
     for name, tensor in tensors.items():
         made[name] = torch.zeros_like(tensor)
@@ -61,10 +61,10 @@ def blank(tensors: Tensors) -> Tensors:
 
 
 class Job:
-    """A job whose ranks all have the same tensors, or the ones given for each; what its slots hold.
+    """A job with its slots. All ranks have the same `tensors`, or each has its own in `ranks`.
 
     Attributes:
-        live: of each rank, what is loaded into.
+        live: the tensors of each rank to load into.
         decoder: makes each rank's decoder.
     """
 
@@ -83,7 +83,10 @@ class Job:
 
     def load(self, lost: Collection[int] = (), readers: Any = None, sizes: LoadSizes = SMALL, box: Postbox | None = None,
              at_chunk: Any = lambda rank, chunk: None, digests: Any = None) -> list[tuple[int, ...] | Exception]:  # fmt: skip
-        """All ranks load, each in a thread, without the lost slots."""
+        """Loads on all ranks, each in a thread, without the lost slots.
+
+        Returns each rank's result.
+        """
         box = box or Postbox()
         have = frozenset(range(self.world)) - frozenset(lost)
         reader_of = {old: old for old in have} | (readers or {})
@@ -108,13 +111,13 @@ class Job:
 
 
 def few() -> Tensors:
-    """Little state, so that all patterns of a wide group can be tried: odd sizes, and one leaf that isn't dense."""
-    found = {f"small.{i}": random((3 * i + 1,), torch.bfloat16, i) for i in range(4)}
-    return found | {"odd": random((2503,), torch.int8, 101), "strided": random((8, 64), torch.float32, 103)[:, ::2]}
+    """Returns few tensors, one not dense, so that tests can try all losses of a wide group."""
+    small = {f"small.{i}": random((3 * i + 1,), torch.bfloat16, i) for i in range(4)}
+    return small | {"odd": random((2503,), torch.int8, 101), "strided": random((8, 64), torch.float32, 103)[:, ::2]}
 
 
 def every_loss(job: Job, f: int) -> None:
-    """Loads once for every pattern of at most f lost ranks."""
+    """Loads once for every combination of at most f lost ranks."""
     for count in range(f + 1):
         for lost in itertools.combinations(range(job.world), count):
             job.live = [blank(tensors) for tensors in job.ranks]

@@ -1,4 +1,4 @@
-"""What a manifest says of layouts, as attach would have written it."""
+"""Makes the layout fields of a manifest, as attach does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from reft.wire.manifest import table_to
 
 
 def described(*ranks: Sequence[Leaf]) -> dict[str, Any]:
-    """Fields of a manifest whose ranks have these leaves."""
+    """Returns the layout fields of a manifest whose ranks have these leaves."""
     forms = [symbolic.of(leaves) for leaves in ranks]
     rank_table = RankTable([layout_facts(pack(leaves), form) for leaves, form in zip(ranks, forms, strict=True)])
-    said = [{"table": text_of(table_to(form.table))} if rank_table.describes(i) else {} for i, form in enumerate(forms)]
-    tables, layouts, index = rank_table.layouts(said)
+    facts = [
+        {"table": text_of(table_to(form.table))} if rank_table.describes(i) else {} for i, form in enumerate(forms)
+    ]
+    tables, layouts, index = rank_table.layouts(facts)
     return {"tables": tables, "layouts": layouts, "layout_of": index}

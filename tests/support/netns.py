@@ -1,4 +1,4 @@
-"""Linux namespaces that stand for hosts: a network, processes and memory that end together, as in a loss of power.
+"""Linux namespaces in place of hosts: network, processes and memory end together.
 
     Switch   a network namespace with a bridge, 10.77.0.1           node-a            node-b
        │                                                        ┌──────────────┐  ┌──────────────┐
@@ -8,13 +8,15 @@
                                                                 │ own tmpfs    │  │ own tmpfs    │
                                                                 └──────────────┘  └──────────────┘
 
-The bridge lies in a namespace too, so nothing is ever written into the network of this machine: when the processes are
-gone, the kernel removes all of it, and two runs at once can use the same names and addresses. Every Space mounts its
-tmpfs at the *same* path, as real hosts do: a path never leads from one to another. Its first process is the root of its
-process namespace: SIGKILL of that one ends all others at once, and none of them gets a chance to say goodbye.
+The bridge lies in a namespace too, so the network of this machine is never changed. When the
+processes are gone, the kernel removes everything, and two runs at once can use the same names and
+addresses. Every Space mounts its tmpfs at the *same* path, as real hosts do, so a path never leads
+from one node to another. The first process of a Space is the root of its process namespace: SIGKILL
+of this process ends all others at once, before they can close a connection.
 
-Where namespaces can't be made (`why_not` says why), `Loopback` stands for a host: same methods, but the processes share
-the network and are found by a variable of their environment.
+Where namespaces can't be made (`why_not` returns the reason), `Loopback` replaces a host. It has
+the same methods, but its processes share the network, and are found by a variable in their
+environment.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ from tests.support.daemons import until
 NETWORK = "10.77.0."
 SWITCH = "02:00:00:00:00:01"
 LOOPBACK = "127.0.0."
-FIRST_NODE = 100  # three digits throughout: torchrun sorts nodes by the text of their address
+FIRST_NODE = 100  # always three digits, because torchrun sorts nodes by the text of their address
 STORE_PORT = 29400
 DAEMON_PORT = 7070
-NODE_MARK = "REFT_TEST_NODE"  # read by nobody but us
-ROOM_BYTES = 1 << 30  # the most that a node's tmpfs takes; it takes only what is written
+NODE_MARK = "REFT_TEST_NODE"  # only tests read this variable
+ROOM_BYTES = 1 << 30  # the limit of a node's tmpfs, which takes only as much memory as is written
 
 # Reaps orphans, and stays until it is killed.
 INIT = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
@@ -56,7 +58,7 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def why_not() -> str:
-    """Why nodes can't be namespaces here; empty if they can."""
+    """Returns why nodes can't be namespaces here; empty if they can."""
     script = "mount -t tmpfs tmpfs /tmp && ip link add br0 type bridge && ip link add v1 type veth peer name v2"
     command = ["unshare", "--net", "--pid", "--mount", "--mount-proc", "--fork", "--kill-child", "sh", "-c", script]
     if not shutil.which("nsenter"):
@@ -69,11 +71,12 @@ def why_not() -> str:
 
 
 class Switch:
-    """The network between Spaces, and the rendezvous store, which no loss of a node must take along.
+    """The network between Spaces, with the rendezvous store, which survives the loss of any node.
 
     Args:
-        spawn: starts a process, as `reft.cli.demo.cluster.spawn` does once log, mark and environment are given.
-        command: runs there in place of the rendezvous store.
+        spawn: starts a process: `reft.cli.demo.cluster.spawn` with log, mark and environment
+            already bound.
+        command: runs in the switch's network in place of the rendezvous store.
     """
 
     interface, network = "eth0", NETWORK
@@ -81,8 +84,8 @@ class Switch:
     def __init__(self, spawn: Spawn, command: Sequence[str] = ()) -> None:
         self.endpoint = f"{NETWORK}1:{STORE_PORT}"
         store = command or [sys.executable, "-c", STORE, f"{NETWORK}1", str(STORE_PORT)]
-        # An address of its own: else the bridge takes that of a port, changes it when nodes come or go, and the others
-        # go on sending to the old one for a minute or two.
+        # The bridge needs a MAC address of its own. Else it takes that of a port and changes it
+        # when nodes come or go, and the other nodes send to the old address for a minute or two.
         script = (
             f"ip link set lo up && ip link add br0 address {SWITCH} type bridge && ip addr add $1/24 dev br0 && "
             "ip link set br0 up && "
@@ -94,18 +97,18 @@ class Switch:
         _await_ready(self._process, "the switch")
 
     def run(self, *command: str) -> None:
-        """Runs a command of `ip` in the switch's network, with this machine's process numbers."""
+        """Runs a command of `ip` in the switch's network; process numbers are this machine's."""
         _run("nsenter", "--net", "--target", str(self._process.pid), "ip", *command)
 
 
 class Space:
-    """One node as namespaces.
+    """One node, made of namespaces.
 
     Args:
-        switch: its network.
-        number: from 1; makes the address.
-        mount: an empty folder; the node's own memory is mounted there, seen by the node alone.
-        spawn: as for the switch.
+        switch: the network to which the node is connected.
+        number: the node's number, from 1; its address follows from it.
+        mount: an empty folder, where the node's memory is mounted; only the node sees this mount.
+        spawn: starts a process, as for Switch.
     """
 
     def __init__(self, switch: Switch, number: int, mount: Path, spawn: Spawn) -> None:
@@ -133,43 +136,46 @@ class Space:
         _run("nsenter", "--net", "--target", str(self._pid), "ip", *words)
 
     def enter(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` inside; it ends as that one does."""
+        """Returns a command that runs `command` in the node, with the same exit code."""
         return ["nsenter", "--net", "--pid", "--mount", "--target", str(self._pid), "--", *command]
 
     def seen(self, path: Path) -> Path:
-        """Where a path of the node is found from outside, while the node lives."""
+        """Returns the path from outside for a path in the node; valid while the node lives."""
         return Path(f"/proc/{self._pid}/root{path}")
 
     def unplug(self) -> None:
-        """Pulls the cable: when the node ends now, its peers get no reset connections."""
+        """Removes the cable, so that the peers of a dying node get no connection resets."""
         self._switch.run("link", "del", self._port)
 
     def cut(self) -> None:
-        """The cable hears and says nothing more, until `heal`."""
+        """Drops all traffic of the node in both directions, until `heal`."""
         self._switch.run("link", "set", self._port, "down")
 
     def heal(self) -> None:
         self._switch.run("link", "set", self._port, "up")
 
     def mute(self) -> None:
-        """Its calls to daemons of other nodes get lost, and it still answers theirs, until `unmute`."""
+        """Drops the node's calls to other daemons until `unmute`.
+
+        The node still answers their calls.
+        """
         self._ip("rule", "add", "ipproto", "tcp", "dport", str(DAEMON_PORT), "blackhole")
 
     def unmute(self) -> None:
         self._ip("rule", "del", "ipproto", "tcp", "dport", str(DAEMON_PORT), "blackhole")
 
     def kill(self) -> None:
-        """Ends all of its processes, at once."""
+        """Ends all processes of the node at once."""
         os.kill(self._pid, signal.SIGKILL)
 
     def bury(self) -> None:
-        """Returns when the killed node is gone, with all that it held."""
+        """Waits until the killed node and its memory are gone."""
         # The root of a process namespace ends only after every other process in it has.
         self._unshare.wait(20)
 
 
 class LoopbackStore:
-    """What Switch is, where namespaces can't be made: the rendezvous store on a free port."""
+    """Replaces Switch where namespaces can't be made: the rendezvous store on a free port."""
 
     interface, network = "lo", LOOPBACK
 
@@ -180,9 +186,9 @@ class LoopbackStore:
 
 
 class Loopback:
-    """One node as processes that carry its mark, and a folder; see Space."""
+    """One node, made of processes that carry its mark, and a folder; see Space for the methods."""
 
-    init = 0  # no process: nothing is entered
+    init = 0  # there is no process whose namespaces could be entered
 
     def __init__(self, number: int, folder: Path, mark: str) -> None:
         self.address = f"{LOOPBACK}{FIRST_NODE + number}"
@@ -198,10 +204,10 @@ class Loopback:
         return path
 
     def unplug(self) -> None:
-        """Can't be done: connections on one machine are reset when their process ends."""
+        """Does nothing: connections on one machine are always reset when their process ends."""
 
     def kill(self) -> None:
-        """Ends all of its processes; none sees another's death."""
+        """Ends all processes of the node; stops all first, so that none sees another one die."""
         living = marked(self._mark)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in living:
@@ -209,10 +215,10 @@ class Loopback:
                     process.send_signal(number)
 
     def bury(self) -> None:
-        """Returns when the killed node is gone, with all that it held."""
+        """Waits until the killed node is gone, and removes its folder."""
 
         def is_dead() -> bool:
-            self.kill()  # what was just being born
+            self.kill()  # also processes that have started meanwhile
             return not marked(self._mark)
 
         until(is_dead, what=f"the end of {self.address}")
@@ -220,19 +226,19 @@ class Loopback:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every living process of the node with this mark."""
-    found = []
+    """Returns every living process of the node with this mark."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(NODE_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
-            continue  # gone, or somebody else's
-    return found
+            continue  # the process is gone, or belongs to another user
+    return processes
 
 
 def folder_on_loopback(otherwise: Path) -> Path:
-    """Memory for the slots of all nodes, if there is enough of it."""
+    """Returns a folder in memory for the slots of all nodes; `otherwise` if memory is too small."""
     return slots_folder(ROOM_BYTES, otherwise)
 
 

@@ -1,17 +1,19 @@
-"""Nodes that can be lost, on this one machine: each has its own network, processes, memory, daemon and torchrun agent.
+"""Nodes on this machine that tests can lose: with own network, processes, memory, daemon, agent.
 
     with Nodes(4, ranks_per_node=2) as nodes:
-        training = nodes.launch("job", steps=24, failpoints=stop_at("snapshot.chunk", rank=3, step=7))
-        lost = nodes.await_stop()            # rank 3 stands still in mid-copy; its node is returned
-        whole = nodes.whole("job")           # what the daemons call whole now: (epoch, step)
+        training = nodes.launch("job", steps=24, failpoints=stop_at("snapshot.chunk", rank=3,
+        step=7))
+        lost = nodes.await_stop()            # rank 3 has stopped during a copy; returns its node
+        whole = nodes.whole("job")           # the newest whole version: (epoch, step)
         nodes.lose(lost)                     # SIGKILL of every process at once; its memory is gone
-        nodes.replace(1)                     # a fresh node, empty, joins the same rendezvous
+        nodes.replace(1)                     # an empty node joins the same rendezvous
         nodes.await_end()                    # every agent but the lost ones ended with 0
         training.result()                    # every line and digest that the ranks wrote
 
-How a node is made: `tests.support.netns`. REFT_TEST_NODES=loopback takes process groups even where namespaces can be
-made. However the owner ends, also by SIGKILL, a keeper ends every process, and with the processes all the rest goes.
-Agents sort by address, so the ranks of a replacement are the last ones and survivors move up.
+`tests.support.netns` makes the nodes. REFT_TEST_NODES=loopback uses process groups even where
+namespaces can be made. A keeper process ends all processes when the owner ends, also by SIGKILL;
+their namespaces and memory go with them. Agents sort by address, so the ranks of a replacement come
+last, and survivors get lower ranks.
 """
 
 from __future__ import annotations
@@ -60,39 +62,49 @@ from tests.support.netns import (
     why_not,
 )
 
-# A lost agent is forgotten after keep_alive_interval x keep_alive_max_attempt seconds. An interval of one second, the pace
-# at which agents look at the store, would be a livelock: each writes its own sign of life over those of the others, and
-# four agents were seen to need minutes for a rendezvous on busy cores.
+# A lost agent is forgotten after keep_alive_interval x keep_alive_max_attempt seconds. Agents read
+# the store once a second. With an interval of one second they would livelock: each agent's
+# heartbeat overwrites those of the others. On busy cores four agents then needed minutes for a
+# rendezvous.
 RENDEZVOUS = {
     "is_host": "false", "join_timeout": "300", "last_call_timeout": "1", "close_timeout": "5", "heartbeat_timeout": "20",
     "keep_alive_interval": "4", "keep_alive_max_attempt": "3", "read_timeout": "120",
 }  # fmt: skip
-CHUNK_BYTES = 16 << 10  # small: a rank's part of the demo's model has dozens of chunks, so a stop can be in mid-copy
-DEADLINE_S = 300.0  # for anything in which all ranks start; two cores may be shared with other tests
+# So small that a rank writes dozens of chunks, and can be stopped during a copy.
+CHUNK_BYTES = 16 << 10
+DEADLINE_S = 300.0  # for a start of all ranks; two cores may be shared with other tests
 STATUS_S = 5.0
 
 
 def stop_at(point: str, *, rank: int, step: int | None = None, epoch: int = 1, after: int = 0) -> str:
-    """A failpoint at which a rank stops for good, for its node to be lost in just that moment.
+    """Returns a failpoint that stops a rank for good, so that a test can lose its node then.
 
     Args:
-        point: its name, such as "snapshot.chunk".
-        step: fires at the first snapshot of this step or a later one; None at points that know no step.
-        epoch: counts the attaches of the job from 1.
+        point: the name of the failpoint, such as "snapshot.chunk".
+        rank: the rank that stops.
+        step: the failpoint fires at the first snapshot of this step or a later one; None if the
+            point has no step.
+        epoch: the number of the attach, from 1.
         after: how many hits pass first.
     """
-    # Stopped, not killed: its agent would notice a dead worker, and begin to restart the others before we look.
+    # The rank stops and is not killed: its agent would notice a dead worker, and restart the others
+    # too early.
     return f"{point}:stop:rank={rank}:epoch={epoch}:after={after}" + ("" if step is None else f":from={step}")
 
 
 @dataclass
 class Machine(PretendNode):
-    """A node that can be lost. `socket` is its path as seen from here."""
+    """A node that can be lost; `socket` is a path outside of the node's namespaces.
+
+    Attributes:
+        inside: the daemon's address for the node's own processes.
+        command: starts the node's daemon.
+    """
 
     place: Space | Loopback | None = None
-    inside: str = ""  # the daemon's address for the node's own processes
+    inside: str = ""
     agent: subprocess.Popen[bytes] | Fork | None = None
-    command: Sequence[str] = ()  # of its daemon
+    command: Sequence[str] = ()
 
     @property
     def living(self) -> Space | Loopback:
@@ -102,7 +114,7 @@ class Machine(PretendNode):
 
 @dataclass(frozen=True)
 class Launch:
-    """How the agents of a job are started: now, and on nodes that join later."""
+    """The command and environment of a job's agents, also for nodes that join later."""
 
     training: Training
     command: Sequence[str]
@@ -113,11 +125,11 @@ class Launch:
 
 
 class Nodes:
-    """See the module.
+    """Nodes that can be lost and replaced; see the module.
 
     Args:
-        count: how many nodes there are at all times: torchrun waits for that many.
-        ranks_per_node: trainers on each.
+        count: the number of nodes; torchrun waits for this many.
+        ranks_per_node: the number of trainers on each node.
         daemon_flags: further flags of all daemons.
     """
 
@@ -152,14 +164,14 @@ class Nodes:
         self.close()
 
     def close(self) -> None:
-        """Ends every process at once and removes the folders; returns when that is done."""
+        """Ends every process at once, and removes the folders."""
         print("\n".join(self.timeline), flush=True)
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         self._keeper.wait()
 
     def note(self, text: str) -> None:
-        """A line of the timeline, which every failure shows and `close` prints."""
+        """Adds a line to the timeline, which every failure shows, and which `close` prints."""
         self.timeline.append(f"{time.monotonic() - self._began_s:6.1f} s  {text}")
 
     # Nodes
@@ -169,10 +181,12 @@ class Nodes:
         return [machine for machine in self.machines if machine.place is not None]
 
     def lose(self, *lost: Machine, silently: bool = False) -> float:
-        """Ends nodes with all that they hold; the moment, in seconds of the monotonic clock.
+        """Ends nodes with their memory; returns when, in seconds of the monotonic clock.
 
         Args:
-            silently: their peers' connections are not reset: they just hear nothing more (not on loopback).
+            lost: the nodes to end.
+            silently: whether peers only hear nothing more, without connection resets (not on
+                loopback).
         """
         places = [machine.living for machine in lost]
         for machine in lost:
@@ -189,7 +203,7 @@ class Nodes:
         return at
 
     def replace(self, count: int = 1) -> list[Machine]:
-        """Adds fresh nodes, whose agents join the running job."""
+        """Adds empty nodes, whose agents join the running job."""
         return self._add(count)
 
     def _add(self, count: int) -> list[Machine]:
@@ -220,7 +234,7 @@ class Nodes:
         return machine
 
     def start_daemon(self, machine: Machine) -> subprocess.Popen[bytes]:
-        """Starts a node's daemon, also again; returns at once."""
+        """Starts or restarts a node's daemon; does not wait for it."""
         return self._spawn(machine, machine.command, machine.log, {})
 
     def _mark(self, name: str) -> str:
@@ -234,7 +248,7 @@ class Nodes:
         return spawn(machine.living.enter(command), log, self.folder, own)
 
     def _fork(self, machine: Machine, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Fork:
-        """As `_spawn` of `python -m` with these arguments, but torch is imported already."""
+        """Does what `_spawn` does with `python -m`, but with torch already imported."""
         marks = {NODE_MARK: self._mark(machine.name), clean_up.MARK: str(self.folder)}
         kept = {
             name: value
@@ -253,21 +267,22 @@ class Nodes:
         arguments: Sequence[str] = (), restarts: int = 4, backend: str = "c10d", conf: Mapping[str, str] | None = None,
         fewest: int = 0, agent: str = "tests.support.agent", script: Sequence[str] = (), endpoint: str = "",
     ) -> Training:  # fmt: skip
-        """Starts a job's agents; returns at once. A job before it must have ended.
+        """Starts a job's agents, and does not wait for them. An earlier job must have ended.
 
         Args:
-            job: becomes torchrun's --rdzv-id, and so the job's name.
-            steps: that it trains.
-            failpoints: REFT_FAILPOINTS of all trainers, also of those of nodes that come later.
+            job: torchrun's --rdzv-id, which is also the job's name.
+            steps: the number of steps to train.
+            failpoints: REFT_FAILPOINTS of all trainers, also on nodes that join later.
             environment: further variables of the trainers.
             arguments: further arguments of the script.
             restarts: how often an agent may restart its workers.
             backend: torchrun's --rdzv-backend.
             conf: further options of --rdzv-conf.
-            fewest: nodes with which the job goes on; 0: all.
-            agent: the module that is torchrun; the default forks workers that have torch, and takes modules alone.
-            script: what it runs, in place of the demo's trainer; it is told what that one is told.
-            endpoint: of a rendezvous store that is not the switch's.
+            fewest: the least number of nodes with which the job goes on; 0 is all.
+            agent: the module in place of torchrun. The default forks workers that have torch, and
+                runs only modules.
+            script: the script in place of the demo's trainer; it gets the same arguments.
+            endpoint: the address of a rendezvous store other than the switch's.
         """
         out = self.folder / job
         out.mkdir()
@@ -278,11 +293,11 @@ class Nodes:
             "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in {**RENDEZVOUS, **(conf or {})}.items()),
         ]  # fmt: skip
         script = [*(script or [TRAINER]), "--out", str(out), "--steps", str(steps), *arguments]
-        given = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
+        variables = {"REFT_FAILPOINTS": failpoints, "REFT_CHUNK_BYTES": str(CHUNK_BYTES), **(environment or {})}
         agents: list[Any] = []
         logs: list[Path] = []
         training = Training(job, self.world, out, agents, logs)
-        self._launch = Launch(training, command, script, given, agents, logs)
+        self._launch = Launch(training, command, script, variables, agents, logs)
         for machine in self.living:
             self._start_agent(machine)
         self.note(f"agents of job {job} are started")
@@ -297,7 +312,7 @@ class Nodes:
             **self._launch.environment,
         }  # fmt: skip
         log = self._launch.training.out / f"{machine.name}.log"
-        if "LOGLEVEL" in environment:  # which torch reads when it is imported
+        if "LOGLEVEL" in environment:  # torch reads this variable when it is imported
             machine.agent = self._spawn(machine, command, log, environment)
         else:
             machine.agent = self._fork(machine, command[2:], log, environment)
@@ -305,59 +320,68 @@ class Nodes:
         self._launch.logs.append(log)
 
     def kill_ranks(self, *ranks: int) -> float:
-        """SIGKILLs trainers, but not their nodes; the moment, in seconds of the monotonic clock."""
+        """Kills trainers, but not their nodes; returns when, in seconds of the monotonic clock."""
         victims = [process for rank, process in self.trainers().items() if rank in ranks]
         at = time.monotonic()
         for process in victims:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it died of the death of the one before
+            # It ended because another trainer was killed.
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.note(f"SIGKILL of ranks {sorted(ranks)}")
         return at
 
     def trainers(self) -> dict[int, psutil.Process]:
-        """rank → its living process, by the numbers of this machine."""
-        found: dict[int, psutil.Process] = {}
+        """Returns rank → its living process, with the process numbers of this machine."""
+        by_rank: dict[int, psutil.Process] = {}
         for machine in self.living:
             try:
                 status = ask(machine.address, "Status", pb.StatusRequest(job=self._training.job), STATUS_S).jobs[0]
             except UnknownJob:
-                continue  # it stands by
+                continue  # a node that stands by
             by_number = {_number_inside(process): process for process in marked(self._mark(machine.name))}
             mine = [rank for rank in status.ranks if rank.node == machine.name and rank.alive]
-            found |= {rank.rank: by_number[rank.pid] for rank in mine if rank.pid in by_number}
-        return found
+            by_rank |= {rank.rank: by_number[rank.pid] for rank in mine if rank.pid in by_number}
+        return by_rank
 
-    # Looking
+    # Queries
 
     def statuses(self, job: str) -> list[pb.JobStatus]:
-        """What each living daemon says of a job; those that do not answer, or do not know it, are left out."""
-        found = []
+        """Returns the job's status from each living daemon that answers and knows the job."""
+        statuses = []
         for machine in self.living:
             try:
-                found += ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
+                statuses += ask(machine.address, "Status", pb.StatusRequest(job=job), STATUS_S).jobs
             except (DaemonUnavailable, UnknownJob):
                 continue
-        return found
+        return statuses
 
     def statuses_of_signals(self, job: str) -> list[list[pb.NodeSignal]]:
-        """What each living daemon that watches a job says of its nodes, if it hears the agents of all others and all are well."""
-        found = []
+        """Returns the node reports of each living daemon that watches the job.
+
+        A daemon is left out unless it hears the agents of all other nodes, and reports all nodes
+        healthy.
+        """
+        reports = []
         for machine in self.living:
             try:
                 nodes = list(ask(machine.address, "Signals", pb.SignalsRequest(job=job), STATUS_S).nodes)
             except ReftError:
-                continue  # it does not watch the job
+                continue  # this daemon does not watch the job
             is_heard = all(each.agent for each in nodes if each.node != machine.name)
             if nodes and is_heard and all(each.signal in (pb.HEALTHY, pb.SNAP) for each in nodes):
-                found.append(nodes)
-        return found
+                reports.append(nodes)
+        return reports
 
     def whole(self, job: str) -> tuple[int, int]:
-        """The newest version that any living daemon calls whole, as (count of the epoch, step); (0, -1): none."""
+        """Returns the newest version that a living daemon knows to be whole.
+
+        Returns:
+            (counter of the epoch, step); (0, -1) if there is none.
+        """
         return max(((s.epoch.counter, s.whole) for s in self.statuses(job) if s.whole >= 0), default=(0, -1))
 
     def stopped(self) -> Machine | None:
-        """The node of a trainer that stands still at a failpoint; None if there is none."""
+        """Returns the node of a trainer that has stopped at a failpoint; None if there is none."""
         for machine in self.living:
             for process in marked(self._mark(machine.name)):
                 with contextlib.suppress(psutil.Error):
@@ -365,10 +389,15 @@ class Nodes:
                         return machine
         return None
 
-    # Waiting
+    # Waits
 
     def until(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-        """The first true value of `condition`; fails, with the timeline and all logs, when an agent has or at the deadline."""
+        """Calls `condition` until it returns a true value; returns that value.
+
+        Raises:
+            DemoError: an agent has failed, or the deadline has passed; the message has the timeline
+                and all logs.
+        """
 
         def look() -> Any:
             codes = {machine.name: machine.agent.poll() for machine in self.living if machine.agent}
@@ -383,23 +412,23 @@ class Nodes:
             raise DemoError(f"{error}.\n{self.story()}") from error
 
     def await_stop(self) -> Machine:
-        """The node of the trainer that has stopped at its failpoint, once it has."""
+        """Waits until a trainer has stopped at its failpoint; returns its node."""
         machine: Machine = self.until(self.stopped, "a trainer's stop at its failpoint")
-        self.note(f"a trainer of {machine.name} stands at its failpoint")
+        self.note(f"a trainer of {machine.name} has stopped at its failpoint")
         return machine
 
     def await_step(self, step: int) -> None:
-        """Returns when all ranks have completed `step` in their newest attempt."""
+        """Waits until all ranks have completed `step` in their newest attempt."""
         self.until(lambda: self._training.result().completed >= step, f"the end of step {step}")
         self.note(f"all ranks have completed step {step}")
 
     def await_protection(self, epoch: int) -> None:
-        """Returns when a version of an epoch of at least this count is whole: a loss may follow then."""
+        """Waits until a version of this epoch or a later one is whole: a loss may follow."""
         self.until(lambda: self.whole(self._training.job) >= (epoch, 0), f"a whole version of epoch {epoch}")
         self.note(f"{self.whole(self._training.job)} is whole")
 
     def await_recovery(self, lost_s: float) -> None:
-        """Returns when every rank has trained a step in a process that began after `lost_s`."""
+        """Waits until every rank has trained a step in a process that began after `lost_s`."""
         self.until(lambda: recovery(self._training.result(), lost_s), "a step of every rank after the loss")
         back = recovery(self._training.result(), lost_s)
         assert back is not None
@@ -409,7 +438,10 @@ class Nodes:
         )
 
     def await_end(self) -> TrainingResult:
-        """What the ranks wrote, once every agent of a living node has ended with 0."""
+        """Waits until every agent of a living node has ended with 0.
+
+        Returns what the ranks wrote.
+        """
         agents = [machine.agent for machine in self.living if machine.agent]
         self.until(lambda: all(agent.poll() == 0 for agent in agents), "the end of the training")
         self.note("the training has ended")
@@ -421,7 +453,7 @@ class Nodes:
         return self._launch.training
 
     def story(self) -> str:
-        """Everything that helps a person to find out what happened."""
+        """Returns the timeline and the ends of all logs, for a person who analyses a failure."""
         parts = [*self.timeline, self._training.tail(40)] if self._launch else list(self.timeline)
         for log in sorted(self.folder.glob("*.log")):
             parts += [f"--- the end of {log.name}", *log.read_text(errors="replace").splitlines()[-15:]]
@@ -429,7 +461,7 @@ class Nodes:
 
 
 def _number_inside(process: psutil.Process) -> int:
-    """A process's number in its own namespace; 0 if it has just ended."""
+    """Returns a process's number in its own namespace; 0 if the process has just ended."""
     try:
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
     except OSError:

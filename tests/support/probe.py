@@ -1,4 +1,7 @@
-"""A worker that writes down what it was given: `probe.py OUT [what to do then]`. Standard library alone."""
+"""A worker that writes down its arguments, environment and signals: `probe.py OUT [how to end]`.
+
+It needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ def main() -> None:
     with open(sys.argv[1], "w") as file:
         json.dump(look(), file)
     print("printed")
-    what = sys.argv[2]
-    if what == "wait":
+    ending = sys.argv[2]
+    if ending == "wait":
         sys.stdin.read()
         threading.Event().wait()
-    if what == "interrupt":
+    if ending == "interrupt":
         raise KeyboardInterrupt
-    if what == "raise":
+    if ending == "raise":
         raise ValueError("on purpose")
-    if what == "say":
+    if ending == "say":
         sys.exit("said")
-    sys.exit(int(what))
+    sys.exit(int(ending))
 
 
 if __name__ == "__main__":

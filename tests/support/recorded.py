@@ -1,11 +1,11 @@
-"""An example as it stands, with what it does written down as the demo's script does it: `python -m tests.support.recorded`.
+"""Runs an unchanged example and records its steps: `python -m tests.support.recorded`.
 
     --out DIR --steps N --example NAME          runs examples/NAME.py --steps N, under torchrun
-    Ranks(spec, …)                              the same in forked processes, whose end is the test's to make
+    Ranks(spec, …)                              the same in forked processes; a test can kill them
 
-`reft.attach` hands out a session that records: each attach; after each step a digest of the step's losses and of all
-parameters, in the place of the loss, which not every rank of a pipeline has; and at the end digests of all parameters, of the
-optimizer's state, and of torch's generator.
+`reft.attach` returns a session that records each attach. After each step it records a digest of the
+losses and of all parameters in place of the loss, because not every rank of a pipeline has a loss.
+At the end it records digests of all parameters, of the optimizer's state, and of torch's generator.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from tests.support.trainers import Trainers
 
 
 class Recorded:
-    """A session that records what passes through it; all else goes to the session itself.
+    """A session that records its steps; all other calls go to the real session.
 
     Args:
-        seal_at: numbers of completed steps at which the loop waits until they are whole.
+        session: the real session.
+        out: the folder for the records.
+        started_s: when this process began.
+        seal_at: steps at which the loop waits until the step is whole.
     """
 
     def __init__(
@@ -51,17 +54,17 @@ class Recorded:
         return getattr(self._session, name)
 
     def steps(self, total: int) -> Iterator[int]:
-        """As the session's; what the loop's body left is recorded before the step is marked."""
+        """Yields the session's steps; records the result of the loop's body before the mark."""
         for step in self._session.steps(total):
             if step in self._seal_at:
                 assert self._session.seal(timeout=60).whole, f"step {step} is not whole"
             yield step
-            names = sys._getframe(1).f_globals  # the example's own
+            names = sys._getframe(1).f_globals  # the example's variables
             losses = [*names.get("losses", []), *([names["loss"]] if "loss" in names else [])]
-            found = hashlib.sha256()
+            hasher = hashlib.sha256()
             for tensor in (*losses, *self._model.parameters()):
-                found.update(raw(tensor))
-            self._record.add("step", step=step + 1, loss=float(int.from_bytes(found.digest()[:6], "big")).hex())
+                hasher.update(raw(tensor))
+            self._record.add("step", step=step + 1, loss=float(int.from_bytes(hasher.digest()[:6], "big")).hex())
 
     def close(self) -> None:
         """Seals, closes, and writes the digests."""
@@ -72,14 +75,14 @@ class Recorded:
         for parameter, state in getattr(self._optimizer, "optim", self._optimizer).state.items():
             tensors |= {f"optimizer {names[id(parameter)]}.{key}": value for key, value in state.items()}
         tensors["random generator"] = torch.get_rng_state()
-        found = {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in tensors.items()}
+        digests = {name: hashlib.sha256(raw(tensor)).hexdigest() for name, tensor in tensors.items()}
         draft = self._out / f"rank-{self._rank}.digests.new"
-        draft.write_text(json.dumps(found))
+        draft.write_text(json.dumps(digests))
         draft.rename(self._out / f"rank-{self._rank}.digests.json")
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The bytes that this rank has of a tensor."""
+    """Returns the bytes of a tensor that this rank has."""
     local = getattr(tensor.detach(), "_local_tensor", tensor.detach())
     return flat_bytes(local.contiguous()).numpy().tobytes()
 
@@ -100,7 +103,7 @@ def record(example: str, steps: int, out: Path, started_s: float, seal_at: list[
 
 
 def run(spec: dict[str, Any]) -> None:
-    """One forked rank; spec["options"]: example, records (a folder), per_node, seal_at."""
+    """Runs one forked rank; spec["options"]: example, records (a folder), per_node, seal_at."""
     started_s, options = time.monotonic(), spec["options"]
     os.environ.update(
         spec["environment"], REFT_FAILPOINTS=spec["failpoints"], REFT_DAEMON=spec["daemon"], REFT_JOB=spec["job"],
@@ -117,7 +120,10 @@ class Ranks(Trainers):
 
 
 def train_demo(spec: dict[str, Any]) -> None:
-    """One forked rank of the demo's script, without reft; spec["options"]: records, a folder."""
+    """Runs one forked rank of the demo's script without reft.
+
+    Spec["options"]: records (a folder).
+    """
     os.environ.update(
         REFT_MODE="off", RANK=str(spec["rank"]), WORLD_SIZE=str(spec["world"]), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(spec["port"]), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
@@ -133,7 +139,7 @@ class PlainDemo(Trainers):
 
 
 def main() -> None:
-    """One rank under torchrun."""
+    """Runs one rank under torchrun."""
     started_s = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)

@@ -1,11 +1,13 @@
-"""torchrun's agents for tests: real ones, each with a folder and a log, gone without a trace at the end.
+"""Real torchrun agents for tests, each with a folder and a log; all are removed at the end.
 
-They are forked from a server that has imported torch: an agent that imports it costs three seconds of a core.
+The agents are forked from a server that has imported torch, because the import costs three seconds
+of a core.
 
     with Agents(folder, "--rdzv-backend=reft", …) as agents:
         agents.start("--local-addr=127.0.0.1")
 
-Workers are scripts without torch where torch is not the point: they begin in a moment, and tell who they are.
+Unless a test gives another script, the workers run one without torch: they begin at once, and write
+    who they are.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ while not os.path.exists(os.path.join(folder, "done")):
 
 
 def torchrun(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
-    """What an agent's process does, from its fork to its end."""
+    """Runs an agent's process from its fork to its end."""
     from reft.client.attach.launcher import die_with_parent
 
     os.setsid()
-    die_with_parent()  # the server, which ends with the test's process however that ends
+    die_with_parent()  # the parent is the server, which always ends with the test's process
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for number in (1, 2):
         os.dup2(output, number)
@@ -53,7 +55,7 @@ def torchrun(arguments: Sequence[str], environment: Mapping[str, str], log: str)
 
 
 class Agent:
-    """One agent's process, with Popen's words."""
+    """One agent's process, with the methods of Popen."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         log.touch()
@@ -77,12 +79,13 @@ class Agent:
 
 
 class Agents:
-    """See the module.
+    """The agents of one job; see the module.
 
     Args:
-        folder: where the workers write, and logs lie.
-        flags: of torchrun, for all agents.
-        script: what the workers run; the folder is its last argument.
+        folder: the folder for the workers' lines and for logs.
+        flags: the flags of torchrun, for all agents.
+        script: the script of the workers with its arguments; the folder is added as the last
+            argument.
     """
 
     def __init__(self, folder: Path, *flags: str, script: Sequence[str] = ()) -> None:
@@ -105,7 +108,7 @@ class Agents:
         self._keeper.wait()
 
     def start(self, name: str, *flags: str, environment: dict[str, str] | None = None) -> Agent:
-        """Starts the agent of a node of this name."""
+        """Starts the agent of the node with this name."""
         words = self._words or [str(self.script)]
         own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")]), "OMP_NUM_THREADS": "1", "NODE": name}
         own |= {clean_up.MARK: str(self.runtime), **(environment or {})}
@@ -118,11 +121,11 @@ class Agents:
         return self.folder / f"{name}.log"
 
     def finish(self) -> None:
-        """Lets all workers end."""
+        """Makes all workers end."""
         (self.folder / "done").touch()
 
     def workers(self) -> list[tuple[str, int, int, int, int]]:
-        """Every worker that ever began: node, pid, rank, world, round (-1: not told)."""
+        """Returns every worker that ever began: node, pid, rank, world, round (-1: unknown)."""
         try:
             lines = (self.folder / "workers").read_text().splitlines()
         except FileNotFoundError:
@@ -131,13 +134,18 @@ class Agents:
         return [(row[0], int(row[1]), int(row[2]), int(row[3]), int(row[4] or -1)) for row in rows if len(row) == 5]
 
     def ranks(self, world: int, after: int = 0, deadline_s: float = 90.0) -> dict[str, int]:
-        """node → rank of the newest `world` workers that began after the first `after`, once there are so many of one world."""
+        """Waits until a round has `world` workers; returns node → rank of these workers.
+
+        Args:
+            world: the world size of the round.
+            after: how many of the oldest workers are ignored.
+        """
 
         def newest() -> dict[str, int]:
             rows = self.workers()[after:]
             last = {row[0]: row for row in rows}
-            found = {row[0]: row[2] for row in last.values() if row[3] == world and row[4] == rows[-1][4]}
-            return found if len(found) == world else {}
+            by_node = {row[0]: row[2] for row in last.values() if row[3] == world and row[4] == rows[-1][4]}
+            return by_node if len(by_node) == world else {}
 
         try:
             return dict(until(newest, deadline_s, f"{world} workers"))
@@ -145,6 +153,6 @@ class Agents:
             raise AssertionError(f"{error}; workers: {self.workers()}\n{self.story()}") from error
 
     def story(self) -> str:
-        """The end of every log."""
+        """Returns the end of every log."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs)

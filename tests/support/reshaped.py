@@ -1,7 +1,7 @@
-"""Trainers of every kind of parallelism that gloo can do, brought back into another shape by reft and by torch's own checkpoints.
+"""Trainers of every parallelism that gloo supports, resharded by reft and by torch's checkpoints.
 
 save:  train some steps ─► session.seal, torch.distributed.checkpoint.save
-load:  attach ─► bits against torch.distributed.checkpoint.load into fresh objects ─► train on, save again
+load:  attach ─► compare bits with torch.distributed.checkpoint.load ─► train on, save again
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = (("in", 6, WIDTH), *((f"hidden{i}", WIDTH, WIDTH) for i in range(LAYERS 
 
 
 class Net(nn.Module):
-    """Layers by name, some of them only: what a pipeline's stage has."""
+    """A model with the layers of these names only, as a pipeline's stage has."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Loader:
-    """A data position that counts samples of all ranks together, so it means something for any number of them."""
+    """A data loader with the position of its own rank, which fits the same number of ranks only."""
 
     def __init__(self, world: int) -> None:
         self.world, self.mine, self.given = world, 0, 0
@@ -54,7 +54,7 @@ class Loader:
 
 
 class SharedLoader(Loader):
-    """One that can tell from all ranks' positions where any number of ranks goes on."""
+    """A data loader that computes its position from those of any number of ranks."""
 
     def load_state_dicts(self, states: Sequence[dict[str, int]]) -> None:
         self.given = sum(state["mine"] for state in states)
@@ -62,7 +62,10 @@ class SharedLoader(Loader):
 
 
 def build(kind: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of a kind, e.g. "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer."""
+    """Returns a model of a kind, e.g.
+
+    "ddp", "fsdp2", "hsdp2x2", "tp2xdp2", "pp2", and its optimizer.
+    """
     torch.manual_seed(1)
     names = [name for name, _, _ in SIZES]
     if kind.startswith("pp"):
@@ -106,7 +109,7 @@ def _tensor_parallel(model: nn.Module, kind: str) -> None:
 
 
 def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader) -> None:
-    """One step on random data."""
+    """Trains one step on random data."""
     first = next(iter(model.parameters()))
     is_stage = kind.startswith("pp")
     columns = first.shape[1] if is_stage else 6
@@ -125,19 +128,19 @@ def step(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, loader: 
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every local tensor of the state, by name."""
-    found = {}
+    """Returns the bytes of every local tensor of the state, by name."""
+    by_name = {}
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("module.")
-        found[plain] = parameter
+        by_name[plain] = parameter
         for key, value in optimizer.state[parameter].items():
-            found[f"{plain}.{key}"] = value
-    local = {name: getattr(value, "_local_tensor", value).detach() for name, value in found.items()}
+            by_name[f"{plain}.{key}"] = value
+    local = {name: getattr(value, "_local_tensor", value).detach() for name, value in by_name.items()}
     return {name: value.contiguous().reshape(-1).view(torch.uint8).clone() for name, value in local.items()}
 
 
 def random_digest() -> str:
-    """Of the generators as they are."""
+    """Returns a digest of the generators' state."""
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode()).hexdigest()
 
 

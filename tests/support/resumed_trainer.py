@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer that goes on from its own newest checkpoint, for tests: one process, epochs of six steps.
+"""Trains with Hugging Face's Trainer from its own newest checkpoint: one process, 6-step epochs.
 
-With STOP_AT=N in the environment it stops after step N.
+With STOP_AT=N in the environment the script stops after step N.
 """
 
 import os
@@ -33,7 +33,10 @@ class Sums(torch.utils.data.Dataset):
 
 
 class Steps(TrainerCallback):
-    """Each step is whole before the next is trained; stops where it is told to."""
+    """Waits before each step until the step before is whole.
+
+    Stops the training after step STOP_AT.
+    """
 
     def on_substep_end(self, *_, **__):
         if guard.session:

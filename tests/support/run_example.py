@@ -1,6 +1,7 @@
-"""Runs an example as it stands, then writes what it ended with: `run_example.py OUT SCRIPT [ARGUMENT…]`.
+"""Runs an unchanged example, then writes its final state: `run_example.py OUT SCRIPT [ARGUMENT…]`.
 
-OUT.RANK.json holds the losses by step, and a digest of every parameter, buffer and tensor of the optimizer.
+OUT.RANK.json holds the losses by step, and a digest of every parameter, buffer and tensor of the
+optimizer.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 
 
 def local(value: Any) -> Any:
-    """What this rank holds of a DTensor; a plain tensor itself."""
+    """Returns this rank's part of a DTensor; a plain tensor unchanged."""
     return getattr(value, "_local_tensor", value)
 
 
 def digest(value: Any) -> str:
-    """Of a tensor's bytes, or of what a value prints as."""
+    """Returns a digest of a tensor's bytes, or the repr of another value."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -30,11 +31,11 @@ def digest(value: Any) -> str:
 
 
 def of_optimizer(optimizer: Any) -> dict[str, str]:
-    """Every value of its state and groups, by place."""
-    held = optimizer.state_dict()
-    found = {f"{i}.{key}": digest(value) for i, state in held["state"].items() for key, value in state.items()}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in held["param_groups"]]
-    return {**found, "groups": repr(groups)}
+    """Returns a digest of every value of an optimizer's state, and its groups."""
+    content = optimizer.state_dict()
+    digests = {f"{i}.{key}": digest(value) for i, state in content["state"].items() for key, value in state.items()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in content["param_groups"]]
+    return {**digests, "groups": repr(groups)}
 
 
 def of_transformers(names: dict[str, Any]) -> dict[str, Any]:
@@ -59,15 +60,18 @@ def of_deepspeed(names: dict[str, Any]) -> dict[str, Any]:
     if hasattr(zero, "fp16_partitioned_groups_flat"):
         return {**ended, "optimizer": dict(of_partitions(zero)), "model": None}
     flat = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")
-    found = next((getattr(zero, name) for name in flat if hasattr(zero, name)), [])
-    masters = [each for group in found for each in (group if isinstance(group, list) else [group])]
+    masters_by_group = next((getattr(zero, name) for name in flat if hasattr(zero, name)), [])
+    masters = [each for group in masters_by_group for each in (group if isinstance(group, list) else [group])]
     digests = {f"master{i}": digest(each) for i, each in enumerate(masters)}
     core = zero if isinstance(zero, torch.optim.Optimizer) else zero.optimizer
     return {**ended, "optimizer": {**of_optimizer(core), **digests}}
 
 
 def of_partitions(zero: Any) -> Iterator[tuple[str, str]]:
-    """What this rank holds under ZeRO-3: its runs of parameters, masters and moments; padding is noise."""
+    """Yields digests of this rank's runs under ZeRO-3: parameters, masters, moments.
+
+    Not of padding.
+    """
     for s, (master, parameters) in enumerate(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)):
         flats = {"master": master, **zero.optimizer.state[master]}
         yield from ((f"{s}.{key}", digest(value)) for key, value in flats.items() if value.shape != master.shape)
@@ -91,33 +95,39 @@ def of_titan(names: dict[str, Any]) -> dict[str, Any]:
     tensors = {f"{i}.{key}": digest(local(value)) for i, state in enumerate(states) for key, value in state.items()}
     rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
     counts = {"rates": repr(rates), "trainer": repr(trainer.state_dict())}
-    # Its state_dict() gathers, and the process group is gone.
+    # Not from model.state_dict(): it would gather, and the process group is gone.
     (model,) = trainer.model_parts
     weights = {name: digest(local(value)) for name, value in (*model.named_parameters(), *model.named_buffers())}
     return {"losses": titan_on_cpu.LOSSES, "optimizer": {**tensors, **counts, **weights}, "model": None}
 
 
 def of_megatron(names: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for i, member in enumerate(names["optimizer"].chained_optimizers):
         kept = {f"{i}.{k}": v for k, v in of_optimizer(member.optimizer).items()}
         mains = [main for group in member.optimizer.param_groups for main in group["params"]]
-        found |= kept | {f"{i}.main{k}": digest(main) for k, main in enumerate(mains)}
+        values |= kept | {f"{i}.main{k}": digest(main) for k, main in enumerate(mains)}
     states = names["tensor_parallel"].get_cuda_rng_tracker().get_states()
-    found["runs"] = runs_of_megatron(names["model"], names["optimizer"])
+    values["runs"] = runs_of_megatron(names["model"], names["optimizer"])
     model = torch.nn.ModuleList(chunk.module.module for chunk in names["model"])
-    return {"losses": names["losses"], "optimizer": found, "model": model,
+    return {"losses": names["losses"], "optimizer": values, "model": model,
             "states": {name: digest(state) for name, state in states.items()}}  # fmt: skip
 
 
 def runs_of_megatron(chunks: Any, optimizer: Any) -> dict[str, Any]:
-    """Name in the whole model → the runs that this rank has of it: (first element, bytes in hex). For DistributedOptimizer."""
+    """Returns this rank's run of each tensor, by its name in the whole model.
+
+    For DistributedOptimizer.
+
+    Returns:
+        name → [first element, bytes in hex].
+    """
 
     def raw(tensor: torch.Tensor) -> str:
         return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
 
-    called: dict[int, str] = {}
-    found: dict[str, Any] = {}
+    names: dict[int, str] = {}
+    runs: dict[str, Any] = {}
     for chunk in chunks:
         model = chunk.module.module
         for name, parameter in model.named_parameters():
@@ -125,16 +135,16 @@ def runs_of_megatron(chunks: Any, optimizer: Any) -> dict[str, Any]:
             if rest and not kind:
                 index, _, rest = rest.partition(".")
                 name = f"layer {model.decoder.layers[int(index)].layer_number} {rest}"
-            called[id(parameter)] = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
-            found[f"weight {called[id(parameter)]}"] = [0, raw(parameter)]
+            names[id(parameter)] = "embedding.word_embeddings.weight" if name == "output_layer.weight" else name
+            runs[f"weight {names[id(parameter)]}"] = [0, raw(parameter)]
     for member in optimizer.chained_optimizers:
         groups = zip(member.model_float16_groups, member.shard_fp32_from_float16_groups, strict=True)
         for parameter, main in ((p, m) for models, mains in groups for p, m in zip(models, mains, strict=True)):
             first = member._get_model_param_range_map(parameter)["param"].start
             held = {"main": main, **member.optimizer.state[main]}
             for key in ("main", "exp_avg", "exp_avg_sq"):
-                found[f"{key} {called[id(parameter)]}"] = [first, raw(held[key])]
-    return found
+                runs[f"{key} {names[id(parameter)]}"] = [first, raw(held[key])]
+    return runs
 
 
 KINDS = {
@@ -164,8 +174,9 @@ def main() -> None:
     with open(f"{out}.{os.environ.get('RANK', '0')}.json", "w") as file:
         json.dump(ended, file)
     sys.stdout.flush()
-    # Without destructors: torch 2.13's of a DDP reducer waits, with the interpreter's lock, for gloo's thread, which may
-    # wait for that lock to free its last work. Seen in one of some ten runs on busy cores, without reft too.
+    # Ends without destructors. In torch 2.13, the destructor of a DDP reducer waits for gloo's
+    # thread with the interpreter's lock, and gloo's thread may wait for that lock to free its last
+    # work. Seen in one of some ten runs on busy cores, also without reft.
     os._exit(0)
 
 

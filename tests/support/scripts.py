@@ -1,4 +1,7 @@
-"""Scripts that train, in processes forked from one that has imported torch: as `subprocess.run([sys.executable, path])`."""
+"""Runs training scripts in processes forked from one that has imported torch.
+
+The effect is that of `subprocess.run([sys.executable, path])`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ from tests.support.trainers import FORKS
 
 
 def become(path: str, environment: Mapping[str, str], folder: str) -> None:
-    """What a fork does to its end: the script, what it has registered for its end, and nothing of ours."""
+    """Runs the script and its atexit functions in the fork, then ends.
+
+    No clean-up of the tests runs.
+    """
     for number, name in ((1, "out"), (2, "err")):
         output = os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT, 0o600)
         os.dup2(output, number)
@@ -42,10 +48,12 @@ def become(path: str, environment: Mapping[str, str], folder: str) -> None:
 
 
 def execute(path: Path, environment: Mapping[str, str], timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-    """Runs a script to its end.
+    """Runs a script to its end; returns its exit code and output.
 
     Args:
-        environment: all of it.
+        path: the script.
+        environment: the whole environment.
+        timeout_s: after this time the script is killed.
     """
     with tempfile.TemporaryDirectory(prefix="reft-test-") as folder:
         process = FORKS.Process(target=become, args=(str(path), dict(environment), folder))

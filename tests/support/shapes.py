@@ -1,4 +1,4 @@
-"""Jobs of any shape in one process: a mesh, tensors that are cut over it, and what each rank's slot then holds."""
+"""Jobs of any shape in one process: a mesh, tensors sharded over it, and each rank's leaves."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from reft.core.layout.layout import Layout, Leaf, pack
 from tests.support.shards import Tensors
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.complex128)
-Cut = tuple[int | None, ...]  # for each dimension of the mesh the tensor's dimension that it shards; None: replicated
+# For each dimension of the mesh: the tensor's dimension that it shards; None is replicated.
+Cut = tuple[int | None, ...]
 
 
 def box(mesh: Sequence[int], rank: int, cut: Cut, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Offset and shape of a rank's piece, cut as torch.chunk does it: the last ones are smaller, or empty."""
+    """Returns offset and shape of a rank's piece; as with torch.chunk, the last are smaller."""
     offset, size = [0] * len(shape), list(shape)
     strides = [math.prod(mesh[i + 1 :]) for i in range(len(mesh))]
     for length, stride, dim in zip(mesh, strides, cut, strict=True):
@@ -35,13 +36,15 @@ def box(mesh: Sequence[int], rank: int, cut: Cut, shape: Sequence[int]) -> tuple
 
 @dataclass(frozen=True)
 class Shape:
-    """A job: how each tensor is cut over which mesh, and who has it at all.
+    """A job: how its mesh shards each tensor, and which ranks have the tensor.
 
     Attributes:
-        mesh: how many ranks along each dimension.
+        mesh: the number of ranks along each dimension.
         cuts: name → cut.
-        stages: name → the index along the first dimension of the mesh that alone has it; others have none of it.
-        orders: name → in which order the dimensions of a piece lie in memory; row-major if it is not there.
+        stages: name → index along the first dimension of the mesh. Only ranks with this index have
+            the tensor.
+        orders: name → the order in which a piece's dimensions lie in memory; without an entry it is
+            row-major.
     """
 
     mesh: tuple[int, ...]
@@ -54,7 +57,7 @@ class Shape:
         return math.prod(self.mesh)
 
     def state(self, whole: Tensors, rank: int) -> tuple[list[Leaf], Tensors]:
-        """A rank's leaves and tensors."""
+        """Returns a rank's leaves and tensors."""
         leaves, tensors = [], {}
         for name, tensor in whole.items():
             stage = self.stages.get(name)
@@ -71,16 +74,21 @@ class Shape:
         return leaves, tensors
 
     def states(self, whole: Tensors) -> tuple[list[list[Leaf]], list[Tensors]]:
-        """The same of all ranks."""
-        found = [self.state(whole, rank) for rank in range(self.world)]
-        return [leaves for leaves, _ in found], [tensors for _, tensors in found]
+        """Returns the leaves and the tensors of all ranks."""
+        states = [self.state(whole, rank) for rank in range(self.world)]
+        return [leaves for leaves, _ in states], [tensors for _, tensors in states]
 
 
 def placement_for(
     leaves: Sequence[Sequence[Leaf]], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int,
     own: Sequence[str] = (),
 ) -> Placement:  # fmt: skip
-    """The placement of a job whose ranks have these leaves; of those in `own` each rank keeps its own."""
+    """Returns the placement of a job whose ranks have these leaves.
+
+    Args:
+        leaves: the leaves of each rank.
+        own: names of mismatched leaves, which stay unreplicated.
+    """
     layouts: dict[bytes, Layout] = {}
     index = []
     for each in leaves:
@@ -92,8 +100,8 @@ def placement_for(
 
 
 def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:
-    """Tensors of random shapes and kinds, with random bytes."""
-    found: Tensors = {}
+    """Returns tensors of random shapes and dtypes, with random bytes."""
+    tensors: Tensors = {}
     for i in range(count):
         dims = rng.choice((0, 1, 1, 2, 2, 2, 3))
         shape = [
@@ -104,12 +112,12 @@ def whole_state(rng: random.Random, count: int, elements: int) -> Tensors:
         generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
         top = 2 if dtype == torch.bool else 256
         raw = torch.randint(0, top, (math.prod(shape) * item,), generator=generator, dtype=torch.uint8)
-        found[f"t{i}"] = raw.view(dtype).reshape(shape)
-    return found
+        tensors[f"t{i}"] = raw.view(dtype).reshape(shape)
+    return tensors
 
 
 def random_shape(rng: random.Random, whole: Tensors, ranks_max: int = 16) -> Shape:
-    """A random mesh of up to three dimensions, with a random cut of each tensor."""
+    """Returns a random mesh of up to three dimensions, with a random cut of each tensor."""
     while True:
         mesh = tuple(rng.choice((1, 2, 2, 3, 4)) for _ in range(rng.randint(1, 3)))
         if math.prod(mesh) <= ranks_max:

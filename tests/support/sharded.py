@@ -1,4 +1,4 @@
-"""Sharded training of every family, for real processes: builders of model and optimizer, and a round trip through a daemon."""
+"""Sharded training of every family in real processes, and a round trip through a daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ Built = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Block(nn.Module):
-    """Norm and two linears, as a transformer's MLP; 10 and 3 divide by nothing, so shards are uneven, and some are empty."""
+    """A norm and two linear layers, as in a transformer's MLP.
+
+    In `model`, the sizes 10 and 3 are not divisible by the ranks, so shards are uneven, and some
+    are empty.
+    """
 
     def __init__(self, width: int = 8, inner: int = 40) -> None:
         super().__init__()
@@ -64,7 +68,7 @@ def _sharded(module: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Module
 
 
 def _parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """TP of the blocks, SP of their norms; the rest is replicated over the mesh."""
+    """Applies TP to the blocks and SP to their norms; the rest is replicated over the mesh."""
     plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}  # fmt: skip
     for part in list(module)[1:3]:
@@ -80,7 +84,7 @@ def fsdp2(world: int) -> Built:
 
 
 def fsdp2_mixed(world: int) -> Built:
-    """Gathered in bf16 from shards that are offloaded; the root is gathered before forward and left so by evaluation."""
+    """FSDP2 that gathers in bf16 from offloaded shards; evaluation leaves the root gathered."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=False)
     whole = fully_shard(model(), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy, offload_policy=offload)
@@ -102,13 +106,16 @@ def fsdp2_tp(world: int) -> Built:
 
 
 def tp(world: int) -> Built:
-    """TP and SP over all ranks; what is not parallel are plain replicas."""
+    """TP and SP over all ranks; all other parameters are plain replicas."""
     whole = _parallel(model(), init_device_mesh("cpu", (world,)))
     return whole, torch.optim.Adam(whole.parameters(), lr=1e-2)
 
 
 class Experts(nn.Module):
-    """As many experts as the mesh has places, and one more; here each rank uses its own, and a sum makes them one model."""
+    """One expert for each place of the mesh, and one more.
+
+    Each rank uses its own experts, and a sum over the ranks makes them one model.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -122,7 +129,7 @@ class Experts(nn.Module):
 
 
 def ep(world: int) -> Built:
-    """Experts sharded over a part of the mesh, with holders in each replica of it: [Replicate, Shard] by submesh alone."""
+    """Experts sharded over a submesh; each replica of the submesh has all of them."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "ep"))
     whole = nn.Sequential(Experts(mesh["ep"]), nn.Linear(3, 3))
     return whole, torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
@@ -142,7 +149,7 @@ def fsdp1(world: int) -> Built:
 
 
 def fsdp1_original(world: int) -> Built:
-    """Each rank has a run of some parameters, and nothing of most."""
+    """FSDP1 where each rank has a run of some parameters, and nothing of most."""
     whole = _fsdp1(world, True)
     return whole, adamw(whole)
 
@@ -150,11 +157,12 @@ def fsdp1_original(world: int) -> Built:
 def fsdp1_hybrid(world: int) -> Built:
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     whole = _fsdp1(world, True, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    return whole, torch.optim.Adagrad(whole.parameters(), lr=0.01)  # makes state at once, also for what it never steps
+    # Adagrad makes state at once, also for parameters that it never steps.
+    return whole, torch.optim.Adagrad(whole.parameters(), lr=0.01)
 
 
 def zero1(world: int) -> Built:
-    """DDP, with the state of each parameter on one rank."""
+    """DDP where only one rank has the optimizer state of a parameter."""
     whole = nn.parallel.DistributedDataParallel(model(), find_unused_parameters=True)
     return whole, ZeroRedundancyOptimizer(whole.parameters(), torch.optim.AdamW, lr=1e-2)
 
@@ -169,7 +177,7 @@ BUILDERS: dict[str, Callable[[int], Built]] = {
     "fsdp1_original": fsdp1_original, "fsdp1_hybrid": fsdp1_hybrid, "zero1": zero1, "zero1_buckets": zero1_buckets,
 }  # fmt: skip
 SCALED = ("fsdp1_original",)  # trained with a ShardedGradScaler
-SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # so many neighbours in a row train on the same data
+SAME_DATA = {"fsdp2_tp": 2, "tp": 4, "ep": 4}  # how many neighbouring ranks train on the same data
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,25 +185,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """A digest of the bytes of every local tensor of the state, and what kind of tensor it is."""
+    """Returns the kind and a digest of the bytes of every local tensor of the state."""
     tensors = {f"p{i}": each for i, each in enumerate(optimizer.param_groups[0]["params"])}
     tensors |= dict(module.named_buffers())
     inner = getattr(optimizer, "optim", optimizer)
     for i, state in enumerate(inner.state.values()):
         tensors |= {f"{i}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    found = {}
+    described = {}
     for name, tensor in tensors.items():
         own = local(tensor.detach())
         kind = f"{type(tensor).__name__} {tuple(tensor.shape)} {tuple(own.shape)}"
         placed = str(tensor.placements) if isinstance(tensor, DTensor) else ""
         data = flat_bytes(own.contiguous()).numpy().tobytes()
-        found[name] = f"{kind} {placed} {hashlib.sha256(data).hexdigest()}"
-    return found
+        described[name] = f"{kind} {placed} {hashlib.sha256(data).hexdigest()}"
+    return described
 
 
 @dataclass
 class Training:
-    """A family's model and optimizer, and a scaler for the one that has it."""
+    """A family's model and optimizer, and a gradient scaler, which is enabled for one family."""
 
     name: str
     world: int
@@ -227,13 +235,13 @@ class Training:
 
 
 def round_trip(name: str, world: int, daemon: str) -> dict[str, Any]:
-    """Trains, seals, brings the state back into objects of other values, and takes one more step with both."""
+    """Trains and seals, restores the state into new objects, and takes one more step with both."""
     first = Training(name, world, seed=1)
     session = first.attach(daemon)
     for step in session.steps(3):
         first.step(step)
         with torch.no_grad():
-            first.module(torch.zeros(4, 6, 10))  # FSDP leaves the root gathered at the mark
+            first.module(torch.zeros(4, 6, 10))  # so that FSDP's root is gathered at the mark
     sealed = session.seal(timeout=60)
     stats = session.stats()
     expected = first.digests()
@@ -254,16 +262,16 @@ def round_trip(name: str, world: int, daemon: str) -> dict[str, Any]:
 
 
 def work(rank: int, world: int, port: int, daemon: str, names: list[str], out: str) -> None:
-    """One rank; writes what each round trip found, or why it could not."""
+    """Runs one rank; writes the result of each round trip, or the error."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", REFT_CHUNK_BYTES="4096")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
         for name in names:
-            found[name] = round_trip(name, world, daemon)
+            results[name] = round_trip(name, world, daemon)
         dist.destroy_process_group()
     except BaseException:
-        found["error"] = traceback.format_exc()
-    Path(out, f"{rank}.json").write_text(json.dumps(found))
-    os._exit(1 if "error" in found else 0)
+        results["error"] = traceback.format_exc()
+    Path(out, f"{rank}.json").write_text(json.dumps(results))
+    os._exit(1 if "error" in results else 0)

@@ -1,4 +1,7 @@
-"""Slots as a job's ranks would have written them under a placement, made in one process; and messages between threads."""
+"""Makes the slots of all ranks of a job in one process, for a placement.
+
+Passes messages between threads.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def plain_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes as a slot holds them."""
+    """Returns a tensor's bytes as a slot holds them."""
     layout = leaf_of("", tensor, False)
     plain = torch.empty_strided(layout.shape, layout.stride, dtype=tensor.dtype)
     return flat_bytes(plain.copy_(tensor)).numpy()
@@ -35,7 +38,7 @@ def plain_bytes(tensor: torch.Tensor) -> np.ndarray:
 def placed(
     ranks: Sequence[Tensors], domains: Sequence[int], scheme: Any, tolerate: int | None, chunk_bytes: int
 ) -> Placement:
-    """The placement of a job whose ranks have these tensors."""
+    """Returns the placement of a job whose ranks have these tensors."""
     layouts: dict[bytes, Layout] = {}
     layout_of = []
     for tensors in ranks:
@@ -46,7 +49,7 @@ def placed(
 
 
 def slot_data(placement: Placement, rank: int, tensors: Tensors) -> np.ndarray:
-    """What the data of a rank's slot are, uint8."""
+    """Returns the data of a rank's slot, uint8."""
     part = placement.part(rank)
     data = np.zeros(part.data_bytes, np.uint8)
     cells = {}
@@ -89,16 +92,16 @@ def _parity(lane: Lane, stripe: int, shard: int, cell: np.ndarray, out: np.ndarr
 def make_slot(
     placement: Placement, rank: int, tensors: Tensors, pages: Callable[[int], np.ndarray] | None = None
 ) -> SlotMap:
-    """A sealed slot.
+    """Returns a sealed slot of a rank.
 
     Args:
-        pages: makes so many bytes of memory; numpy's if None.
+        pages: allocates a number of bytes; None uses numpy.
     """
     data = slot_data(placement, rank, tensors)
     layout = pack(leaf_of(name, tensor, False) for name, tensor in tensors.items())
     geometry = Geometry(1 << 16, max(data.nbytes, 1), placement.chunk_bytes)
-    room = (pages or (lambda n: np.zeros(n, np.uint8)))(geometry.file_bytes)
-    slot = SlotMap.create(room, geometry, "job", rank)
+    memory = (pages or (lambda n: np.zeros(n, np.uint8)))(geometry.file_bytes)
+    slot = SlotMap.create(memory, geometry, "job", rank)
     slot.begin(VERSION, layout.digest, table_to(layout), data.nbytes)
     slot.data[: data.nbytes] = data
     slot.put_capsule(b"capsule")
@@ -108,10 +111,10 @@ def make_slot(
 
 
 class Postbox:
-    """Messages between threads. A message is copied when both sides have asked for it, as gloo does it.
+    """Messages between threads. As with gloo, a message is copied once both sides have posted it.
 
     Args:
-        deadline_s: as of a transport.
+        deadline_s: how long a side waits for the other one.
         reached: called with (sender, receiver) when a message is sent; may raise.
     """
 
@@ -121,9 +124,8 @@ class Postbox:
         self.lock = threading.Lock()
         self.waiting: dict[tuple[int, int, int, bool], deque[_Message]] = {}
         self.sent_bytes: dict[tuple[int, int], int] = {}
-        self.posted: dict[
-            tuple[int, int], list[tuple[int, int]]
-        ] = {}  # (rank, peer) → (sender, tag), as it posted them
+        # (rank, peer) → (sender, tag) in the order of posting
+        self.posted: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     def of(self, rank: int) -> _Box:
         return _Box(self, rank)
@@ -171,7 +173,7 @@ class _Box:
 
 
 def on_all(world: int, act: Callable[[int], Any]) -> list[Any]:
-    """Runs `act(rank)` in a thread for each rank; what each returned, or the exception that it raised."""
+    """Runs `act(rank)` in a thread for each rank; returns the results, or the exceptions raised."""
 
     def one(rank: int) -> Any:
         try:
@@ -184,5 +186,5 @@ def on_all(world: int, act: Callable[[int], Any]) -> list[Any]:
 
 
 def alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
-    """Whether the tensors are the same in bits."""
+    """Tells whether the tensors have the same bits."""
     return all(np.array_equal(plain_bytes(one[name]), plain_bytes(other[name])) for name in names)

@@ -1,4 +1,4 @@
-"""What the kernel says of one mapping of this process."""
+"""Reads /proc/self/smaps for one mapping of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def bytes_of(address: int, field: str) -> int:
-    """A field of the mapping that holds `address`, as "Rss" or "ShmemPmdMapped"; KeyError if there is no such mapping."""
+    """Returns a field, such as "Rss" or "ShmemPmdMapped", of the mapping that holds `address`.
+
+    Raises:
+        KeyError: there is no such mapping, or no such field.
+    """
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split()[0]
@@ -25,7 +29,7 @@ def bytes_of(address: int, field: str) -> int:
 
 
 def need_huge_pages() -> None:
-    """Skips a test where the kernel can't make huge pages of shared memory on request: before 6.1, or forbidden."""
+    """Skips a test if the kernel makes no huge pages in shared memory: before 6.1, or forbidden."""
     major, minor = (int(part) for part in Path("/proc/sys/kernel/osrelease").read_text().split(".")[:2])
     setting = _SYSTEM / "shmem_enabled"
     if (major, minor) < (6, 1) or not setting.exists() or "[deny]" in setting.read_text() or huge_bytes() > 4 << 20:

@@ -1,4 +1,4 @@
-"""What the contract tests of copying engines share: the engines, some tensors, and a snapshot that tells what happened."""
+"""For the contract tests of copy engines: the engines, some tensors, and a recorded snapshot."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ ENGINES = {
 }
 
 
-CUT = ParityTiling(4096, 8192, 1 << 20)  # several columns even for small tensors
+CUT = ParityTiling(4096, 8192, 1 << 20)  # makes several columns even for small tensors
 
 
 def placement_of(tensor_index: TensorIndex, D: int = 1, f: int = 0, each: int = 1, scheme: str = "aec") -> Placement:
-    """D domains with `each` ranks, which all hold the same leaves."""
+    """Returns the placement for D domains of `each` ranks, which all hold the same leaves."""
     layout = tensor_index.layout()
     division = divide({layout.digest: layout}, [layout.digest] * (D * each))
     return place(division, [rank // each for rank in range(D * each)], scheme, f, 4096)
 
 
 class Taken:
-    """One snapshot taken by an engine, and what it reported."""
+    """One snapshot for an engine to take; records what the engine reports."""
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], staged: set[str], placement: Placement | None = None, rank: int = 0,
@@ -55,7 +55,7 @@ class Taken:
         geometry = Geometry(1 << 16, self.save_plan.data_bytes, 4096)
         self.pages = np.zeros(geometry.file_bytes, np.uint8)
         self.slot = SlotMap.create(self.pages, geometry, "job", rank)
-        self.slot.data[:] = 0xA5  # of whoever had the slot before
+        self.slot.data[:] = 0xA5  # bytes that an earlier user left in the slot
         self.parity: list[int] = []
         self.begin()
 
@@ -73,7 +73,7 @@ class Taken:
         )  # fmt: skip
 
     def by(self, copy_engine) -> Taken:
-        """Takes it, to the end."""
+        """Takes the snapshot with this engine, to the end."""
         copy_engine.begin(self.job)
         copy_engine.fence()
         assert self.ended.wait(20) and self.error is None, self.error
@@ -102,7 +102,7 @@ class Taken:
         self.ended.set()
 
     def bytes_of(self, name: str) -> bytes:
-        """Of a rider or a kept leaf."""
+        """Returns the stored bytes of an inline, unreplicated or unplanned leaf."""
         if name in self.inline_leaves:
             return self.inline_leaves[name]
         leaves = zip(self.save_plan.layout.leaves, self.save_plan.layout.offsets, strict=True)
@@ -111,7 +111,7 @@ class Taken:
 
 
 def bytes_in(tensor: torch.Tensor) -> np.ndarray:
-    """In the order that a leaf has: that of memory, or row-major if there are gaps."""
+    """Returns a tensor's bytes: in memory order, or row-major if the tensor has gaps."""
     host = tensor.detach().cpu()
     return flat_bytes(host if is_dense(host) else host.contiguous()).numpy()
 

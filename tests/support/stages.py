@@ -1,7 +1,8 @@
-"""Stages for torch's own pipeline schedules without a process group: work and waits take the time of a scripted clock.
+"""Scripted stages for torch's pipeline schedules: a fake clock gives their times.
 
-The schedule's loop is torch's; what it receives and what it computes is played: before each action the clock moves by the
-idle time that the action's stage would have (reft.core.pipeline.actions simulates it), in the action by its length.
+The schedule's loop is torch's. Receives and computation are simulated. Before each action the clock
+moves by the stage's idle time, as reft.core.pipeline.actions simulates it. In the action the clock
+moves by the length of the action.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from reft.core.pipeline.actions import Action, ActionKind, ActionSpan
 
 
 class Clock:
-    """Seconds that pass only when somebody says so."""
+    """A clock that moves only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,9 +30,12 @@ class ScriptedStage(torch_stage._PipelineStageBase):
     """One stage of a pipeline whose other stages do not exist.
 
     Args:
-        spans: what this process's stages do in a step and when, from the step's start.
-        clock: moved along.
-        doing: called inside of each action; `waiting` likewise in each idle time.
+        index: the number of this stage.
+        stages: the number of all stages.
+        spans: the actions of this process's stages in a step, with their times from the step's
+            start.
+        clock: the clock that this stage moves.
+        doing: called in each action. The attribute `waiting` is called in each idle time.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class ScriptedStage(torch_stage._PipelineStageBase):
         action = Action(kind, microbatch, self.part)
         span = next(span for span in self.spans if span.action == action)
         self.doing(action)
-        assert self.clock.now == self.began + span.start, f"{action} begins when the script says"
+        assert self.clock.now == self.began + span.start, f"{action} did not begin at the scripted time"
         self.clock.now = self.began + span.end
 
     def wait(self, kind: ActionKind, microbatch: int) -> None:
@@ -94,10 +98,10 @@ class ScriptedStage(torch_stage._PipelineStageBase):
         return []
 
     def perform_reduce_grad(self, *_: object) -> None:
-        """Nothing to reduce."""
+        """Does nothing: there are no gradients to reduce."""
 
     def scale_grads(self, *_: object) -> None:
-        """Nothing to scale."""
+        """Does nothing: there are no gradients to scale."""
 
     def _prepare_forward_infra(self, *_: object, **__: object) -> tuple:
         return ()

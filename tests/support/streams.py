@@ -1,4 +1,4 @@
-"""Devices for the CUDA engine where there is no CUDA."""
+"""Fake devices for the CUDA engine where there is no CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reft.client.memory.cuda import Device
 
 
 class Inline(Device):
-    """A device whose streams do everything when it is enqueued, and that notes the order of what it is told."""
+    """A device whose streams do all work at once; records the order of the calls."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -34,7 +34,7 @@ class Inline(Device):
         self.order.append(f"side waits for {event}")
 
     def compute_waits(self, event):
-        assert not self.captures, "waiting for what is outside breaks the capture"
+        assert not self.captures, "waiting for an event outside of the graph breaks the capture"
         self.order.append(f"compute waits for {event}")
 
     def on_side(self):
@@ -48,9 +48,10 @@ class Inline(Device):
 
 
 class Late(Inline):
-    """A device whose side stream does nothing until somebody must wait for it: as late as a real one may be.
+    """A device whose side stream works only when something waits for it.
 
-    The compute stream does everything at once. What is written in place on the side stream is kept back, in order.
+    The compute stream does all work at once. Writes on the side stream are put into a queue, in
+    order.
     """
 
     def __init__(self) -> None:
@@ -63,10 +64,10 @@ class Late(Inline):
         return len(self._queue)
 
     def on_side(self):
-        return _Keeping(self._queue)
+        return _QueueWrites(self._queue)
 
     def compute_waits(self, event):
-        assert not self.captures, "waiting for what is outside breaks the capture"
+        assert not self.captures, "waiting for an event outside of the graph breaks the capture"
         self._run(event)
 
     def host_waits(self, event):
@@ -82,22 +83,24 @@ class Late(Inline):
 
 
 class Strict(Late):
-    """A late device by the rule of torch's allocator: what it gives to the compute stream, that stream may still be using.
+    """A late device that checks the rule of torch's allocator for memory of the compute stream.
 
-    So the side stream may write there only behind an event which the compute stream has recorded since. Memory that is
-    allocated in the side stream is its own. Allocations are noted inside of `watching`.
+    Such memory may still be in use there when it is allocated. So the side stream may write it only
+    behind an event that the compute stream recorded after the allocation. Memory allocated on the
+    side stream is free to use. Allocations inside of `watching` are checked.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.watching = _Allocating(self)
+        self.watching = _RecordAllocations(self)
         self.is_on_side = False
-        self.given: dict[int, torch.Tensor] = {}  # by address; kept, or another tensor would get the same
+        # By address. The tensors are kept, or another tensor would get the same address.
+        self.allocated: dict[int, torch.Tensor] = {}
         self._safe: set[int] = set()
         self._recorded: set[int] = set()
 
     def record_compute(self):
-        self._recorded = set(self.given)
+        self._recorded = set(self.allocated)
         return super().record_compute()
 
     def side_waits(self, event):
@@ -107,32 +110,32 @@ class Strict(Late):
     def on_side(self):
         self.is_on_side = True
         try:
-            with _Careful(self._queue, self):
+            with _CheckWrites(self._queue, self):
                 yield
         finally:
             self.is_on_side = False
 
     def check(self, target: torch.Tensor) -> None:
         address = target.untyped_storage().data_ptr()
-        assert address in self._safe or address not in self.given, "the compute stream may still use this memory"
+        assert address in self._safe or address not in self.allocated, "the compute stream may still use this memory"
 
 
-class _Allocating(TorchDispatchMode):
-    """Notes what is allocated in the compute stream."""
+class _RecordAllocations(TorchDispatchMode):
+    """Records the tensors that are allocated on the compute stream."""
 
     def __init__(self, device: Strict) -> None:
         super().__init__()
         self._device = device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if not self._device.is_on_side and func._schema.name in ("aten::empty", "aten::zeros", "aten::empty_strided"):
-            self._device.given[found.untyped_storage().data_ptr()] = found
-        return found
+            self._device.allocated[result.untyped_storage().data_ptr()] = result
+        return result
 
 
-class _Keeping(TorchDispatchMode):
-    """Puts what writes into a queue; views are made at once."""
+class _QueueWrites(TorchDispatchMode):
+    """Puts operators that write into a queue; makes views at once."""
 
     def __init__(self, queue: list) -> None:
         super().__init__()
@@ -146,8 +149,8 @@ class _Keeping(TorchDispatchMode):
         return kwargs.get("out", args[0])
 
 
-class _Careful(_Keeping):
-    """Looks at each place that is written."""
+class _CheckWrites(_QueueWrites):
+    """Checks each address that is written."""
 
     def __init__(self, queue: list, device: Strict) -> None:
         super().__init__(queue)

@@ -1,7 +1,9 @@
-"""What torchtitan 0.3.0 lacks on a CPU with gloo and torch 2.13; imported before its trainer.
+"""Replaces what torchtitan 0.3.0 lacks on a CPU with gloo and torch 2.13.
 
-It expects triton, a GPU with flex attention, a newer torch's `set_timeout`, and a sum that gloo does not have.
-LOSSES collects what it logs: (step, loss of all ranks).
+Imported before its trainer.
+
+torchtitan expects triton, a GPU with flex attention, a newer torch's `set_timeout`, and a sum that
+gloo does not have. LOSSES collects the losses that torchtitan logs: (step, loss of all ranks).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ LOSSES: list[tuple[int, float]] = []
 
 
 class Kernels(types.ModuleType):
-    """Stands for a module of triton kernels, none of which a dense model calls."""
+    """Replaces a module of triton kernels, none of which a dense model calls."""
 
     __all__: tuple[str, ...] = ()
 
@@ -28,12 +30,12 @@ class Kernels(types.ModuleType):
 
 
 class Cpu:
-    """Stands for torch.cuda."""
+    """Replaces torch.cuda."""
 
     def __getattr__(self, name: str) -> Any:
-        told = {"device_count": 1, "current_device": 0, "get_device_name": "cpu", "memory_stats": {},
+        values = {"device_count": 1, "current_device": 0, "get_device_name": "cpu", "memory_stats": {},
                 "get_device_properties": types.SimpleNamespace(total_memory=1 << 34)}  # fmt: skip
-        return lambda *_, **__: told.get(name)
+        return lambda *_, **__: values.get(name)
 
 
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -53,14 +55,19 @@ def attend(
     self: Any, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, *, scale: float | None = None,
     enable_gqa: bool = False, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention; flex attention has no backward pass on a CPU. The plan of tensor parallelism has these names."""
+    """Computes causal attention, because flex attention has no backward pass on a CPU.
+
+    The plan of tensor parallelism uses these parameter names.
+    """
     heads = [each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH)]
-    found = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=enable_gqa)
-    return found.transpose(1, 2)
+    result = torch.nn.functional.scaled_dot_product_attention(
+        *heads, is_causal=True, scale=scale, enable_gqa=enable_gqa
+    )
+    return result.transpose(1, 2)
 
 
 def log(self: Any, step: int, global_avg_loss: Any, *_: Any, **__: Any) -> None:
-    """In the place of the metrics processor's."""
+    """Records the loss, in the place of the metrics processor's method."""
     LOSSES.append((step, float(global_avg_loss)))
 
 
@@ -68,7 +75,7 @@ divide = FSDPModule.set_gradient_divide_factor
 
 
 def divide_after_summing(self: FSDPModule, factor: float) -> None:
-    """gloo can't multiply in a reduction."""
+    """Divides after the sum, because gloo can't multiply in a reduction."""
     self.set_force_sum_reduction_for_comms(True)
     divide(self, factor)
 

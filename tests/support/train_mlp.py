@@ -1,4 +1,4 @@
-"""A small training that uses all that a restore must bring back: dropout, BatchNorm, AdamW, a schedule, data from numpy."""
+"""A small training with all kinds of state: dropout, BatchNorm, AdamW, a schedule, numpy data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import reft
 
 
 def build(options: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    """Model, optimizer and schedule, from a seed."""
+    """Returns model, optimizer and schedule, made from a seed."""
     torch.manual_seed(options.get("seed", 0))
     width = options.get("width", 64)
     model = torch.nn.Sequential(
@@ -34,7 +34,7 @@ def build(options: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimiz
 
 
 class Hidden(torch.optim.SGD):
-    """An optimizer whose state nobody foresees: it looks at a value before it makes any."""
+    """An optimizer whose state attach can't predict: it reads a value before it makes state."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -47,7 +47,7 @@ class Hidden(torch.optim.SGD):
 
 
 class Growing(torch.optim.SGD):
-    """An optimizer that steps along the mean of the last three gradients: its state is small after the first step, then grows."""
+    """An optimizer whose state grows after the first step: the last three gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -59,7 +59,7 @@ class Growing(torch.optim.SGD):
 
 
 def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """A digest of the bytes of every tensor of the state."""
+    """Returns a digest of the bytes of every tensor of the state."""
     tensors = dict(model.state_dict())
     for i, state in enumerate(optimizer.state.values()):
         tensors |= {f"{i}.{key}": value for key, value in state.items()}
@@ -69,7 +69,7 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def _pause(spec: dict[str, Any], step: int) -> None:
-    """Stops before the mark of a step that the test named, until the test lets it go on."""
+    """Stops before the mark of each step in options["pause_at"], until the test resumes it."""
     if step in spec["options"].get("pause_at", ()):
         gate = Path(spec["out"]).with_suffix(f".gate{step}")
         os.mkfifo(gate)
@@ -77,7 +77,7 @@ def _pause(spec: dict[str, Any], step: int) -> None:
 
 
 def train(spec: dict[str, Any]) -> None:
-    """One rank, from attach to close; writes its losses and digests to spec["out"]."""
+    """Trains one rank from attach to close; writes its losses and digests to spec["out"]."""
     os.environ.update(spec["environment"], REFT_FAILPOINTS=spec["failpoints"])
     torch.set_num_threads(1)
     rank, world, options = spec["rank"], spec["world"], spec["options"]
@@ -91,7 +91,8 @@ def train(spec: dict[str, Any]) -> None:
     np.random.seed(rank)
     wrapped = model
     if world > 1 and not options.get("apart"):
-        # With more than two ranks DDP's own regrouping would change the order of its sums at a restart.
+        # With more than two ranks DDP's own regrouping would change the order of its sums at a
+        # restart.
         wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=world > 2)
     if options.get("bad_rank") == rank:
         model.register_buffer("bad", torch.empty(3, device="meta"))
@@ -104,18 +105,19 @@ def train(spec: dict[str, Any]) -> None:
     began, losses, longest = session.step, [], 0.0
     for step in session.steps(spec["steps"]):
         if step in options.get("seal_at", ()):
-            session.seal(timeout=60)  # before the optimizer's step: after it, a snapshot without a slot is given up
+            # Before the optimizer's step, at which a snapshot without a slot is dropped.
+            session.seal(timeout=60)
         started = time.monotonic()
         batch = torch.from_numpy(np.random.standard_normal((8, 16)).astype(np.float32))
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
         if step < options.get("thaws_at", 0):
-            model[0].weight.grad = None  # so it gets no state before that step
+            model[0].weight.grad = None  # so that the weight gets no state before that step
         optimizer.step()
         if step == options.get("drift_at"):
             with torch.no_grad():
-                model[0].weight[0] += rank  # replicas no more
+                model[0].weight[0] += rank  # from here on the replicas are mismatched
         schedule.step()
         losses.append(loss.item().hex())
         longest = max(longest, time.monotonic() - started)

@@ -1,5 +1,6 @@
-"""A pipeline of torch's own over gloo, one stage a process, whose stages take equal times: they wait until these are over,
-or, with options["computes"], compute until then.
+"""Trains with torch's pipeline over gloo, one stage a process; all stages take equal times.
+
+A stage sleeps until its time is over; with options["computes"] it computes.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ BATCH = 2  # rows of a microbatch
 
 
 def rest(began_s: float, seconds: float) -> None:
-    """Until so long after `began_s`."""
-    left = began_s + seconds - time.perf_counter()
-    if left > 0:
-        threading.Event().wait(left)
+    """Sleeps until `seconds` after `began_s`."""
+    remaining_s = began_s + seconds - time.perf_counter()
+    if remaining_s > 0:
+        threading.Event().wait(remaining_s)
 
 
 def compute(began_s: float, seconds: float) -> None:
-    """The same, with the core busy."""
+    """Computes until `seconds` after `began_s`."""
     block = torch.ones(128, 128)
     while time.perf_counter() < began_s + seconds:
         block @ block
 
 
 class _Paced(torch.autograd.Function):
-    """Linear layers whose forward and backward pass take as long as they are told."""
+    """A linear layer whose forward and backward pass take the given times."""
 
     @staticmethod
     def forward(
@@ -56,13 +57,16 @@ class _Paced(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         began_s = time.perf_counter()
         x, weight = ctx.saved_tensors
-        found = grad @ weight.t(), x.t() @ grad, None, None
+        gradients = grad @ weight.t(), x.t() @ grad, None, None
         ctx.fill(began_s, ctx.seconds)
-        return found
+        return gradients
 
 
 class Part(nn.Module):
-    """One stage's part of the model; its names tell its place, so that no other stage's leaves are called the same."""
+    """One stage's part of the model.
+
+    Parameter names contain the stage, so they differ between stages.
+    """
 
     def __init__(
         self, stage: int, width: int, times: tuple[float, float], fill: Callable[[float, float], None]
@@ -77,7 +81,7 @@ class Part(nn.Module):
 
 
 def train(own: dict[str, Any]) -> None:
-    """One stage; its stats and gaps go into its file."""
+    """Trains one stage; writes its stats and gaps into its file."""
     import reft
 
     torch.set_num_threads(1)
@@ -105,17 +109,19 @@ def train(own: dict[str, Any]) -> None:
         optimizer.zero_grad()
         kwargs = {"target": x} if rank == world - 1 else {}
         schedule.step(*((x,) if rank == 0 else ()), **kwargs)
-        dist.all_reduce(torch.zeros(1))  # as the norm of all gradients does: stages meet
+        # Stages wait for each other, as for the norm of all gradients.
+        dist.all_reduce(torch.zeros(1))
         optimizer.step()
         steps.append(time.perf_counter() - began_s)
         if step + 1 == options.get("warm", 0):
             before = session.stats()
-    after = session.stats()  # the snapshot of the last step waits for a gap that does not come: for seal, then
+    # Before seal: the last step's snapshot waits for a gap that does not come.
+    after = session.stats()
     sealed = bool(session.seal(30))
     comparison = session._profiler.comparison()
     result = {
         "stats": after, "before": before, "sealed": sealed, "steps": steps,
-        "idle_threads": len(session._snapshots.copy_engine._idle),
+        "idle_threads": len(session._snapshots.copy_engine._idle_threads),
         "gaps": [list(each) for each in comparison.differences] if comparison else [],
         "trace": session.timeline(),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Real trainer processes that start in a tenth of a second: forked from a server that has imported torch once."""
+"""Real trainer processes that start in a tenth of a second: forks of a server with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.daemons import until
 from tests.support.forks import enter
 
 FORKS = multiprocessing.get_context("forkserver")
-# torch._dynamo is what the first optimizer of a process imports, for three seconds.
+# The first optimizer of a process imports torch._dynamo, which takes three seconds.
 FORKS.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -37,7 +37,7 @@ FORKS.set_forkserver_preload(
 
 @dataclass
 class Spec:
-    """One trainer: what `tests.support.train_mlp.train` is called with."""
+    """One trainer: the argument of `tests.support.train_mlp.train`, as a dataclass."""
 
     daemon: str
     job: str = "job"
@@ -52,7 +52,7 @@ class Spec:
 
 
 def _heard(train: Callable[[dict[str, Any]], None], spec: dict[str, Any]) -> None:
-    """A rank's process: what it says is kept beside its results."""
+    """Runs a rank's process, with its output in a file beside its results."""
     log = open(Path(spec["out"]).with_suffix(".err"), "w")
     for descriptor in (1, 2):
         os.dup2(log.fileno(), descriptor)
@@ -70,12 +70,13 @@ class Trainers:
     """All ranks of one run of one job.
 
     Args:
-        spec: of every rank; rank, port and out are filled in.
-        world: how many ranks.
-        daemons: a rank's daemon address, if they differ.
+        spec: the spec of every rank; rank, port and out are filled in.
+        world: the number of ranks.
+        daemons: the daemon address of each rank, if the ranks have different ones.
     """
 
-    target: Callable[[dict[str, Any]], None] | None = None  # what runs in each process; None: train_mlp's
+    # Runs in each process; None is train_mlp.train.
+    target: Callable[[dict[str, Any]], None] | None = None
 
     def __init__(self, spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> None:
         from tests.support import train_mlp
@@ -93,7 +94,7 @@ class Trainers:
             self.processes.append(process)
 
     def wait(self, deadline_s: float = 100.0) -> list[int]:
-        """The exit codes, once one rank has died the others are killed, as an agent would."""
+        """Returns the exit codes. Once a rank has failed, kills the others as an agent does."""
         for process in self._until_one_ends(deadline_s):
             process.kill()
         for process in self.processes:
@@ -118,9 +119,9 @@ class Trainers:
         return []
 
     def wait_for(self, step: int) -> None:
-        """Waits until every rank has reached `step`, at which options["pause_at"] makes it pause."""
+        """Waits until every rank has reached `step`, where options["pause_at"] pauses it."""
         gates = [self.folder / f"{rank}.gate{step}" for rank in range(len(self.processes))]
-        # One that dies early has not said anything yet, and leaves the others waiting for it.
+        # A rank that dies early creates no gate, and the other ranks wait for it.
         codes = lambda: [process.exitcode for process in self.processes]  # noqa: E731
         try:
             until(lambda: any(code is not None for code in codes()) or all(gate.exists() for gate in gates), 100)
@@ -130,7 +131,7 @@ class Trainers:
         assert codes() == [None] * len(gates), (codes(), self.errors()[-3000:])
 
     def step(self, rank: int = 0) -> int:
-        """Where a rank is, if options["tells"] makes it tell."""
+        """Returns the step of a rank, if options["tells"] makes it write its steps."""
         path = self.folder / f"{rank}.step"
         return int(path.read_text() or 0) if path.exists() else 0
 
@@ -140,7 +141,7 @@ class Trainers:
             (self.folder / f"{rank}.gate{step}").write_text("")
 
     def errors(self) -> str:
-        """What all ranks wrote to stderr."""
+        """Returns the stderr of all ranks."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
 
     def kill(self) -> None:
@@ -150,13 +151,13 @@ class Trainers:
             process.join(60)
 
     def results(self) -> list[dict[str, Any]]:
-        """What every rank wrote at its end."""
-        found = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
-        return [{**each, "said": (self.folder / f"{rank}.err").read_text()} for rank, each in enumerate(found)]
+        """Returns what every rank wrote at its end, with its output as "said"."""
+        results = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.processes))]
+        return [{**each, "said": (self.folder / f"{rank}.err").read_text()} for rank, each in enumerate(results)]
 
 
 def run(spec: Spec, world: int = 1, daemons: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Trains to the end; the results of all ranks."""
+    """Trains to the end; returns the results of all ranks."""
     trainers = Trainers(spec, world, daemons)
     codes = trainers.wait()
     assert codes == [0] * world, (codes, trainers.errors()[-3000:])

@@ -1,4 +1,7 @@
-"""Other users of this machine, who train a few steps: for tests that root runs. Imports no torch."""
+"""Trains a few steps as another user of this machine: for tests that root runs.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ session.close()
 
 
 def as_user(user: int) -> list[str]:
-    """Runs what follows as `user`, who may read what root's Python needs, but write nothing of root's, and lock no memory.
+    """Returns the beginning of a command that runs Python as `user`.
 
-    Root may lock memory whatever its limit is.
+    The user may read root's files, which Python needs, but not write them, and may not lock memory.
+    User 0 may lock memory in spite of the limit.
     """
     caps = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return [
@@ -40,7 +44,7 @@ def as_user(user: int) -> list[str]:
 
 
 def execute(user: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A user's training, with a HOME that can't be written."""
+    """Runs a user's training, with a HOME that can't be written."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     base = {"HOME": "/proc", "PATH": os.environ["PATH"], "TMPDIR": "/tmp", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*as_user(user), "-c", ATTACH]

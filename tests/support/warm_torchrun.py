@@ -1,6 +1,9 @@
-"""torchrun whose workers are forked from one process that has imported what they would: `python -m … MODULE+MODULE ARGUMENT…`.
+"""torchrun with workers forked from a process that has imported their modules.
 
-What `--rdzv-conf=warm=yes` does, under torch's own rendezvous. A trainer takes longer to import than to train thirty steps of.
+    python -m tests.support.warm_torchrun MODULE+MODULE ARGUMENT…
+
+It does what `--rdzv-conf=warm=yes` does. A trainer takes longer for its imports than for thirty
+steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Nodes that watch one another and do nothing else, each in namespaces of its own: a daemon and an agent, no torch.
+"""Nodes that only watch one another, each in its own namespaces: a daemon and an agent, no torch.
 
 with Watched(4) as nodes:
     nodes.begin_round()                  # all agents name all living nodes
     lost = nodes.living[2]
     watching = nodes.watching(lost, Signal.OFFLINE)
     at_s = nodes.lose(lost)              # its cable is pulled and all its processes are killed
-    watching.result()                    # survivor → moment at which its daemon said so
+    watching.result()                    # survivor → when its daemon reported the signal
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTLED_S = 60.0
 
 @dataclass
 class Host:
-    """One node: its namespaces, and its daemon as seen from here."""
+    """One node: its namespaces, its daemon and its agent."""
 
     place: Space
     address: str
@@ -54,19 +54,19 @@ class Host:
         return self.ask("Signals", request, 10 + wait_ms / 1000)  # type: ignore[return-value]
 
     def reason(self, name: str) -> str:
-        """What this one's daemon says of a node in words."""
+        """Returns the reason that this node's daemon gives for its report of a node."""
         return next(each.reason for each in self.signals().nodes if each.node == name)
 
     def seen(self) -> dict[str, Signal]:
-        """Name of each node → what this one's daemon says of it."""
+        """Returns node name → signal, as this node's daemon reports it."""
         return {each.node: Signal(each.signal) for each in self.signals().nodes}
 
 
 class Watched:
-    """See the module; `tests.support.netns.why_not` says where it can't be made.
+    """Nodes that watch one another; `tests.support.netns.why_not` returns why they can't be made.
 
     Args:
-        count: how many nodes there are at first.
+        count: the number of nodes at first.
     """
 
     def __init__(self, count: int) -> None:
@@ -90,13 +90,13 @@ class Watched:
         self.close()
 
     def close(self) -> None:
-        """Ends every process; the kernel takes the namespaces back."""
+        """Ends every process; the kernel then removes the namespaces."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
         self._keeper.wait()
 
     def add(self, count: int = 1) -> None:
-        """Fresh nodes, with daemons that answer."""
+        """Adds empty nodes, and waits until their daemons answer."""
         added = [self._make() for _ in range(count)]
         for host in added:
             hello = pb.HelloRequest(protocol=messages.PROTOCOL)
@@ -117,7 +117,10 @@ class Watched:
         return Host(place, f"unix:{place.seen(socket)}", daemon)
 
     def begin_round(self) -> None:
-        """All agents begin a round of the living nodes; returns when everybody hears everybody."""
+        """Begins a round of the living nodes on all agents.
+
+        Waits until all nodes hear each other.
+        """
         self._round += 1
         nodes = [host.node for host in self.living]
         for host in self.living:
@@ -141,11 +144,15 @@ class Watched:
         reply = _try(host, "Signals", pb.SignalsRequest(job=JOB))
         if reply is None or reply.round != self._round:
             return False
-        well = all(Signal(each.signal) in (Signal.HEALTHY, Signal.SNAP) for each in reply.nodes)
-        return well and all(each.agent for each in reply.nodes if each.node != host.node.name)
+        are_healthy = all(Signal(each.signal) in (Signal.HEALTHY, Signal.SNAP) for each in reply.nodes)
+        return are_healthy and all(each.agent for each in reply.nodes if each.node != host.node.name)
 
     def lose(self, host: Host) -> float:
-        """Pulls the cable, so that nobody hears a reset, and ends all processes; the moment, by the monotonic clock."""
+        """Removes the cable, so that no peer gets a reset, and ends all processes.
+
+        Returns:
+            When that was, by the monotonic clock.
+        """
         self.living.remove(host)
         at_s = time.monotonic()
         host.place.unplug()
@@ -154,12 +161,12 @@ class Watched:
         return at_s
 
     def watching(self, lost: Host, signal: Signal) -> Watching:
-        """Begins to wait for a signal, before it is caused."""
+        """Begins to wait for a signal; called before the event that causes the signal."""
         return Watching(self.living, lost, signal)
 
 
 class Watching:
-    """Waits, one thread a survivor, from before the loss on."""
+    """Waits for a signal in one thread for each survivor, from before the loss on."""
 
     def __init__(self, living: Sequence[Host], lost: Host, signal: Signal) -> None:
         self.known_s: dict[str, float] = {}
@@ -172,10 +179,10 @@ class Watching:
         self.known_s[host.node.name] = _await(host, lost.node.name, signal, 60.0)
 
     def result(self) -> dict[str, float]:
-        """Name of each survivor → when it knew, by the monotonic clock."""
+        """Returns survivor's name → when its daemon reported the signal, by the monotonic clock."""
         for thread in self._threads:
             thread.join()
-        assert len(self.known_s) == len(self._threads), "a survivor never knew"
+        assert len(self.known_s) == len(self._threads), "a survivor's daemon never reported the signal"
         return self.known_s
 
 
@@ -188,7 +195,7 @@ def _await(host: Host, name: str, signal: Signal, deadline_s: float) -> float:
             version = reply.version
             if any(each.node == name and Signal(each.signal) is signal for each in reply.nodes):
                 return time.monotonic()
-    raise AssertionError(f"{host.node.name} never said {signal.name} of {name}")
+    raise AssertionError(f"{host.node.name} never reported {signal.name} for {name}")
 
 
 def _try(host: Host, method: str, request: object) -> object | None:

@@ -1,1 +1,1 @@
-"""Pages, pinned memory, copying threads, and XOR on tensors."""
+"""Memory pages, pinned memory, copy threads, and XOR on tensors."""

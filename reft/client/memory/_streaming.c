@@ -1,4 +1,4 @@
-/* copy(target, source) copies bytes past the caches, by SSE2's non-temporal stores; without SSE2 it is memcpy. */
+/* copy(target, source) copies bytes past the caches with SSE2's non-temporal stores. Without SSE2 it uses memcpy. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@
 static void copy_bytes(char *to, const char *from, size_t size)
 {
 #ifdef __SSE2__
-    size_t head = -(uintptr_t)to % LINE; /* then only whole lines are written, and no line has to be read */
+    size_t head = -(uintptr_t)to % LINE; /* after the head only whole lines are written, so no line has to be read */
     if (head > size)
         head = size;
     memcpy(to, from, head);
@@ -22,7 +22,7 @@ static void copy_bytes(char *to, const char *from, size_t size)
     for (; size >= LINE; to += LINE, from += LINE, size -= LINE)
         for (int i = 0; i < LINE; i += 16)
             _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-    _mm_sfence(); /* these stores are seen before all later ones */
+    _mm_sfence(); /* other cores see these stores before all later ones */
 #endif
     memcpy(to, from, size);
 }

@@ -1,4 +1,4 @@
-"""What copying and decoding need of CUDA, so that their contract tests can run where there is none."""
+"""All calls of CUDA that copying and decoding need; contract tests replace them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
-    """For calls of CUDA that a thread makes while another one may capture a graph, in the default mode.
+    """Allows calls of CUDA in this thread while another thread may capture a graph.
 
-    Waiting for an event, or pinning memory, would fail then and make the capture invalid, and with it the training step. In
-    this mode a thread heeds its own captures only. By the driver and not the runtime, which would make a context on device 0.
+    Without it, to wait for an event or to pin memory would fail, and would make the capture invalid
+    and so end the training step. In the thread-local mode only a thread's own captures forbid such
+    calls. The mode is set by the driver, because the runtime would make a context on device 0.
     """
-    exchange_mode = _mode_exchange()
+    exchange_mode = _capture_mode_setter()
     if exchange_mode is None:
         yield
         return
@@ -37,8 +38,12 @@ def beside_captures() -> Iterator[None]:
 
 
 @functools.cache
-def _mode_exchange() -> Any:
-    """Sets the capture mode of the calling thread, and gives the one that it had in its place; None without NVIDIA's driver."""
+def _capture_mode_setter() -> Any:
+    """Returns the driver's function that exchanges the calling thread's capture mode.
+
+    Returns:
+        None without NVIDIA's driver.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
@@ -46,63 +51,84 @@ def _mode_exchange() -> Any:
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> int:
-    """Pins memory, so that a copy between it and a device runs beside the host; CUDA's error, 0 if there is none."""
-    return _apart(device, lambda runtime: runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+    """Pins memory, so that copies between this memory and a device do not block the host.
+
+    Returns:
+        CUDA's error number; 0 is success.
+    """
+    return _call_in_thread(device, lambda runtime: runtime.cudaHostRegister(address, nbytes, _PORTABLE))
 
 
 def unpin(address: int, device: torch.device) -> int:
-    """The reverse; ahead of the memory's unmapping, or what is mapped there next would be taken for pinned."""
-    return _apart(device, lambda runtime: runtime.cudaHostUnregister(address))
+    """Unpins memory; returns CUDA's error number, 0 is success.
 
-
-def _apart(device: torch.device, call: Callable[[Any], Any]) -> int:
-    """What a call of CUDA's runtime returns that is made in a thread of its own.
-
-    The runtime keeps the last error of each thread, and torch raises it at the next kernel that this thread launches: a slot
-    that can't be pinned would end the training step.
+    Must be called before the memory is unmapped: CUDA would take memory that is mapped there later
+        for pinned.
     """
-    found: list[int] = []
+    return _call_in_thread(device, lambda runtime: runtime.cudaHostUnregister(address))
+
+
+def _call_in_thread(device: torch.device, call: Callable[[Any], Any]) -> int:
+    """Calls CUDA's runtime in a new thread; returns the error number.
+
+    The runtime keeps the last error of each thread, and torch raises this error when the thread
+    launches its next kernel. In the trainer's thread, a slot that can't be pinned would end the
+    training step.
+    """
+    errors: list[int] = []
 
     def run() -> None:
         with torch.cuda.device(device), beside_captures():
-            found.append(int(call(torch.cuda.cudart())))
+            errors.append(int(call(torch.cuda.cudart())))
 
     worker = TaskThread("reft-pin", None)
     try:
         worker.submit(run).result()
     finally:
         worker.close()
-    return found[0]
+    return errors[0]
 
 
 class Device:
-    """A compute stream, which is whatever stream is current, and a side stream for copies. Events carry times.
+    """The compute stream, which is the current one, and a side stream for copies.
 
-    CUDA's runtime makes a context of hundreds of MiB on whichever device is current in the thread that calls it, and in a new
-    thread that is device 0. So what torch does not guard by itself is called with this device current.
+    CUDA's runtime makes a context of hundreds of MiB on the device that is current in the calling
+    thread. In a new thread that is device 0. So this class makes its own device current, except
+    around calls where torch does so.
 
     Args:
-        device: whose streams; None: the current device's. It need not be current in the threads that use this.
+        device: the device of the streams; None is the current device. It need not be current in the
+            calling threads.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.side = torch.cuda.Stream(device, priority=0)  # 0 is the lowest priority: compute goes first
+        # 0 is the lowest priority, so that compute goes first.
+        self.side = torch.cuda.Stream(device, priority=0)
         self._device = self.side.device
         event = self.record_side()
-        self.host_waits(event)  # nothing lies before it: later, a step would wait for the device here
-        self._anchor: tuple[Any, float] = event, time.perf_counter()  # an event that was passed, and when
+        # Here the side stream is empty; later this would make a step wait for the device.
+        self.host_waits(event)
+        # An event, and when the device passed it.
+        self._anchor: tuple[Any, float] = event, time.perf_counter()
 
     def is_capturing(self) -> bool:
-        """Whether the compute stream is being captured into a graph: it runs nothing, and must not wait for other streams."""
+        """Tells whether the compute stream is being captured into a graph.
+
+        Then the stream runs nothing, and must not wait for other streams.
+        """
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def record_compute(self) -> Any:
-        """An event behind all that is enqueued for computing."""
-        return _recorded(torch.cuda.current_stream(self._device))
+        """Records an event on the compute stream, behind all work that is enqueued there."""
+        return _record_event(torch.cuda.current_stream(self._device))
 
     def record_side(self) -> Any:
-        """An event behind all that is enqueued for copying. Who waits for it sleeps, and keeps no core busy for a window."""
-        return _recorded(self.side, blocking=True)
+        """Records an event on the side stream, behind all copies that are enqueued there.
+
+        A thread that waits for this event sleeps: it would otherwise keep a core busy for the whole
+            window.
+        """
+        return _record_event(self.side, blocking=True)
 
     def side_waits(self, event: Any) -> None:
         self.side.wait_event(event)
@@ -112,7 +138,8 @@ class Device:
 
     @contextlib.contextmanager
     def on_side(self) -> Iterator[None]:
-        # Without the first, torch would make the device that was current before so again by force.
+        # Without `torch.cuda.device`, torch would make the earlier device current at the end, and
+        # so make a context there.
         with torch.cuda.device(self._device), torch.cuda.stream(self.side):
             yield
 
@@ -121,25 +148,32 @@ class Device:
             event.synchronize()
 
     def times(self, events: Sequence[Any]) -> list[float] | None:
-        """When the device passed these events, in seconds of `time.perf_counter`; None if it has not passed them all.
+        """Returns when the device passed the events, in seconds of `time.perf_counter`.
 
-        CUDA gives differences in single precision, so each call counts from the first event of the call before.
+        CUDA gives differences in single precision, so each call measures from the first event of
+        the call before.
+
+        Returns:
+            None if the device has not passed all events.
         """
         if not all(event.query() for event in events):
             return None
         first, at_s = self._anchor
-        found = [at_s + _between(first, event) / 1000 for event in events]
-        self._anchor = events[0], found[0]
-        return found
+        times_s = [at_s + _elapsed_ms(first, event) / 1000 for event in events]
+        self._anchor = events[0], times_s[0]
+        return times_s
 
 
-def _between(first: Any, event: Any) -> float:
-    """Milliseconds, negative if the event was passed before the first: CUDA does not say that its own difference ever is."""
+def _elapsed_ms(first: Any, event: Any) -> float:
+    """Returns the milliseconds from `first` to `event`; negative if `event` came first.
+
+    CUDA does not document negative differences, so the positive one is asked for.
+    """
     after: float = first.elapsed_time(event)
     return after if after > 0 else -event.elapsed_time(first)
 
 
-def _recorded(stream: Any, blocking: bool = False) -> Any:
+def _record_event(stream: Any, blocking: bool = False) -> Any:
     event = torch.cuda.Event(enable_timing=True, blocking=blocking)
     event.record(stream)
     return event

@@ -1,4 +1,4 @@
-"""Fresh host memory for state that is held but does not exist yet."""
+"""Fresh host memory for tensors that a restore has to make."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from reft.client.memory.prefault import PageMaker
 from reft.core.layout.layout import Leaf, align
 from reft.wire.slot_format import Bytes
 
-HUGE_BYTES = 2 << 20  # of a huge page on x86 and most arm64
+HUGE_BYTES = 2 << 20  # size of a huge page on x86 and most arm64
 
 
 class HugePageBuffer:
-    """Memory for many tensors in huge pages: in small pages it costs several times the copy into it.
+    """Memory for many tensors, in huge pages.
 
-    Tensors that malloc places one by one begin and end between huge pages, and much of them misses those. Each tensor
-    made here has a storage of its own; the memory is given back once the last of them is gone.
+    Making small pages costs several times as much as the copy into them. Tensors that malloc places
+    one by one begin and end inside huge pages, so much of their memory lies in small pages. Each
+    tensor made here has a storage of its own. The memory is freed once the last of these tensors is
+    gone.
 
     Args:
-        nbytes: of all tensors, each aligned.
+        nbytes: the size of all tensors, each aligned.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -39,35 +41,35 @@ class HugePageBuffer:
 
     @property
     def nbytes(self) -> int:
-        """What is left of it; 0 if it was not worth making."""
+        """Bytes that are still free; 0 if all tensors together were smaller than a huge page."""
         return len(self._bytes) - self._at
 
     def make_pages(self) -> None:
-        """Begins to make its pages, beside the caller."""
+        """Begins to make the pages in threads."""
         if self._pages is None and len(self._bytes):
             self._pages = PageMaker(self._bytes)
 
     def wait(self) -> None:
-        """Returns when all its pages are made, if they are being made."""
+        """Waits until all pages are made; returns at once if `make_pages` was not called."""
         if self._pages is not None:
             self._pages.wait()
 
     def settle(self) -> None:
-        """Makes no more pages; returns when none is being made.
+        """Stops making pages; returns once no page is being made.
 
-        The others come when they are first written: zeros and then bytes while the page is in the cache cost less than all
-        zeros first.
+        The kernel makes each remaining page when it is first written. That is cheaper: the page is
+        still in the cache when the bytes follow the zeros.
         """
         if self._pages is not None:
             self._pages.settle()
 
     def close(self) -> None:
-        """Nothing more is wanted of it; what was made of it stays, and nobody writes into it any more."""
+        """Stops making pages and gives out no more memory; the tensors made before stay valid."""
         self.settle()
         self._bytes = self._bytes[: self._at]
 
     def empty(self, leaf: Leaf, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the leaf's shape and strides; from malloc if there is no room, or none was worth making."""
+        """Returns an uninitialized tensor for the leaf; from malloc if the buffer is full."""
         end = self._at + leaf.nbytes
         if end > len(self._bytes) or not leaf.nbytes:
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device="cpu")

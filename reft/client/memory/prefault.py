@@ -1,11 +1,11 @@
-"""Threads make or map pages before their first use.
+"""Makes or maps pages in threads, before their first use.
 
-memory   | block | block | block | …     each thread takes the next block; the kernel makes all pages of a block in one call
-            ^       ^
-         thread  thread
+    memory   | block | block | block | …     each thread takes the next block, and makes its pages
+                ^       ^
+             thread  thread
 
-Blocks are short for two reasons. The kernel locks the address space while it makes pages, so other threads that map memory
-wait for it. And a caller that wants no more pages waits until each thread has finished its block.
+Blocks are short for two reasons. The kernel locks the address space while it makes pages, so other
+threads that map memory wait. And `settle` waits until each thread has finished its block.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from concurrent.futures import ThreadPoolExecutor
 from reft.wire.shm import advise
 from reft.wire.slot_format import Bytes
 
-THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
+# One core nearly saturates memory; the second hides the time that a hypervisor takes to back a
+# page.
+THREADS = 2
 BLOCK_BYTES = 16 << 20
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise's, Linux 5.14; Python has no names for them
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # for madvise, Linux 5.14; Python has no names for them
 
 
 class PageMaker:
-    """Makes the pages of fresh memory, beginning at once.
+    """Threads that make the pages of fresh memory, from construction on.
 
     Args:
-        memory: uint8 [n], private, from a page's beginning on. Nobody may write into it meanwhile: a kernel before 5.14
-            makes no pages on request, and then zeros are written.
+        memory: uint8 [n], private, begins at a page border. Nothing else may write into it
+            meanwhile: before Linux 5.14 the kernel makes no pages on request, and these threads
+            write zeros.
     """
 
     def __init__(self, memory: Bytes) -> None:
-        self._left = deque(_blocks(memory))
+        self._blocks_left = deque(_blocks(memory))
         self._threads = [
             threading.Thread(target=self._run, name=f"reft-pages-{i}", daemon=True) for i in range(THREADS)
         ]
@@ -41,26 +44,30 @@ class PageMaker:
             thread.start()
 
     def settle(self) -> None:
-        """Begins no further block, and returns when no page is being made."""
-        self._left.clear()
+        """Begins no further block; returns once no page is being made."""
+        self._blocks_left.clear()
         self.wait()
 
     def wait(self) -> None:
-        """Returns when all is done."""
+        """Waits until all blocks are done, or the rest was dropped by `settle`."""
         for thread in self._threads:
             thread.join()
 
     def _run(self) -> None:
         while True:
             try:
-                block = self._left.popleft()
+                block = self._blocks_left.popleft()
             except IndexError:
                 return
             _make(block)
 
 
 def map_shared(memory: Bytes) -> None:
-    """Maps pages that are there, uint8 [n] from a page's beginning on. They may be written from then on, which costs no fault."""
+    """Maps existing pages, so that reads and writes cost no page fault later.
+
+    Args:
+        memory: uint8 [n], begins at a page border.
+    """
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-pages") as pool:
         list(pool.map(_map, _blocks(memory)))
 

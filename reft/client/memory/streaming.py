@@ -1,9 +1,11 @@
-"""Copies bytes past the caches, so that training keeps its own data there.
+"""Copies bytes past the caches, so that training's data stays there.
 
-An ordinary store reads the line that it will overwrite, and leaves it in the cache: of three bytes that cross the memory bus,
-one is read for nothing. A non-temporal store writes whole lines past the caches. glibc's memcpy uses such stores only for
-copies larger than most of the last cache, and numpy never does. A chunk is far smaller, since it is digested in the core's
-cache. So `_streaming.c` has that loop. Where it could not be compiled, numpy copies.
+An ordinary store first reads the line that it overwrites, and leaves the line in the cache. So one
+of three bytes that cross the memory bus is read for nothing. A non-temporal store writes whole
+lines past the caches. glibc's memcpy uses such stores only for copies larger than most of the
+last-level cache, and numpy never does. A chunk is far smaller, because it must stay in the core's
+cache until it is digested. So `_streaming.c` has a loop of such stores. Where `_streaming.c` could
+not be compiled, numpy copies.
 """
 
 from __future__ import annotations

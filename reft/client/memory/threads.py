@@ -1,9 +1,10 @@
-"""Threads that copy: those that share the cores with training, and idle ones, which give way to whatever wants to run.
+"""Copy threads: busy ones share the cores with training, idle ones give way to all others.
 
-A gap begins with a wait: the trainer's thread sleeps until a message comes, and its core rests. A copy thread on that core
-stands in the message's way: the thread that takes it in wakes up, and waits for a slice of the scheduler's time. Linux lets
-a thread of SCHED_IDLE run only while nobody else wants to, and takes the core from it at once. Beside training, and at the
-fence, such a thread would come last where training computes on every core: that is for the others.
+In a gap, the trainer's thread sleeps until a message comes, and its core has nothing to do. An
+ordinary copy thread on that core would delay the message: the thread that receives it wakes up, and
+must wait for its time slice. Linux runs a thread of SCHED_IDLE only while no other thread wants the
+core, and takes the core away at once. So idle threads copy in gaps. Where training computes on
+every core, an idle thread would hardly run. So busy threads copy beside training and at the fence.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ log = logging.getLogger("reft")
 
 
 def copy_cpus() -> list[int]:
-    """The CPUs to bind copy threads to; empty: one thread, left to the scheduler.
+    """Returns the CPUs to bind copy threads to; empty means one thread that the scheduler places.
 
-    A copy thread on a core that also computes makes the other threads of torch's team wait at their next barrier. Where
-    torch has a thread for every core, two copy threads on two cores halve that wait; where a core is free, one thread
-    finds it. Measured with bench/save.py.
+    A copy thread on a core that also computes makes torch's other threads wait at their next
+    barrier. Where torch has a thread for every core, two copy threads on two cores halve that wait.
+    Where a core is free, the scheduler puts one thread there. Measured with bench/save.py.
     """
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2 or torch.get_num_threads() < len(cpus):
         return []
-    first = os.getpid() % len(cpus)  # trainers that share the machine should not choose the same two
+    first = os.getpid() % len(cpus)  # so that trainers on one machine choose different CPUs
     return [cpus[first], cpus[(first + len(cpus) // 2) % len(cpus)]]
 
 
 class ComputeThreads(NamedTuple):
-    """The threads with which a rank computes, and the CPUs on which they may run."""
+    """How many threads a rank computes with, and the CPUs on which these may run."""
 
     threads: int
     cpus: frozenset[int]
@@ -47,10 +48,14 @@ class ComputeThreads(NamedTuple):
 
 
 def has_idle_cores(own: ComputeThreads, node: Sequence[ComputeThreads]) -> bool:
-    """Whether this rank's cores ever rest while all ranks of its node, itself among them, compute.
+    """Tells whether this rank's cores are ever idle while all ranks of its node compute.
 
-    Where these have more threads than cores, a thread that gives way to all others would stand still for long, perhaps with
-    the interpreter's lock. Ranks that are bound to cores of their own don't count.
+    If the ranks have more threads than cores, an idle thread would stand still for long, perhaps
+    with the interpreter's lock. Ranks that are bound to other cores do not count.
+
+    Args:
+        own: this rank's threads.
+        node: the threads of all ranks of the node, this one included.
     """
     return sum(each.threads * len(each.cpus & own.cpus) / len(each.cpus) for each in node) <= len(own.cpus)
 
@@ -59,8 +64,9 @@ class TaskThread:
     """A thread that runs tasks one after the other.
 
     Args:
-        cpu: the only CPU that it runs on; None leaves it to the scheduler.
-        is_idle: whether it gives way to all threads that are not.
+        name: the name of the thread.
+        cpu: the only CPU that the thread runs on; None leaves the choice to the scheduler.
+        is_idle: whether the thread gives way to all threads that are not idle ones.
     """
 
     def __init__(self, name: str, cpu: int | None, is_idle: bool = False) -> None:
@@ -81,9 +87,9 @@ class TaskThread:
     def _run(self) -> None:
         if self._cpu is not None:
             try:
-                os.sched_setaffinity(0, {self._cpu})  # of this thread alone, as below
-            except OSError as error:  # it was taken from this process since
-                log.warning("copies run on any CPU: CPU %d is not to be had (%s).", self._cpu, error)
+                os.sched_setaffinity(0, {self._cpu})  # 0 is this thread alone, here and below
+            except OSError as error:  # this process has lost the CPU since it chose it
+                log.warning("copies run on any CPU: CPU %d is not available (%s).", self._cpu, error)
         if self._is_idle:
             try:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -99,12 +105,16 @@ class TaskThread:
 
 
 def run_all(own: Callable[[], None], others: Sequence[tuple[TaskThread, Callable[[], None]]]) -> None:
-    """Runs each task in its thread, and the first in the caller's; returns when all have ended, and raises what one raised."""
-    running = [worker.submit(task) for worker, task in others]
+    """Runs `own` in the calling thread and each other task in its thread; waits for all.
+
+    Raises:
+        Exception: the exception of a task that failed.
+    """
+    futures = [worker.submit(task) for worker, task in others]
     try:
         own()
     finally:
-        # Whatever happened here, nothing may read the state once the fence is open.
-        failures = [each.exception() for each in running]
+        # Even if `own` raised: no task may read the state once the fence is open.
+        failures = [future.exception() for future in futures]
     for failure in filter(None, failures):
         raise failure

@@ -1,7 +1,7 @@
-"""Runs coding programs on torch tensors, on the device where they lie.
+"""Runs XOR programs on torch tensors, on the device where the tensors lie.
 
-The tables are those of `reft.core.coding.erasure`; this is the executor for tensors. It makes no temporaries: on CUDA every step
-is one kernel on the current stream, and nothing waits.
+`reft.core.coding.erasure` makes the programs. Running one allocates nothing. On CUDA every step is
+one kernel on the current stream, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ def run(
     """Runs the program on tensors: uint8 or int64, all of one shape, on one device.
 
     Args:
-        program: what to run.
-        inputs: read.
-        outputs: written; what they hold before is ignored. They must not overlap any other register.
-        scratch: written, like outputs.
+        program: the XOR steps to run.
+        inputs: the registers that are read.
+        outputs: the registers that are written; earlier contents are ignored. They must not overlap
+            other registers.
+        scratch: the registers for intermediate results, written as outputs are.
 
     Raises:
         ValueError: the registers do not fit the program.
     """
-    found = registers(program, inputs, outputs, scratch)
+    by_index = registers(program, inputs, outputs, scratch)
     for target, left, right in program.steps:
         if right is None:
-            found[target].copy_(found[left])
+            by_index[target].copy_(by_index[left])
         else:
-            torch.bitwise_xor(found[left], found[right], out=found[target])
+            torch.bitwise_xor(by_index[left], by_index[right], out=by_index[target])

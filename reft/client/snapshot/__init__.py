@@ -1,1 +1,1 @@
-"""Copies live tensors into a slot, beside training."""
+"""Copies live tensors into a slot while training goes on."""

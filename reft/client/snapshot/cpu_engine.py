@@ -1,13 +1,15 @@
-"""The copying engine on the CPU: copies one snapshot beside training, part by part, digests it on the way, adds parity.
+"""The copy engine for state in host memory: copies, digests, and computes parity beside training.
 
-    mark:   begin(job)      staged leaves are copied aside here, in the caller; the threads do the rest
-            job.open        in the thread: waits for a slot if none may be reused yet
-            read            parts:  live bytes ─► slot, digests │ parity columns: live bytes of others' shards ─► XOR ─► slot
-            job.landed      nothing reads the state any more; the digests of the parity's chunks follow
-    fence:  fence()         no slot until now: given up; else waits until the last byte is read, which it almost always is
+    mark:   begin(job)   copies staged leaves aside, in the trainer's thread; threads do the rest
+            job.open     in a copy thread: waits for a slot if none may be reused yet
+            copy         parts:           live bytes ─► slot, digests
+                         parity columns:  live bytes of others' shards ─► XOR ─► slot
+            job.landed   no copy reads the state any more; parity chunks are digested afterwards
+    fence:  fence()      gives up if there is no slot yet; else waits until all bytes are read
 
-A contract test runs this engine and the CUDA engine alike (engine.py). Both call `job.landed(riders)`
-after the last byte and `job.sealed(digests)` from a thread of theirs, and `job.failed(error)` if anything raises.
+engine.py describes what this engine and the CUDA engine have in common. Both call
+`job.landed(inline_leaves)` and `job.sealed(digests)` from a thread of their own after the last
+byte, and `job.failed(error)` if anything raises.
 """
 
 from __future__ import annotations
@@ -36,48 +38,53 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 
 class CpuCopyEngine:
-    """Copies state that lies in host memory. At most one snapshot and a few small tasks are waiting.
+    """Copies state that lies in host memory.
+
+    At most one snapshot and a few small tasks wait at any time.
 
     Args:
-        cpus: one copy thread for each, bound to it; empty means one thread that runs anywhere.
+        cpus: one copy thread is bound to each; empty makes one thread that runs on any CPU.
         clock: seconds, as `time.perf_counter` gives them.
-        has_idle: whether gaps are for threads that give way to all others; not where these would hardly ever run.
+        has_idle: whether idle threads copy in gaps. False where all cores are busy, as idle threads
+            would hardly run.
     """
 
     def __init__(self, cpus: list[int], clock: Callable[[], float] = time.perf_counter, has_idle: bool = True) -> None:
         self.copy_stats = CopyStats()
         self.cut = ParityTiling()
         self.compares_all = self.keeps_host_time = True
-        self._reading = threading.Event()
-        self._reading.set()  # set: nothing is being read
+        self._reads_done = threading.Event()
+        self._reads_done.set()  # set: no copy reads the live state
         self._clock = clock
         self._throttle = CopyThrottle(clock)
         self._plan: CpuCopyPlan | None = None
         self._job: CopyJob | None = None
         self._threads = [TaskThread(f"reft-copier-{i}", cpu) for i, cpu in enumerate(cpus or [None])]
         self._idle_cpus: list[int | None] = ([*cpus] or [None]) if has_idle else []
-        self._idle: list[TaskThread] = []  # there once a snapshot takes a course
+        self._idle_threads: list[TaskThread] = []  # started with the first paced snapshot
 
     def begin(self, job: CopyJob) -> None:
         if self._plan is None or self._plan.save_plan is not job.save_plan:
             self._plan = CpuCopyPlan.of(job.save_plan, job.chunk_bytes, 2 * len(self._threads))
         plan = self._plan
-        if job.pacing_plan is not None and not self._idle:
-            self._idle = [TaskThread(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)]
+        if job.pacing_plan is not None and not self._idle_threads:
+            self._idle_threads = [
+                TaskThread(f"reft-idle-{i}", cpu, is_idle=True) for i, cpu in enumerate(self._idle_cpus)
+            ]
         for copy_aside in plan.at_mark:
             copy_aside()
         self._throttle.begin()
-        self._reading.clear()
+        self._reads_done.clear()
         self._job = job
         self._threads[0].submit(lambda: self._take(job, plan))
 
     def fence(self) -> None:
-        if self._reading.is_set() or self._job is None:
+        if self._reads_done.is_set() or self._job is None:
             return
         began_s = self._clock()
         self._job.give_up()
         self._throttle.lift(Tier.FENCE)
-        self._reading.wait()
+        self._reads_done.wait()
         self.copy_stats.stalled(began_s, self._clock())
 
     def is_capturing(self) -> bool:
@@ -99,11 +106,11 @@ class CpuCopyEngine:
         self._threads[0].submit(task)
 
     def close(self) -> None:
-        for thread in [*self._threads, *self._idle]:
+        for thread in [*self._threads, *self._idle_threads]:
             thread.close()
 
     def _take(self, job: CopyJob, plan: CpuCopyPlan) -> None:
-        """One snapshot, in the first thread; the others take their share of the work."""
+        """Takes one snapshot, in the first thread; the other threads do a part of the copies."""
         try:
             digests = np.zeros(plan.chunks, np.uint64)
             slot = job.open(True)
@@ -113,20 +120,20 @@ class CpuCopyEngine:
             for copy_aside in plan.later:
                 copy_aside()
             self._copy(job, plan, data, digests)
-            found = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
+            cell_digests = {sample.cell: digest(sample, plan.sources) for sample in job.samples()}
             job.intact()
-            job.compared(found)
+            job.compared(cell_digests)
             job.landed({plan.save_plan.leaves[i].name: plan.sources[i].tobytes() for i in plan.save_plan.inline_leaves})
         except Exception as error:
             job.failed(error)
             return
         finally:
-            self._reading.set()
-        # The optimizer may run now: only the slot is read from here on.
+            self._reads_done.set()
+        # The optimizer may run now: from here on only the slot is read.
         try:
             parity = plan.save_plan.parity_chunks
             if parity:
-                self._shared_out(
+                self._run_in_threads(
                     lambda threads: np.linspace(parity.start, parity.stop, threads + 1, dtype=int).tolist(),
                     lambda _, chunks: _digest(slot, digests, chunks),
                 )
@@ -134,32 +141,42 @@ class CpuCopyEngine:
         except Exception as error:
             job.failed(error)
 
-    def _shared_out(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
-        """Runs work(thread's index, its tasks) in all threads; returns when all have ended, and raises what one raised."""
-        at = bounds(len(self._threads))
-        parts = [partial(work, i, range(begin, end)) for i, (begin, end) in enumerate(pairwise(at))]
-        run_all(parts[0], list(zip(self._threads[1:], parts[1:], strict=True)))
+    def _run_in_threads(self, bounds: Callable[[int], list[int]], work: Callable[[int, range], None]) -> None:
+        """Runs `work` in all threads and waits for them; raises what one of them raised.
+
+        Args:
+            bounds: from a number of threads: where the tasks of each thread begin, and the end.
+            work: called with the thread's index and its tasks.
+        """
+        starts = bounds(len(self._threads))
+        calls = [partial(work, i, range(begin, end)) for i, (begin, end) in enumerate(pairwise(starts))]
+        run_all(calls[0], list(zip(self._threads[1:], calls[1:], strict=True)))
 
     def _copy(self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray) -> None:
-        """All parts and columns: each thread its part, at once; or, along a course, from one queue, each when it is due."""
+        """Copies all parts and computes all columns.
+
+        Without a pacing plan each thread has its own tasks and begins at once. With one, all
+        threads take tasks from one queue, each task when it is due.
+        """
         if job.pacing_plan is None:
-            self._shared_out(plan.bounds, lambda i, tasks: self._read_at_once(job, plan, data, digests, i, tasks))
+            self._run_in_threads(plan.bounds, lambda i, tasks: self._copy_at_once(job, plan, data, digests, i, tasks))
             return
         paced_copy = PacedCopy(job.pacing_plan, plan.weights, len(plan.tasks))
         self._throttle.open(paced_copy)
 
-        def read(thread: int, hands: Priority) -> None:
+        def copy_paced(thread: int, priority: Priority) -> None:
             try:
-                self._read_along(job, plan, data, digests, thread, paced_copy, hands)
+                self._copy_paced(job, plan, data, digests, thread, paced_copy, priority)
             except BaseException:
-                self._throttle.abandon(paced_copy)  # the others may wait for a gap
+                self._throttle.abandon(paced_copy)  # other threads may be waiting for a gap
                 raise
 
-        hands = [Priority.BUSY if self._idle else Priority.ALL] * len(self._threads) + [Priority.IDLE] * len(self._idle)
-        parts = [partial(read, i, each) for i, each in enumerate(hands)]
-        run_all(parts[0], list(zip([*self._threads[1:], *self._idle], parts[1:], strict=True)))
+        priorities = [Priority.BUSY if self._idle_threads else Priority.ALL] * len(self._threads)
+        priorities += [Priority.IDLE] * len(self._idle_threads)
+        calls = [partial(copy_paced, i, priority) for i, priority in enumerate(priorities)]
+        run_all(calls[0], list(zip([*self._threads[1:], *self._idle_threads], calls[1:], strict=True)))
 
-    def _read_along(
+    def _copy_paced(
         self,
         job: CopyJob,
         plan: CpuCopyPlan,
@@ -167,28 +184,30 @@ class CpuCopyEngine:
         digests: np.ndarray,
         thread: int,
         paced_copy: PacedCopy,
-        hands: Priority,
+        priority: Priority,
     ) -> None:
-        spent = dict.fromkeys(Tier, (0, 0.0))
+        """Runs the tasks of one thread, each when it is due, and measures the rate of each tier."""
+        measured = dict.fromkeys(Tier, (0, 0.0))
 
-        def note(task: CopyTask, begin_s: float, end_s: float, is_whole: bool) -> None:
-            if is_whole:  # else it also waited for what came after the gap
-                nbytes, seconds = spent[task.tier]
-                spent[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
+        def note(task: CopyTask, begin_s: float, end_s: float, in_one_phase: bool) -> None:
+            if in_one_phase:  # else the time also holds waits for the phase after the gap
+                nbytes, seconds = measured[task.tier]
+                measured[task.tier] = nbytes + plan.weights[task.number], seconds + end_s - begin_s
             name = "chunks" if task.number < len(plan.tasks) else "parity"
             self.copy_stats.timeline.add(
                 TimelineEvent(f"{COPYING} {thread}", name, begin_s, end_s, task.tier, task.number)
             )
 
-        self._read(job, plan, data, digests, thread, self._throttle.tasks(paced_copy, hands, note))
-        for tier, (nbytes, seconds) in spent.items():
+        self._run_tasks(job, plan, data, digests, thread, self._throttle.tasks(paced_copy, priority, note))
+        for tier, (nbytes, seconds) in measured.items():
             self.copy_stats.moved(tier, nbytes * len(self._threads), seconds)
 
-    def _read_at_once(
+    def _copy_at_once(
         self, job: CopyJob, plan: CpuCopyPlan, data: Bytes, digests: np.ndarray, thread: int, tasks: range
     ) -> None:
+        """Runs the tasks of one thread without a pause, and measures their rate."""
         began_s, tier = self._clock(), self._throttle.tier
-        self._read(job, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
+        self._run_tasks(job, plan, data, digests, thread, zip(tasks, repeat(None), strict=False))
         ended_s = self._clock()
         if len(tasks):
             nbytes = int(plan.work[tasks.stop - 1]) - (int(plan.work[tasks.start - 1]) if tasks.start else 0)
@@ -198,7 +217,7 @@ class CpuCopyEngine:
                 TimelineEvent(track, f"{len(tasks)} chunks and columns", began_s, ended_s, tier, nbytes)
             )
 
-    def _read(
+    def _run_tasks(
         self,
         job: CopyJob,
         plan: CpuCopyPlan,
@@ -207,15 +226,22 @@ class CpuCopyEngine:
         thread: int,
         tasks: Iterable[tuple[int, Tier | None]],
     ) -> None:
-        """Tasks of parts come first, columns after them; those without a tier count as what training does meanwhile."""
-        # Python holds the interpreter's lock while training wants it: this loop asks the slot nothing.
+        """Copies the parts or computes the column of each task, and counts the bytes written.
+
+        Args:
+            tasks: number and tier of each. Numbers below len(plan.tasks) are tasks of parts, the
+                following ones columns. A task without a tier counts in the tier that training is
+                in.
+        """
+        # This loop asks the slot for nothing: it holds the interpreter's lock, and training wants
+        # the lock.
         counts = [0] * len(TIERS)
-        of_chunks, data = len(plan.tasks), data[: plan.save_plan.data_bytes]
+        part_tasks, data = len(plan.tasks), data[: plan.save_plan.data_bytes]
         for task, tier in tasks:
             written = 0
-            if task >= of_chunks:
-                job.at_parity(task - of_chunks)
-                column = plan.save_plan.columns[task - of_chunks]
+            if task >= part_tasks:
+                job.at_parity(task - part_tasks)
+                column = plan.save_plan.columns[task - part_tasks]
                 _compute(plan, column, data, plan.scratch[thread])
                 written = column.nbytes * len(column.outputs)
             else:
@@ -228,25 +254,30 @@ class CpuCopyEngine:
 
 
 def _copy_part(part: CopyPart, sources: list[Bytes], data: Bytes, digests: np.ndarray, size: int) -> int:
-    """Copies one part and digests each of its chunks; how many bytes were copied."""
+    """Copies one part and digests each of its chunks; returns how many bytes were copied.
+
+    Args:
+        size: of a chunk, in bytes.
+    """
     target, copied = data[part.chunks.start * size : part.chunks.stop * size], 0
     if len(part.runs) == 1 and part.runs[0].nbytes == target.nbytes:
         leaf, begin, copied, _ = part.runs[0]
-        digested = sources[leaf][begin : begin + copied]  # still in the core's cache; the slot is not
-        streaming.copy(target, digested)
+        source = sources[leaf][begin : begin + copied]
+        streaming.copy(target, source)
+        digest_input = source  # still in the core's cache; the slot's bytes are not
     else:
-        for leaf, begin, nbytes, at in part.runs:  # of several leaves, with padding between
+        for leaf, begin, nbytes, at in part.runs:  # several leaves, with padding between
             np.copyto(data[at : at + nbytes], sources[leaf][begin : begin + nbytes])
             copied += nbytes
-        digested = target
-    for at, chunk in zip(range(0, digested.nbytes, size), part.chunks, strict=True):
-        digests[chunk] = chunk_digest(digested[at : at + size])
+        digest_input = target
+    for at, chunk in zip(range(0, digest_input.nbytes, size), part.chunks, strict=True):
+        digests[chunk] = chunk_digest(digest_input[at : at + size])
     return copied
 
 
 def _compute(plan: CpuCopyPlan, column: ParityColumn, data: Bytes, scratch: Bytes) -> None:
     """XORs one column of parity from live bytes into the slot."""
-    n, program, used = column.nbytes, column.program, 0
+    n, program, used_bytes = column.nbytes, column.program, 0
     inputs = []
     for runs in column.inputs:
         if not runs:
@@ -254,15 +285,15 @@ def _compute(plan: CpuCopyPlan, column: ParityColumn, data: Bytes, scratch: Byte
         elif plan.save_plan.is_direct(runs, n):
             inputs.append(plan.sources[runs[0].leaf][runs[0].begin : runs[0].begin + n])
         else:
-            inputs.append(scratch[used : used + n])
-            used += n
+            inputs.append(scratch[used_bytes : used_bytes + n])
+            used_bytes += n
             _compose(plan.sources, runs, inputs[-1])
-    rows = [scratch[used + i * n : used + (i + 1) * n] for i in range(program.scratch)]
+    rows = [scratch[used_bytes + i * n : used_bytes + (i + 1) * n] for i in range(program.scratch)]
     erasure.run(program, inputs, [data[offset : offset + n] for offset in column.outputs], rows)
 
 
 def _compose(sources: list[Bytes], runs: tuple[WriteItem, ...], target: Bytes) -> None:
-    """Puts together a register from several runs, zeros between."""
+    """Fills a register from several runs, with zeros between them."""
     end = 0
     for leaf, begin, size, at in runs:
         if end < at:

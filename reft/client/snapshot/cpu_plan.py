@@ -1,12 +1,13 @@
-"""What one snapshot copies, cut and in order: for the CPU engine, made once for each share.
+"""Cuts a save plan into copy tasks for the CPU engine; made once for each save plan.
 
-    share's runs   | w ···················· | b ·· | v ····              live bytes, by their place in the slot
-    chunks         |       |       |       |       |       |             digested one by one
-    tasks          |               |               |               |     let through the gate one by one (throttle.py)
-    parts          | w             | w     | w b   | v     |             copied one by one: what one leaf fills, in one piece
+    runs     | w ···················· | b ·· | v ····      live bytes, by their place in the slot
+    chunks   |       |       |       |       |       |     each has a digest
+    tasks    |               |               |       |     each starts when throttle.py allows it
+    parts    | w             | w     | w b   | v     |     each is one copy of one leaf's bytes
 
-A part is as long as it can be, for a thread that copies asks for the interpreter's lock after each: two that do so at each
-chunk of 256 KiB wait for each other half as long again as they copy (bench/save.py, time to sealed).
+Parts are as long as possible, because a copy thread takes the interpreter's lock after each part.
+Two threads that take it after each chunk of 256 KiB wait for each other half of the time that they
+copy (bench/save.py, time to sealed).
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from reft.core.layout.layout import align
 from reft.errors import ReftError
 from reft.wire.slot_format import Bytes
 
-TASK_BYTES = 1 << 20  # what is let through a gate at once: asking has its own cost, and notes an event of the timeline
+TASK_BYTES = 1 << 20  # each task costs a call of the throttle and an event of the timeline
 
 
 class CopyPart(NamedTuple):
-    """Chunks side by side that one leaf fills, as one run; or one chunk, and the runs in it."""
+    """Adjacent chunks that one run of a leaf fills; or one chunk, and the runs in it."""
 
     chunks: range
     runs: list[WriteItem]
 
 
 def by_chunk(runs: Sequence[WriteItem], chunk_bytes: int, chunks: int) -> list[list[WriteItem]]:
-    """The runs cut at chunk borders."""
+    """Cuts the runs at chunk borders; returns the runs of each chunk."""
     table: list[list[WriteItem]] = [[] for _ in range(chunks)]
     for leaf, begin, nbytes, at in runs:
         done = 0
@@ -48,20 +49,20 @@ def by_chunk(runs: Sequence[WriteItem], chunk_bytes: int, chunks: int) -> list[l
     return table
 
 
-def joined(parts: Sequence[CopyPart], chunk_bytes: int, data_bytes: int) -> list[CopyPart]:
-    """Parts of one chunk each, side by side, joined where a leaf that fills one goes on and fills the next."""
-    found: list[CopyPart] = []
+def join_parts(parts: Sequence[CopyPart], chunk_bytes: int, data_bytes: int) -> list[CopyPart]:
+    """Joins adjacent parts of one chunk each, where one leaf fills both without a break."""
+    result: list[CopyPart] = []
     for part in parts:
-        if found and _goes_on(found[-1], part, chunk_bytes, data_bytes):
-            (before,), (run,) = found[-1].runs, part.runs
-            chunks = range(found[-1].chunks.start, part.chunks.stop)
-            found[-1] = CopyPart(chunks, [before._replace(nbytes=before.nbytes + run.nbytes)])
+        if result and _is_continued(result[-1], part, chunk_bytes, data_bytes):
+            (before,), (run,) = result[-1].runs, part.runs
+            chunks = range(result[-1].chunks.start, part.chunks.stop)
+            result[-1] = CopyPart(chunks, [before._replace(nbytes=before.nbytes + run.nbytes)])
         else:
-            found.append(part)
-    return found
+            result.append(part)
+    return result
 
 
-def _goes_on(before: CopyPart, part: CopyPart, chunk_bytes: int, data_bytes: int) -> bool:
+def _is_continued(before: CopyPart, part: CopyPart, chunk_bytes: int, data_bytes: int) -> bool:
     for each in (before, part):
         begin, end = each.chunks.start * chunk_bytes, min(each.chunks.stop * chunk_bytes, data_bytes)
         if len(each.runs) != 1 or each.runs[0].nbytes != end - begin:
@@ -73,14 +74,15 @@ def _goes_on(before: CopyPart, part: CopyPart, chunk_bytes: int, data_bytes: int
 
 @dataclass(frozen=True)
 class CpuCopyPlan:
-    """What to copy, cut and in order; made again only when the share is another.
+    """What the CPU engine copies, in order; made anew only for another save plan.
 
     Attributes:
-        at_mark: copies aside, in the caller, what forward mutates.
-        later: copies aside, in the thread, other riders, and leaves whose elements are not one run.
-        sources: the bytes of each leaf of the share, live or aside.
+        at_mark: copy leaves that forward mutates aside; called in the trainer's thread.
+        later: copy other inline leaves, and leaves with gaps between their elements, aside; called
+            in a copy thread.
+        sources: the bytes of each leaf of the save plan, live or copied aside.
         scratch: memory for the registers of one column, for each thread.
-        zeros: as many as the widest column has bytes.
+        zeros: as many zeros as the widest column has bytes.
     """
 
     save_plan: SavePlan
@@ -92,55 +94,56 @@ class CpuCopyPlan:
 
     @classmethod
     def of(cls, save_plan: SavePlan, chunk_bytes: int, threads: int) -> CpuCopyPlan:
-        """The plan of a share.
+        """Returns the copy plan for a save plan.
 
         Raises:
-            ReftError: slots have other chunks than the share was cut for, so that its sections don't begin at chunks.
+            ReftError: the slots' chunk size is not the save plan's, so its sections would not begin
+                at chunks.
         """
         if chunk_bytes != save_plan.chunk_bytes:
             raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {save_plan.chunk_bytes}.")
         sources, at_mark, later = _sources(save_plan)
-        room = max(((column.rows - len(column.outputs)) * column.nbytes for column in save_plan.columns), default=0)
-        assert room <= save_plan.tiling.scratch, (
-            f"{room} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
+        nbytes = max(((column.rows - len(column.outputs)) * column.nbytes for column in save_plan.columns), default=0)
+        assert nbytes <= save_plan.tiling.scratch, (
+            f"{nbytes} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
         )
-        scratch: list[Bytes] = [np.empty(room, np.uint8) for _ in range(threads)]
+        scratch: list[Bytes] = [np.empty(nbytes, np.uint8) for _ in range(threads)]
         zeros = np.zeros(max((column.nbytes for column in save_plan.columns), default=0), np.uint8)
         return cls(save_plan, at_mark, later, sources, scratch, zeros)
 
-    # Made in the thread that needs them first: the mark does not wait for them.
+    # Computed in the copy thread that needs them first, so that the mark does not wait for them.
 
     @property
     def chunks(self) -> int:
-        """How many chunks the slot's data has."""
+        """Number of chunks of the slot's data."""
         return -(-self.save_plan.data_bytes // self.save_plan.chunk_bytes)
 
     @cached_property
     def tasks(self) -> list[list[CopyPart]]:
-        """The chunks of each task, TASK_BYTES of them; those of the parity section are in none."""
+        """The parts of each task, TASK_BYTES in all; no task has chunks of the parity section."""
         parity, most = self.save_plan.parity_chunks, max(1, TASK_BYTES // self.save_plan.chunk_bytes)
         table = by_chunk(self.save_plan.runs, self.save_plan.chunk_bytes, self.chunks)
         parts = [CopyPart(range(i, i + 1), runs) for i, runs in enumerate(table)]
-        cut = [
-            each[i : i + most]
-            for each in (parts[: parity.start], parts[parity.stop :])
-            for i in range(0, len(each), most)
+        tasks = [
+            section[i : i + most]
+            for section in (parts[: parity.start], parts[parity.stop :])
+            for i in range(0, len(section), most)
         ]
-        return [joined(each, self.save_plan.chunk_bytes, self.save_plan.data_bytes) for each in cut]
+        return [join_parts(task, self.save_plan.chunk_bytes, self.save_plan.data_bytes) for task in tasks]
 
     @cached_property
     def weights(self) -> list[int]:
-        """The bytes that each task moves: those of chunks first, then columns."""
+        """The bytes that each task moves: first the tasks of parts, then the columns."""
         moved = [sum(run.nbytes for part in task for run in part.runs) for task in self.tasks]
         return moved + [c.nbytes * (len(c.inputs) + len(c.outputs)) for c in self.save_plan.columns]
 
     @cached_property
     def work(self) -> np.ndarray:
-        """The same, int64, added up."""
+        """The cumulative sums of `weights`, int64."""
         return np.cumsum(self.weights, dtype=np.int64)
 
     def bounds(self, threads: int) -> list[int]:
-        """Where each thread's tasks begin and end, so that all move about as many bytes."""
+        """Returns where each thread's tasks begin, and the end; the work is shared evenly."""
         if not len(self.work):
             return [0] * (threads + 1)
         ends = np.searchsorted(self.work, [self.work[-1] * i // threads for i in range(1, threads)])
@@ -148,7 +151,7 @@ class CpuCopyPlan:
 
 
 def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object]], list[Callable[[], object]]]:
-    """The bytes of each leaf: live ones, or where they are copied aside; what copies them at the mark, and what later."""
+    """Returns the bytes of each leaf, live or aside; copies at the mark; later copies."""
     inline_leaves = set(save_plan.inline_leaves)
     tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
     is_aside = [
@@ -167,12 +170,12 @@ def _sources(save_plan: SavePlan) -> tuple[list[Bytes], list[Callable[[], object
         sources.append(memory[end : end + size])
         end += align(size)
         if size:
-            (at_mark if leaf.staged else later).append(_gathering(tensor, sources[-1]))
+            (at_mark if leaf.staged else later).append(_copy_call(tensor, sources[-1]))
     return sources, at_mark, later
 
 
-def _gathering(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
-    """Copies a leaf's bytes: in the order of its memory if it is dense, else in row-major order."""
+def _copy_call(tensor: torch.Tensor, target: Bytes) -> Callable[[], object]:
+    """Returns a call that copies a leaf: in memory order if dense, else in row-major order."""
     if is_dense(tensor):
         return partial(np.copyto, target, flat_bytes(tensor).numpy())
     return partial(torch.from_numpy(target).view(tensor.dtype).view(tensor.shape).copy_, tensor)

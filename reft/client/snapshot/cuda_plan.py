@@ -1,11 +1,12 @@
-"""How one share travels from a device into a slot: what is gathered first, in which pieces the rest is copied, parity.
+"""Plans the copies of a save plan from a device into a slot: gathered leaves, the rest, parity.
 
     parity column    live bytes where they lie ─┐
-                     what must be put together ─┼► scratch: XOR ─► slot, and the same scratch for the next column
+                     composed registers ────────┼► scratch: XOR ─► slot; reused for the next column
                      zeros ─────────────────────┘
 
-Parity needs no more memory of the device than `parity_scratch_bytes`, a row of zeros, and the gathered leaves: the scratch
-is allocated once, and every register of a column is a row of it or the live tensor itself.
+Parity needs memory of the device for the scratch (`parity_scratch_bytes`), a row of zeros, and the
+gathered leaves, and no more. The scratch is allocated once. Each register of a column is a row of
+the scratch, or the live tensor itself.
 """
 
 from __future__ import annotations
@@ -21,27 +22,34 @@ from reft.client.state.tensors import device_of, flat_bytes, is_dense
 from reft.core.layout.layout import ALIGNMENT, SMALL_BYTES, align
 from reft.errors import ReftError, UnsupportedState
 
-TRANSFER_BYTES = 8 << 20  # one copy on the side stream; large enough for full bandwidth, small enough to stop between
+# One copy on the side stream; large enough for full bandwidth, small enough to stop between.
+TRANSFER_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class CudaCopyPlan:
-    """How one share travels. Gathered leaves have the same place in `gathered` and in the host's memory of a snapshot.
+    """The copies of one save plan.
+
+    A gathered leaf has the same offset in `gathered` and in the snapshot's host copy, which is as
+    large.
 
     Attributes:
-        gathered: of the device: riders, then small leaves in the order of the slot, then what lies on the host.
-        small: (live tensor of the device, its place in `gathered`).
-        host: (live tensor of the host, where it begins in the host's memory).
-        riders_bytes: size of the riders' run at the beginning.
-        host_offset: where the run of the host's leaves begins.
-        places: leaf number → where a gathered leaf begins.
+        gathered: memory of the device: inline leaves, small leaves in the order of the slot, leaves
+            of the host.
+        small: (live tensor on the device, its place in `gathered`).
+        host: (live tensor on the host, its offset in the host copy).
+        riders_bytes: size of all inline leaves of the device; they begin at offset 0.
+        host_offset: where the leaves of the host begin.
+        places: leaf number → offset of a gathered leaf.
         sources: the bytes of each leaf: live, or in `gathered`.
-        parts: (source, offset in the slot) of what is copied from the device, each TRANSFER_BYTES at most.
-        written: bytes that each part, then each column of parity, writes into the slot, zeros between leaves not counted.
-        late: (begin in the host's memory, size, offset in the slot) of what the worker copies.
-        large: (live bytes of the host, offset in the slot): copied at the mark, which blocks.
-        scratch: rows for the registers of a column.
-        zeros: as many as the widest column has bytes.
+        parts: (source, offset in the slot) of each copy from the device, each TRANSFER_BYTES at
+            most.
+        written: bytes that each part, then each parity column, writes into the slot, without zeros
+            between leaves.
+        late: (offset in the host copy, size, offset in the slot) of what the worker thread copies.
+        large: (live bytes on the host, offset in the slot): copied at the mark, which waits for it.
+        scratch: the rows for the registers of a column.
+        zeros: as many zeros as the widest column has bytes.
     """
 
     save_plan: SavePlan
@@ -61,7 +69,7 @@ class CudaCopyPlan:
 
 
 def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -> None:
-    """Enqueues one column of parity: everything that it needs beside live bytes is a row of the scratch."""
+    """Enqueues one parity column; its registers are live bytes, zeros, or rows of the scratch."""
     n, program = column.nbytes, column.program
     assert column.rows * n <= transfers.scratch.nbytes, f"{column.rows} rows of {n} bytes outgrow the scratch"
     rows: Iterator[torch.Tensor] = (transfers.scratch[i * n : (i + 1) * n] for i in range(column.rows))
@@ -85,17 +93,18 @@ def compute(transfers: CudaCopyPlan, column: ParityColumn, data: torch.Tensor) -
 
 
 def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
-    """Sorts the leaves of a share by how they travel.
+    """Returns the copies for a save plan, with the memory of the device that they need.
 
     Raises:
-        UnsupportedState: they lie on more than one device, or a large one has gaps between its elements.
-        ReftError: slots have other chunks than the share was cut for.
+        UnsupportedState: leaves lie on more than one device, or a large leaf has gaps between its
+            elements.
+        ReftError: the slots' chunk size is not the save plan's.
     """
     if chunk_bytes != save_plan.chunk_bytes:
         raise ReftError(f"slots have chunks of {chunk_bytes} bytes, the placement of {save_plan.chunk_bytes}.")
     tensors = [save_plan.tensors[leaf.name].detach() for leaf in save_plan.leaves]
     device = device_of(tensors)
-    places, riders_bytes, host_offset, end = _seats(save_plan)
+    places, riders_bytes, host_offset, end = _gathered_offsets(save_plan)
     gathered = torch.zeros(end, dtype=torch.uint8, device=device)
     small, host, sources = [], [], []
     for i, (leaf, tensor) in enumerate(zip(save_plan.leaves, tensors, strict=True)):
@@ -110,7 +119,7 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
             host.append((tensor, places[i]))
         elif leaf.nbytes:
             small.append((tensor, run.view(tensor.dtype).as_strided(tensor.shape, leaf.stride)))
-    pieces, late, large = _sorted_runs(save_plan, places, sources, gathered)
+    pieces, late, large = _classify_runs(save_plan, places, sources, gathered)
     parts = [
         (source[at : at + TRANSFER_BYTES], offset + at)
         for source, offset, _ in pieces
@@ -123,23 +132,26 @@ def plan_transfers(save_plan: SavePlan, chunk_bytes: int) -> CudaCopyPlan:
     ]
     written += [column.nbytes * len(column.outputs) for column in save_plan.columns]
     columns = save_plan.columns
-    room = max((column.rows * column.nbytes for column in columns), default=0)
-    assert room <= save_plan.tiling.scratch, f"{room} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
+    scratch_bytes = max((column.rows * column.nbytes for column in columns), default=0)
+    assert scratch_bytes <= save_plan.tiling.scratch, (
+        f"{scratch_bytes} bytes of scratch memory, {save_plan.tiling.scratch} were allowed"
+    )
     return CudaCopyPlan(
         save_plan, gathered, small, host, riders_bytes, host_offset, places, sources, parts, written, late, large,
-        scratch=torch.empty(room, dtype=torch.uint8, device=device),
+        scratch=torch.empty(scratch_bytes, dtype=torch.uint8, device=device),
         zeros=torch.zeros(max((column.nbytes for column in columns), default=0), dtype=torch.uint8, device=device),
     )  # fmt: skip
 
 
-def _seats(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:
-    """Where each gathered leaf begins; where riders end, where the host's leaves begin, and where all end."""
+def _gathered_offsets(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:
+    """Returns each gathered leaf's offset, inline leaves' end, host leaves' begin, the end."""
     inline_leaves = set(save_plan.inline_leaves)
     small = [
         i for i, leaf in enumerate(save_plan.leaves) if leaf.staged or leaf.nbytes < SMALL_BYTES or i in inline_leaves
     ]
     at = {run.leaf: run.at for run in reversed(save_plan.runs)}
-    # In the order of the slot, so that neighbours there are neighbours here, and travel together.
+    # In the order of the slot, so that neighbours in the slot are neighbours here, and one copy
+    # moves both.
     small.sort(key=lambda i: (i in save_plan.host_resident, i not in inline_leaves, at.get(i, 0)))
     places: dict[int, int] = {}
     riders_bytes, host_offset, end = 0, -1, 0
@@ -153,17 +165,19 @@ def _seats(save_plan: SavePlan) -> tuple[dict[int, int], int, int, int]:
     return places, riders_bytes, end if host_offset < 0 else host_offset, end
 
 
-def _sorted_runs(
+def _classify_runs(
     save_plan: SavePlan, places: dict[int, int], sources: list[torch.Tensor], gathered: torch.Tensor
 ) -> tuple[list[tuple[torch.Tensor, int, int]], list[tuple[int, int, int]], list[tuple[torch.Tensor, int]]]:
-    """Runs as Transfers has them: pieces with the bytes of leaves in them, late, large.
+    """Sorts the runs into pieces of the device, `late` and `large` as in CudaCopyPlan.
 
-    Gathered neighbours become one piece, the zeros between included.
+    A piece is (source, offset in the slot, bytes of leaves in it). Gathered neighbours become one
+    piece, with the zeros between them.
     """
     pieces: list[tuple[torch.Tensor, int, int]] = []
     late: list[tuple[int, int, int]] = []
     large: list[tuple[torch.Tensor, int]] = []
-    merged: list[list[int]] = []  # begin and end in `gathered`, offset in the slot, bytes of leaves
+    # Begin and end in `gathered`, offset in the slot, bytes of leaves.
+    merged: list[list[int]] = []
     for leaf, begin, size, at in save_plan.runs:
         if leaf not in places:
             run = sources[leaf][begin : begin + size]

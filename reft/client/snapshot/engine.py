@@ -1,6 +1,7 @@
-"""The seam between a session and what copies its bytes: one snapshot as a job, and what every engine does.
+"""The interface of a copy engine, and the job of copying one snapshot.
 
-The CPU engine and the CUDA engine hold to it; one contract test runs both (tests/client/snapshot/test_engines.py).
+There is an engine for CPU and one for CUDA. One contract test runs both
+(tests/client/snapshot/test_engines.py).
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from reft.wire.slot_format import SlotMap
 
 @dataclass
 class CopyJob:
-    """One snapshot to take.
+    """One snapshot to copy, and the callbacks of its stages.
 
     Attributes:
-        open: the slot to write, WRITING by then; called in the engine's thread, may wait for one if its argument is true,
-            raises if there is none.
-        give_up: makes a waiting `open` raise.
-        chunk_bytes: of each slot.
+        open: returns the slot to write, in the state WRITING. If its argument is true, it may wait
+            for a slot, and runs in the engine's thread. Raises if there is no slot.
+        give_up: makes an `open` that waits raise.
+        chunk_bytes: size of a chunk, the same in each slot.
         save_plan: what to write where.
-        at_chunk: called with each chunk's index before the part that it belongs to is copied; may raise.
-        at_parity: called with each parity column's index before it is computed; may raise.
-        intact: called after the last byte was read and before anything writes the state again; raises if it was written.
-        landed: what to do when the bytes are there; takes the riders' bytes, as they were at the mark, by name.
-        sealed, failed: what to do when the digests are there, or instead of what was not done yet, if anything raises.
-        samples: what of the cells to digest for comparison with other ranks.
-        compared: takes the samples' digests, by cell, before `landed`.
-        pacing_plan: where in the window the bytes are to go; None: at once, beside whatever training does.
+        at_chunk: called with each chunk's index before the part with this chunk is copied; may
+            raise.
+        at_parity: called with each parity column's index before the column is computed; may raise.
+        intact: called after the last byte was read, and before anything writes the state again.
+            Raises if the state was written since the mark.
+        landed: called when all bytes are in the slot, with the inline leaves' bytes at the mark, by
+            name.
+        sealed: called when the digests are there, with the digest of each chunk.
+        failed: called when anything raises, in place of the callbacks that are still to come.
+        samples: returns which bytes of the cells to digest, for comparison with other ranks.
+        compared: called before `landed`, with the samples' digests by cell.
+        pacing_plan: when in the window bytes are copied; None copies at once, beside whatever
+            training does.
     """
 
     open: Callable[[bool], SlotMap]
@@ -55,37 +61,48 @@ class CopyJob:
 
 
 class CopyEngine(Protocol):
-    """The seam between a session and what moves its bytes."""
+    """What a session needs of the part that copies its bytes.
 
-    copy_stats: CopyStats  # what it copied, when and how fast
-    cut: ParityTiling  # how it wants parity cut
-    compares_all: bool  # whether it may be asked to digest all live bytes of a snapshot
-    keeps_host_time: bool  # whether the host's time is the device's
+    Attributes:
+        copy_stats: how many bytes were copied, when and how fast.
+        cut: the sizes of the parity columns that this engine works best with.
+        compares_all: whether the engine can digest all live bytes of a snapshot at a bearable cost.
+        keeps_host_time: whether work is done on the device when Python has done it.
+    """
+
+    copy_stats: CopyStats
+    cut: ParityTiling
+    compares_all: bool
+    keeps_host_time: bool
 
     def begin(self, job: CopyJob) -> None:
         """Starts one snapshot; the earlier one must have passed its fence."""
 
     def fence(self) -> None:
-        """Makes sure that nothing reads the state any more; the time for which training is held up goes into the tally."""
+        """Makes sure that no copy reads the live state any more; counts the time of this wait."""
 
     def is_capturing(self) -> bool:
-        """Whether what training does now is only captured, into a CUDA graph: nothing may be enqueued for computing."""
+        """Tells whether training is being captured into a CUDA graph: nothing may be enqueued."""
 
     def enter(self, index: int, tier: Tier) -> Any:
-        """Tells what training does from now on; stretches of a window are numbered, 0 begins at the mark.
+        """Notes that training enters a phase of the window; phase 0 begins at the mark.
 
         Returns:
             A stamp of this moment, for `times`.
         """
 
     def stamp(self) -> Any:
-        """A stamp of this moment in the device's time."""
+        """Returns a stamp of this moment in the device's time."""
 
     def times(self, stamps: Sequence[Any]) -> list[float] | None:
-        """When stamps were passed, in seconds of `time.perf_counter`; None if the device has not passed all of them."""
+        """Returns when the device passed the stamps, in seconds of `time.perf_counter`.
+
+        Returns:
+            None if the device has not passed all of them.
+        """
 
     def hurry(self) -> None:
-        """Lets the snapshot that is under way go at once: somebody waits for it, or training has paused."""
+        """Copies the rest of the snapshot at once: a caller waits, or training has paused."""
 
     def submit(self, task: Callable[[], None]) -> None:
         """Runs a small task in the engine's thread."""

@@ -1,25 +1,29 @@
-"""The replica check: ranks that should hold the same bytes compare digests, at attach and with every snapshot.
+"""The replica check: ranks with the same bytes compare digests, at attach and at each snapshot.
 
-With every snapshot, so that shards of unlike replicas never make a version:
+With every snapshot, so that shards of mismatched replicas never become one version:
 
-    first snapshots of an attach     a digest of all of each cell
-    later ones                       a digest of WINDOW_BYTES of it; the window wanders with the step
+    first snapshots of an attach     a digest of all bytes of each cell
+    later snapshots                  a digest of WINDOW_BYTES of each; this window moves each step
 
-The digests travel with "sealed" (`reft.core.commit.round`), and lie in each rank's capsule: a restore finds all that is
-sealed, also what the round never heard of or found to differ, so it compares them before it reads any bytes. It does so with
-what is left
-of the steps before its base, too: in steps that were sealed before the ranks had heard of a difference, the window may lie
-elsewhere. What to digest follows from the step's number alone, so that all ranks digest the same. A difference that lasts is
-found within cell / WINDOW_BYTES snapshots; one that spreads, as in weights that were once updated with unlike gradients, with
-the next.
+The step's number alone decides what is digested, so all ranks digest the same bytes. A lasting
+difference is found within cell / WINDOW_BYTES snapshots. A difference that spreads, such as weights
+that were once updated with different gradients, is found with the next snapshot.
 
-At attach, before anything is placed, to find the leaves that differ:
+The digests travel with "sealed" (`reft.core.commit.round`), and lie in each rank's capsule. A
+restore finds all sealed slots, also those of which the round never heard, or which it found to
+differ. So a restore compares the digests before it reads any bytes. It also compares what is left
+of the steps before its base: those were sealed before the ranks had heard of a difference, and
+their windows may lie where the bytes differ.
 
-    cells, if all replicas were alike ─► every rank: one digest of each of its cells ─► all the same: done
-                                                                                    └► digests of leaves, from one rank of
-                                                                                       each kind ─► the leaves that differ
+At attach, before anything is placed, to find the mismatched leaves:
 
-Pieces of a whole that only one rank has are not looked at: nobody is to bring them back from another's bytes.
+    cells, if all replicas were equal
+      ─► every rank: one digest of each of its cells ─► all equal: done
+                                                     └► else: digests of leaves, from one rank of
+                                                        each kind of answer ─► mismatched leaves
+
+Pieces of a leaf that only one rank has are not checked: no rank restores them from another rank's
+bytes.
 """
 
 from __future__ import annotations
@@ -45,54 +49,61 @@ WINDOW_BYTES = 1 << 20
 
 
 class DigestSample(NamedTuple):
-    """Runs of one cell's bytes; their `at` counts from the beginning of the cell."""
+    """The bytes of one cell to digest; `at` in `runs` counts from the beginning of the cell."""
 
     cell: int
     runs: tuple[WriteItem, ...]
 
 
 def samples(cells: Sequence[CellRuns], step: int, in_whole: bool) -> list[DigestSample]:
-    """What to digest at a step."""
-    return [DigestSample(each.cell, tuple(_cut(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
+    """Returns what to digest at a step: all bytes of each cell (`in_whole`), or a window."""
+    return [DigestSample(each.cell, tuple(_clip(each, *_window(each.nbytes, step, in_whole)))) for each in cells]
 
 
 def digest(sample: DigestSample, sources: Sequence[Bytes]) -> int:
-    """The digest of a sample.
+    """Returns the digest of a sample.
 
     Args:
-        sources: the bytes of each leaf, by its number.
+        sample: the bytes to digest.
+        sources: the bytes of each leaf, by number.
     """
     return digest_of(sample, [sources[leaf][begin : begin + nbytes] for leaf, begin, nbytes, _ in sample.runs])
 
 
 def digest_of(sample: DigestSample, parts: Sequence[Bytes]) -> int:
-    """The digest of a sample whose runs' bytes are given one by one."""
-    found = xxhash.xxh3_64()
+    """Returns the digest of a sample.
+
+    Args:
+        sample: the bytes to digest.
+        parts: the bytes of each of the sample's runs.
+    """
+    hasher = xxhash.xxh3_64()
     for run, part in zip(sample.runs, parts, strict=True):
-        found.update(run.at.to_bytes(8, "little"))  # the same bytes elsewhere are other bytes
-        found.update(part.data)
-    return found.intdigest()
+        # Equal bytes at another place must give another digest.
+        hasher.update(run.at.to_bytes(8, "little"))
+        hasher.update(part.data)
+    return hasher.intdigest()
 
 
 def compared(tree: Mapping[str, Any]) -> list[list[int]]:
-    """What the capsule of a rank says that it had: [step, cell, digest] of each sample."""
+    """Returns the sample digests in a decoded capsule: [step, cell, digest] of each sample."""
     return [[tree["step"], *pair] for pair in tree.get("compared", {}).items()]
 
 
 def compared_before(capsules: Iterable[bytes]) -> list[list[int]]:
-    """The same of capsules that are left of earlier steps; what can't be read says nothing."""
-    found = []
-    for each in capsules:
+    """Returns the sample digests in capsules of earlier steps; skips unreadable capsules."""
+    samples = []
+    for capsule in capsules:
         with contextlib.suppress(FormatError):
-            found += compared(capsule_format.decode(each))
-    return found
+            samples += compared(capsule_format.decode(capsule))
+    return samples
 
 
 def are_mismatched(ranks: Iterable[Iterable[Sequence[int]]]) -> bool:
-    """Whether ranks had different bytes where they should be replicas.
+    """Tells whether ranks had different bytes where they should be replicas.
 
     Args:
-        ranks: `compared` of each.
+        ranks: [step, cell, digest] of each sample, for each rank.
     """
     known: dict[tuple[int, int], int] = {}
     return any(known.setdefault((step, cell), digest) != digest for each in ranks for step, cell, digest in each)
@@ -106,7 +117,7 @@ def _window(nbytes: int, step: int, in_whole: bool) -> tuple[int, int]:
     return begin, min(begin + WINDOW_BYTES, nbytes)
 
 
-def _cut(cell: CellRuns, begin: int, end: int) -> Iterator[WriteItem]:
+def _clip(cell: CellRuns, begin: int, end: int) -> Iterator[WriteItem]:
     for leaf, first, nbytes, at in cell.runs:
         low, high = max(at, begin), min(at + nbytes, end)
         if low < high:
@@ -116,12 +127,13 @@ def _cut(cell: CellRuns, begin: int, end: int) -> Iterator[WriteItem]:
 def find_mismatched(
     rank_group: RankGroup, division: Division, names: Collection[str], tensor_index: TensorIndex
 ) -> list[str]:
-    """Names of leaves that ranks hold with unlike bytes, or will; all ranks call it together.
+    """Returns the names of mismatched leaves, existing or predicted. All ranks call it together.
 
     Args:
-        division: as if all replicas were alike.
+        rank_group: exchanges the digests.
+        division: the cells, if all replicas were equal.
         names: all leaves of all layouts, also those that do not exist yet.
-        tensor_index: what this rank has.
+        tensor_index: the leaves of this rank.
 
     Raises:
         AttachError: a rank could not take part.
@@ -130,31 +142,35 @@ def find_mismatched(
         return []
     values: dict[str, str] = {}
 
-    def cells() -> dict[str, Any]:
+    def digest_cells() -> dict[str, Any]:
         values.update(value_digests(tensor_index, {leaf.name for leaf in shared(division, rank_group.rank)}))
         return {"cells": cell_digests(division, rank_group.rank, values)}
 
-    said = [each["cells"] for each in rank_group.gather_or_raise(cells)]
-    if all_match(division, said):
+    digests_by_rank = [answer["cells"] for answer in rank_group.gather_or_raise(digest_cells)]
+    if all_match(division, digests_by_rank):
         return []
-    kinds = [(division.layout_of[rank], tuple(each)) for rank, each in enumerate(said)]
+    kinds = [(division.layout_of[rank], tuple(digests)) for rank, digests in enumerate(digests_by_rank)]
     is_first = kinds.index(kinds[rank_group.rank]) == rank_group.rank
-    described = rank_group.gather_or_raise(lambda: {"values": values} if is_first else {})
-    return mismatched_names(described, names)
+    answers = rank_group.gather_or_raise(lambda: {"values": values} if is_first else {})
+    return mismatched_names(answers, names)
 
 
 def shared(division: Division, rank: int) -> list[Leaf]:
-    """The leaves that a rank has in common with others."""
+    """Returns the leaves in the cells of a rank: those that other ranks have, too."""
     cells = division.cells_of[division.layout_of[rank]]
     return [leaf for cell in cells for leaf in division.cells[cell].leaves]
 
 
 def value_digests(tensor_index: TensorIndex, names: Iterable[str]) -> dict[str, str]:
-    """A digest of the bytes of each of these leaves that exists; after CONSTANT if all elements are equal.
+    """Returns a digest of the bytes of each existing leaf in `names`.
 
-    By name; pieces of a whole by name, a line end, and their place in it: other pieces are other leaves.
+    The prefix CONSTANT is added to a digest if all elements of the leaf are equal.
+
+    Returns:
+        Digests by name. The key of a piece of a leaf is the name, a line end, and the place of the
+        piece, so that different pieces count as different leaves.
     """
-    wanted, found = set(names), {}
+    wanted, digests = set(names), {}
     for name, tensor in tensor_index.tensors.items():
         if name not in wanted:
             continue
@@ -164,52 +180,56 @@ def value_digests(tensor_index: TensorIndex, names: Iterable[str]) -> dict[str, 
         is_constant = not data.nbytes or bool((data.reshape(-1, size) == data[:size]).all())
         box = tensor_index.boxes.get(name)
         where = f"\n{list(tensor.shape)} at {list(box.offset)}" if box else ""
-        found[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
-    return found
+        digests[name + where] = (CONSTANT if is_constant else "") + xxhash.xxh3_64_hexdigest(data)
+    return digests
 
 
 def cell_digests(division: Division, rank: int, values: Mapping[str, str]) -> list[str]:
-    """One digest of what a rank has in each of its cells, in their order."""
-    by_name = {piece.partition("\n")[0]: digest for piece, digest in values.items()}
-    found = []
-    for cell in division.cells_of[division.layout_of[rank]]:
-        lines = "\n".join(by_name.get(leaf.name, "") for leaf in division.cells[cell].leaves)
-        found.append(xxhash.xxh3_64_hexdigest(lines.encode()))
-    return found
-
-
-def all_match(division: Division, said: Sequence[Sequence[str]]) -> bool:
-    """Whether all holders of each cell say the same of it.
+    """Returns one digest for each cell of a rank, in the order of the cells.
 
     Args:
-        said: what each rank said, from `cell_digests`.
+        values: the digests of the rank's leaves, from `value_digests`.
+    """
+    by_name = {piece.partition("\n")[0]: digest for piece, digest in values.items()}
+    digests = []
+    for cell in division.cells_of[division.layout_of[rank]]:
+        lines = "\n".join(by_name.get(leaf.name, "") for leaf in division.cells[cell].leaves)
+        digests.append(xxhash.xxh3_64_hexdigest(lines.encode()))
+    return digests
+
+
+def all_match(division: Division, digests_by_rank: Sequence[Sequence[str]]) -> bool:
+    """Tells whether all holders of each cell have the same digest of it.
+
+    Args:
+        digests_by_rank: the result of `cell_digests` on each rank.
     """
     seen: dict[int, str] = {}
     return all(
         seen.setdefault(cell, digest) == digest
-        for rank, digests in enumerate(said)
+        for rank, digests in enumerate(digests_by_rank)
         for cell, digest in zip(division.cells_of[division.layout_of[rank]], digests, strict=True)
     )
 
 
-def mismatched_names(described: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
-    """Names of leaves that ranks hold with unlike bytes, or will.
+def mismatched_names(answers: Sequence[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """Returns the names of mismatched leaves, existing or predicted.
 
-    The optimizer's state of such a leaf goes with it. So do leaves of one repeated value once anything differs: that zeros
-    are equal proves nothing.
+    The optimizer's state of a mismatched leaf counts as mismatched, too. So does each leaf of one
+    repeated value as soon as any leaf differs: two leaves of zeros may be equal by chance.
 
     Args:
-        described: the digests of some ranks, as "values".
+        answers: from some ranks, with the result of `value_digests` as "values".
         names: all leaves of all layouts, also those that do not exist yet.
     """
     seen: dict[str, set[str]] = {}
-    for said in described:
-        for name, digest in said.get("values", {}).items():
+    for answer in answers:
+        for name, digest in answer.get("values", {}).items():
             seen.setdefault(name, set()).add(digest)
     differ = {piece.partition("\n")[0] for piece, digests in seen.items() if len(digests) > 1}
     if not differ:
         return []
     constant = {piece for piece, digests in seen.items() if all(digest.startswith(CONSTANT) for digest in digests)}
-    proven = {piece.partition("\n")[0] for piece in seen if piece not in constant}
-    differ |= {piece.partition("\n")[0] for piece in constant} - proven
+    not_constant = {piece.partition("\n")[0] for piece in seen if piece not in constant}
+    differ |= {piece.partition("\n")[0] for piece in constant} - not_constant
     return sorted({name for name in names if name in differ or any(name.endswith(f".{each}") for each in differ)})

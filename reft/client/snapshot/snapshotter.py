@@ -1,11 +1,16 @@
-"""One rank's snapshots: which slot, when to skip, what to tell the daemon. The trainer's thread calls; nothing here waits.
+"""Takes the snapshots of one rank: chooses the slot, skips steps, reports to the daemon.
 
-    take(step):  leaves still where they were? ─► host state, staged leaves ─► engine: slot by the reuse rule ─► WRITING, copy …
-                      │ no: new layout                                            │ none until the fence: void(step)
-                      └► fits: use it; else lease larger slots beside training, void(step) until they are there
-    fence():     before anything writes the state again
+    take(step)  are all leaves where they were? ── yes ─► host state, staged leaves ─► copy engine
+                      │ no: new save plan                           │ slot by the reuse rule
+                      ▼                                             ▼ none until the fence: void
+                does the plan fit into the slots? ── yes ─► as above
+                      │ no
+                      └► lease larger slots in a thread; void until they are there
+    fence()     before anything writes the state again
 
-Any failure in here is a snapshot that was not taken: counted, reported, logged as `core.complaints` says, never raised.
+The trainer's thread calls this module, and no call inside a step waits for another process. A
+failure never reaches training. The snapshot is skipped, counted and reported; `TroubleLog` decides
+when the log says so.
 """
 
 from __future__ import annotations
@@ -46,31 +51,32 @@ log = logging.getLogger("reft")
 
 @dataclass
 class SnapshotCounts:
-    """What `session.stats()` adds up."""
+    """The sums that `session.stats()` shows; `mark_s` is the time that marks held up training."""
 
     snapshots: int = 0
     skipped: int = 0
     sealed_step: int = -1
-    mark_s: float = 0.0  # training was held up at marks
+    mark_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class CurrentPlan:
-    """The leaves that exist and where their bytes go, as every snapshot needs it."""
+    """The leaves that exist now, and the save plan for them."""
 
     tensor_index: TensorIndex
     save_plan: SavePlan
 
     @classmethod
     def of(
-        cls, tensor_index: TensorIndex, placement: Placement, rank: int, cut: ParityTiling, before: SavePlan | None
+        cls, tensor_index: TensorIndex, placement: Placement, rank: int, tiling: ParityTiling, previous: SavePlan | None
     ) -> CurrentPlan:
+        """Makes the plan for the leaves in `tensor_index`; reuses the previous plan if possible."""
         leaves = tensor_index.leaves()
-        same = before.with_tensors(leaves, tensor_index.tensors) if before else None
-        return cls(tensor_index, same or plan_save(placement, rank, leaves, tensor_index.tensors, cut))
+        reused = previous.with_tensors(leaves, tensor_index.tensors) if previous else None
+        return cls(tensor_index, reused or plan_save(placement, rank, leaves, tensor_index.tensors, tiling))
 
     def fits(self, slots: Sequence[MappedSlot]) -> bool:
-        """Whether every slot has room for the data and the table."""
+        """Tells whether every slot has room for the data and the leaf table."""
         geometries = [slot.map.header.geometry for slot in slots]
         return bool(geometries) and all(
             g.data_capacity >= self.save_plan.data_bytes and g.table_capacity >= len(self.save_plan.table)
@@ -80,13 +86,15 @@ class CurrentPlan:
 
 @dataclass
 class Snapshotter:
-    """See the module.
+    """The snapshots of one rank; see the module.
 
     Args:
-        leases: gets slots with room for a share; blocks, so it is called in a thread of its own.
-        base: the version that this attach started from: known to be whole.
-        placement: where the bytes of this epoch lie; it stays when leaves come and go.
-        compares_all_until: up to this step ranks compare all of their cells, then a window of them.
+        base: the version that this attach started from; it is known to be whole.
+        leases: gets slots that are large enough for the save plan. It blocks, so a thread of its
+            own calls it.
+        placement: where the bytes of this epoch lie. It stays the same when leaves come and go.
+        compares_all_until: up to this step, ranks compare all bytes of their cells; later only a
+            window of each.
     """
 
     tracked: TrackedObjects
@@ -102,27 +110,30 @@ class Snapshotter:
     placement: Placement
     compares_all_until: int
     counts: SnapshotCounts = field(default_factory=SnapshotCounts)
-    _held: CurrentPlan | None = None
-    _expected: SavePlan | None = None
+    _plan: CurrentPlan | None = None
+    _predicted_plan: SavePlan | None = None
     _trouble_log: TroubleLog = field(default_factory=TroubleLog)
-    _floor: int = -1
-    _leasing: threading.Thread | None = None
-    _leased: list[MappedSlot] | None = None
-    _outgrown: list[MappedSlot] = field(default_factory=list)
-    _under_way: set[int] = field(default_factory=set)  # indexes of slots that the engine has not finished with
+    _discarded_until: int = -1
+    _lease_thread: threading.Thread | None = None
+    _new_slots: list[MappedSlot] | None = None
+    _old_slots: list[MappedSlot] = field(default_factory=list)
+    # Indexes of slots that the copy engine still writes.
+    _busy_slots: set[int] = field(default_factory=set)
 
     def take(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None = None) -> bool:
-        """Begins the snapshot of `step`; False if it is skipped. The state must not change until `fence`.
+        """Begins the snapshot of `step`; returns False if it is skipped.
+
+        The state must not change until `fence`.
 
         Args:
-            is_marked: whether the step was counted by a mark; else by a call of the optimizer.
-            pacing_plan: where in the window its bytes go; None: at once.
+            is_marked: True if a mark counted the step, False if a call of the optimizer did.
+            pacing_plan: when in the window the bytes are copied; None copies at once.
         """
         began = time.perf_counter()
         try:
             reason = self._begin(step, is_marked, pacing_plan)
         except Exception as error:
-            # A protector must not be the killer: whatever went wrong, training goes on.
+            # A failed snapshot must never end training.
             reason = str(error) if isinstance(error, ReftError) else f"{type(error).__name__}: {error}"
         self.counts.mark_s += time.perf_counter() - began
         if reason:
@@ -130,17 +141,17 @@ class Snapshotter:
         return not reason
 
     def expect(self, leaves: Sequence[Leaf]) -> None:
-        """Cuts the work for the leaves that attach foresees, so that the first mark finds it done."""
-        self._expected = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.cut)
+        """Makes the save plan for the leaves that attach predicts, before the first mark."""
+        self._predicted_plan = plan_save(self.placement, self.rank, leaves, {}, self.copy_engine.cut)
 
     def fence(self) -> None:
-        """Makes sure that nothing reads the state any more."""
+        """Returns once no copy reads the live state any more."""
         self.copy_engine.fence()
 
     def discard(self, until: int) -> None:
-        """Drops what was counted wrongly in this epoch, and takes nothing up to step `until`.
+        """Drops this epoch's snapshots with wrong step numbers; takes none up to step `until`.
 
-        The base's own step was counted before it: taken again to protect it anew, it stays.
+        A new snapshot of the base's own step stays, because that number was right.
         """
         log.warning(
             "rank %d: the optimizer was called %d times before the first mark; snapshots begin after that. Call "
@@ -148,7 +159,7 @@ class Snapshotter:
             self.rank,
             until,
         )
-        self._floor = until
+        self._discarded_until = until
         start = self.base.step if self.base else 0
         for slot in self.slots:
             version = slot.map.header.version
@@ -156,51 +167,60 @@ class Snapshotter:
                 slot.map.empty()
 
     def _begin(self, step: int, is_marked: bool, pacing_plan: PacingPlan | None) -> str:
-        """Starts the copy; why not, if it can't."""
+        """Starts the copy; returns why it can't, or an empty string."""
         if self.reporter.is_fenced:
             return str(self.reporter.error)
-        if trouble := self._mismatched():
-            return trouble  # until a review moves them out: a restore would find it sealed, and its windows may agree
+        if mismatch := self._mismatch():
+            # Skip until a re-attach moves these leaves out of their cells. A restore would find the
+            # snapshot sealed, and the windows that it compares may happen to be equal.
+            return mismatch
         if self.reporter.slots_missing:
-            self._give_back(self.copy_engine.submit)
-        if step <= self._floor:
-            return f"steps up to {self._floor} were counted by calls of the optimizer."
-        held = self._current()
-        if not self._room_for(held):
+            self._return_memory(self.copy_engine.submit)
+        if step <= self._discarded_until:
+            return f"steps up to {self._discarded_until} were counted by calls of the optimizer."
+        plan = self._current_plan()
+        if not self._ensure_slots(plan):
             return "slots of the new size are being made."
-        self.copy_engine.begin(
-            self._job(step, held, {**self.host.take(step, held.tensor_index.names), "marked": is_marked}, pacing_plan)
-        )
+        host_tree = {**self.host.take(step, plan.tensor_index.names), "marked": is_marked}
+        self.copy_engine.begin(self._job(step, plan, host_tree, pacing_plan))
         return ""
 
     def wait(self, step: int, deadline_s: float) -> bool:
-        """Waits until `step` is decided; True if it is whole. Not for use inside a step.
+        """Waits until `step` is decided; returns True if it is whole. Not for use inside a step.
 
-        A daemon that was restarted meanwhile has its memory back then: no mark may follow that would see to it.
+        Also returns memfds to a daemon that was restarted meanwhile: perhaps no further mark comes
+            that would.
         """
         end = time.monotonic() + deadline_s
-        whole = self.reporter.wait(step, deadline_s)
+        is_whole = self.reporter.wait(step, deadline_s)
         while self.reporter.slots_missing and time.monotonic() < end:
-            self._give_back(lambda give_back: give_back())  # the engine may be waiting for what follows from it
-            whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
-        return whole
+            # In this thread: the copy thread may be blocked until the daemon has the memory.
+            self._return_memory(lambda task: task())
+            is_whole = self.reporter.wait(step, max(end - time.monotonic(), 0))
+        return is_whole
 
-    def _give_back(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """A daemon that was restarted knows nothing of memfds: it gets them back from us, in what `run` runs in."""
+    def _return_memory(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Returns the slots' memfds to a restarted daemon, which does not have them any more.
+
+        Args:
+            run: runs the task that returns them, in this thread or in another.
+        """
         self.reporter.slots_missing = False
-        kept = [slot for slot in self.slots if slot.descriptor >= 0]
+        memfd_slots = [slot for slot in self.slots if slot.descriptor >= 0]
 
         def give_back() -> None:
             try:
-                self.leases.give_back(kept)
+                self.leases.give_back(memfd_slots)
             except Exception as error:
-                self._settle(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
+                self._note_trouble(f"the daemon was restarted, and could not be given the memory of its slots: {error}")
 
-        if kept:
+        if memfd_slots:
             run(give_back)
 
-    def _open(self, step: int, held: CurrentPlan, given_up: threading.Event) -> MappedSlot:
-        """The slot for `step`, WRITING; waits for the round's news until it is given up.
+    def _open(self, step: int, plan: CurrentPlan, given_up: threading.Event) -> MappedSlot:
+        """Returns a slot for `step`, in the state WRITING.
+
+        Waits until the round's outcome frees a slot, or until `given_up` is set.
 
         Raises:
             ReftError: no slot may be reused.
@@ -209,29 +229,30 @@ class Snapshotter:
         slot = self.reporter.wait_for(lambda: self._free_slot() or given_up.is_set())
         if isinstance(slot, bool):
             raise ReftError("no slot may be reused: the round has not said that a newer step is whole.")
-        save_plan = held.save_plan
+        save_plan = plan.save_plan
         slot.map.begin(Version(self.epoch, step), save_plan.digest, save_plan.table, save_plan.data_bytes)
-        self._under_way.add(slot.index)
+        self._busy_slots.add(slot.index)
         return slot
 
     def _free_slot(self) -> MappedSlot | None:
-        views = [slot.view() for slot in self.slots if slot.index not in self._under_way]
+        views = [slot.view() for slot in self.slots if slot.index not in self._busy_slots]
         voids = [view.version for view in views if view.version is not None and self.reporter.voids(view.version)]
         chosen = choose(views, self.whole, voids)
         return None if chosen is None else self.slots[chosen.index]
 
-    def _job(self, step: int, held: CurrentPlan, tree: Mapping[str, Any], pacing_plan: PacingPlan | None) -> CopyJob:
+    def _job(self, step: int, plan: CurrentPlan, tree: Mapping[str, Any], pacing_plan: PacingPlan | None) -> CopyJob:
+        """Returns the copy job of `step`; the copy thread completes the host state in `tree`."""
         facts = self._facts(step)
-        versions = held.tensor_index.versions()
+        versions = plan.tensor_index.versions()
         given_up = threading.Event()
-        opened: list[MappedSlot] = []
-        cells: dict[int, int] = {}
+        open_slots: list[MappedSlot] = []  # one, once the copy thread has it
+        cell_digests: dict[int, int] = {}
 
         def open_slot(may_wait: bool) -> SlotMap:
             if not may_wait:
                 given_up.set()
-            opened.append(self._open(step, held, given_up))
-            return opened[0].map
+            open_slots.append(self._open(step, plan, given_up))
+            return open_slots[0].map
 
         def give_up() -> None:
             given_up.set()
@@ -239,57 +260,56 @@ class Snapshotter:
 
         def intact() -> None:
             self.failpoints.hit("snapshot.landing", **facts)
-            now = held.tensor_index.versions()
-            if now == versions:
-                return
-            for name, before, after in zip(held.tensor_index.tensors, versions, now, strict=True):
-                if before != after and name not in held.tensor_index.staged:
-                    raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")
+            _check_unwritten(plan.tensor_index, versions)
 
         def landed(inline_leaves: Mapping[str, bytes]) -> None:
-            # The tree is a copy, so the engine's thread can make the capsule of it: that takes the mark a third longer.
-            whole = self.host.complete(tree)
-            whole |= {"riders": dict(inline_leaves), "absent": list(held.save_plan.absent), "compared": dict(cells)}
-            opened[0].map.put_capsule(serialization.encode(whole))
-            opened[0].map.landed()
+            # The tree is a copy, so the copy thread can encode it: at the mark that would take a
+            # third longer.
+            content = self.host.complete(tree) | {
+                "riders": dict(inline_leaves),
+                "absent": list(plan.save_plan.absent),
+                "compared": dict(cell_digests),
+            }
+            open_slots[0].map.put_capsule(serialization.encode(content))
+            open_slots[0].map.landed()
             self.failpoints.hit("snapshot.landed", **facts)
 
-        def compared(found: Mapping[int, int]) -> None:
-            cells.update(found)
+        def compared(digests: Mapping[int, int]) -> None:
+            cell_digests.update(digests)
 
         def sealed(digests: np.ndarray) -> None:
-            opened[0].map.sealed(digests)
-            self._under_way.discard(opened[0].index)
+            open_slots[0].map.sealed(digests)
+            self._busy_slots.discard(open_slots[0].index)
             self.failpoints.hit("snapshot.sealed", **facts)
             self.counts.snapshots += 1
             self.counts.sealed_step = step
-            trouble = self._mismatched()
-            self._settle(trouble)
-            self.reporter.answer(step, StepAnswer.SEALED, trouble, cells)
+            mismatch = self._mismatch()
+            self._note_trouble(mismatch)
+            self.reporter.answer(step, StepAnswer.SEALED, mismatch, cell_digests)
 
         def failed(error: Exception) -> None:
-            self._under_way.difference_update(slot.index for slot in opened)
+            self._busy_slots.difference_update(slot.index for slot in open_slots)
             self.void(step, str(error))
 
         return CopyJob(
-            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, held.save_plan,
+            open_slot, give_up, self.slots[0].map.header.geometry.chunk_bytes, plan.save_plan,
             at_chunk=lambda index: self.failpoints.hit("snapshot.chunk", chunk=index, **facts),
             at_parity=lambda index: self.failpoints.hit("snapshot.parity", chunk=index, **facts),
             intact=intact, landed=landed, sealed=sealed, failed=failed, compared=compared, pacing_plan=pacing_plan,
             samples=lambda: samples(
-                held.save_plan.cells, step, self.copy_engine.compares_all and step <= self.compares_all_until
+                plan.save_plan.cells, step, self.copy_engine.compares_all and step <= self.compares_all_until
             ),
         )  # fmt: skip
 
-    def _mismatched(self) -> str:
-        """Why nothing becomes whole although every rank seals; empty if replicas are alike."""
+    def _mismatch(self) -> str:
+        """Returns which replicas differ, so that no step becomes whole; empty if all are equal."""
         cells = sorted(self.reporter.mismatched)
         if not cells:
             return ""
         leaves = [leaf.name for cell in cells for leaf in self.placement.division.cells[cell].leaves]
-        found = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
+        where = f"in {counted(len(leaves), 'leaf', 'leaves')} at most, e.g. {leaves[0]}"
         return (
-            f"ranks hold different bytes where they should be replicas: {found}. "
+            f"ranks hold different bytes where they should be replicas: {where}. "
             "Train them alike (DDP does), or attach with protect='none', and each rank keeps its own."
         )
 
@@ -297,92 +317,100 @@ class Snapshotter:
         return {"rank": self.rank, "step": step, "epoch": self.epoch.counter}
 
     def void(self, step: int, reason: str) -> None:
-        """Says that this rank has no snapshot of `step`, and why."""
+        """Reports that this rank has no snapshot of `step`, and why."""
         self.counts.skipped += 1
-        self._settle(reason)
+        self._note_trouble(reason)
         self.copy_engine.submit(lambda: self.reporter.answer(step, StepAnswer.VOID, reason))
 
-    def _settle(self, reason: str) -> None:
-        """Logs when snapshots begin to fail, fail for another reason, or work again."""
+    def _note_trouble(self, reason: str) -> None:
+        """Logs when snapshots begin to fail, fail for another reason, or work again ("")."""
         if self._trouble_log.heard(reason, time.monotonic()):
-            what = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
-            log.warning("rank %d %s", self.rank, what)
+            message = f"skips snapshots: {reason} Training goes on." if reason else "takes snapshots again."
+            log.warning("rank %d %s", self.rank, message)
 
     # Layout
 
-    def _current(self) -> CurrentPlan:
-        if self._held is None or not self._held.tensor_index.is_current():
-            before = self._held.save_plan if self._held else self._expected
-            self._held = CurrentPlan.of(self.tracked.bind(), self.placement, self.rank, self.copy_engine.cut, before)
-            extra = self._held.save_plan.unplanned
-            if self.placement.lanes and extra != (before.unplanned if before else ()):
+    def _current_plan(self) -> CurrentPlan:
+        """Returns the plan for the leaves that exist now; makes a new one if they changed."""
+        if self._plan is None or not self._plan.tensor_index.is_current():
+            previous = self._plan.save_plan if self._plan else self._predicted_plan
+            self._plan = CurrentPlan.of(self.tracked.bind(), self.placement, self.rank, self.copy_engine.cut, previous)
+            unplanned = self._plan.save_plan.unplanned
+            if self.placement.lanes and unplanned != (previous.unplanned if previous else ()):
                 log.warning(
-                    "rank %d: %d leaves were not foreseen by attach and are lost with their node, e.g. %s.",
+                    "rank %d: attach did not predict %d leaves, e.g. %s. They are lost with their node.",
                     self.rank,
-                    len(extra),
-                    ", ".join(extra[:3]),
+                    len(unplanned),
+                    ", ".join(unplanned[:3]),
                 )
-        return self._held
+        return self._plan
 
-    def _room_for(self, held: CurrentPlan) -> bool:
-        """Whether the slots are large enough; if not, larger ones are leased beside training."""
-        if self._leasing is not None and not self._leasing.is_alive():
-            self._leasing = None
-            if self._leased is not None:
-                # The outgrown slots stay mapped: the engine may hold views of them until the process ends.
-                self._outgrown += self.slots
-                self.slots, self._leased = self._leased, None
-        if self._leasing is not None:
-            return False  # even if the old slots fit: the daemon frees them once larger ones are made
-        if held.fits(self.slots):
+    def _ensure_slots(self, plan: CurrentPlan) -> bool:
+        """Tells whether the slots are large enough; if not, leases larger ones in a thread."""
+        if self._lease_thread is not None and not self._lease_thread.is_alive():
+            self._lease_thread = None
+            if self._new_slots is not None:
+                # The old slots stay mapped: the copy engine may hold views of them until the
+                # process ends.
+                self._old_slots += self.slots
+                self.slots, self._new_slots = self._new_slots, None
+        if self._lease_thread is not None:
+            # Even if the old slots fit: the daemon frees them once larger ones are made.
+            return False
+        if plan.fits(self.slots):
             return True
-        self._leasing = threading.Thread(target=self._lease, args=(held,), name="reft-lease", daemon=True)
-        self._leasing.start()
+        self._lease_thread = threading.Thread(target=self._lease, args=(plan,), name="reft-lease", daemon=True)
+        self._lease_thread.start()
         return False
 
-    def _lease(self, held: CurrentPlan) -> None:
+    def _lease(self, plan: CurrentPlan) -> None:
         try:
-            self._leased = self.leases.lease(held.save_plan.data_bytes, len(held.save_plan.table))
+            self._new_slots = self.leases.lease(plan.save_plan.data_bytes, len(plan.save_plan.table))
         except Exception as error:
-            if self._leasing is threading.current_thread():  # else the session was closed meanwhile
+            # If it is not this thread, the session was closed meanwhile.
+            if self._lease_thread is threading.current_thread():
                 log.warning("rank %d gets no slots for its new layout: %s", self.rank, error)
 
     def bytes_per_snapshot(self) -> int:
-        """Bytes that one snapshot writes into its slot: live ones, parity, and the capsule's riders."""
-        if self._held is None:
+        """Returns the bytes that one snapshot writes: live bytes, parity, and inline leaves."""
+        if self._plan is None:
             return 0
-        save_plan = self._held.save_plan
+        save_plan = self._plan.save_plan
         return save_plan.written_bytes + sum(save_plan.leaves[i].nbytes for i in save_plan.inline_leaves)
 
     @property
     def whole(self) -> Version | None:
-        """The newest version known to be whole, of this epoch and not discarded, or as its base."""
+        """The newest version known to be whole: of this epoch and not discarded, or the base."""
         known = self.reporter.whole
         return self.base if known is None or self.leaves_out(known.step) else known
 
     def newest_known_whole(self) -> int:
-        """The newest step known to be whole, in this epoch or as its base; -1 if none."""
+        """Returns the newest step known to be whole, of this epoch or of its base; -1 if none."""
         return self.whole.step if self.whole else -1
 
     def leaves_out(self, step: int) -> bool:
-        """Whether no snapshot of this step is ever taken: the number was used for a call of the optimizer, and discarded."""
-        return step <= self._floor
+        """Tells whether `discard` has excluded this step number, which counted optimizer calls."""
+        return step <= self._discarded_until
 
     @cached_property
     def is_protected(self) -> bool:
-        """Whether a whole version survives as many lost failure domains as were asked for."""
+        """Whether a whole version survives the loss of `tolerate` failure domains."""
         return not exposed(self.placement)
 
     @property
     def unforeseen(self) -> tuple[str, ...]:
-        """Leaves of the last snapshot that the placement does not know: this rank keeps them, and nobody else."""
-        return self._held.save_plan.unplanned if self._held and self.placement.lanes else ()
+        """Leaves of the last snapshot that attach did not predict: only this rank has them."""
+        return self._plan.save_plan.unplanned if self._plan and self.placement.lanes else ()
 
     def retire(self, deadline_s: float) -> bool:
-        """Ends these snapshots for others that go on with the engine; False if it does not end its work in time."""
-        ended = threading.Event()
-        self.copy_engine.submit(ended.set)
-        if not ended.wait(deadline_s):
+        """Closes all but the copy engine, which a new session goes on to use.
+
+        Returns:
+            False, with nothing closed, if the copy engine does not finish its work in time.
+        """
+        is_idle = threading.Event()
+        self.copy_engine.submit(is_idle.set)
+        if not is_idle.wait(deadline_s):
             return False
         self.release()
         self.reporter.close()
@@ -390,16 +418,30 @@ class Snapshotter:
         return True
 
     def release(self) -> None:
-        """Tells the daemon that the session was closed; slots that are still being made are not wanted any more."""
-        self._leasing = None
+        """Tells the daemon that the session is closed; ignores slots that are still being made."""
+        self._lease_thread = None
         self.reporter.release()
 
     def close(self) -> None:
-        """Ends the engine's thread and the connection to the daemon; the slots stay with the daemon."""
+        """Ends the copy thread and the connection to the daemon; the slots stay with the daemon."""
         self.copy_engine.close()
         self.reporter.close()
         self._unmap()
 
     def _unmap(self) -> None:
-        for slot in (*self.slots, *self._outgrown, *(self._leased or ())):
+        for slot in (*self.slots, *self._old_slots, *(self._new_slots or ())):
             slot.close()
+
+
+def _check_unwritten(tensor_index: TensorIndex, versions: Sequence[int]) -> None:
+    """Compares torch's version counters with `versions`, their values at the mark.
+
+    Raises:
+        ReftError: a leaf was written in place since the mark; staged leaves may be written.
+    """
+    versions_now = tensor_index.versions()
+    if versions_now == versions:
+        return
+    for name, before, after in zip(tensor_index.tensors, versions, versions_now, strict=True):
+        if before != after and name not in tensor_index.staged:
+            raise ReftError(f"{name} was written between the mark and the next optimizer step: torn, not kept.")

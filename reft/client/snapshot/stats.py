@@ -1,4 +1,4 @@
-"""What an engine has copied: how many bytes in which tier, how fast, and when."""
+"""Statistics of a copy engine: bytes by tier, rates, and the timeline of events."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from reft.client.snapshot.timeline import TRAINING, Timeline, TimelineEvent
 from reft.core.pipeline.pacing import Tier
 from reft.core.pipeline.profile import Estimate
 
-LEAST_S = 1e-4  # shorter than this says nothing about a rate
+LEAST_S = 1e-4  # a shorter time says nothing about a rate
 
 
 class CopyStats:
-    """See the module. Any thread may count."""
+    """How many bytes were copied, when and how fast. Any thread may call any method."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -21,21 +21,21 @@ class CopyStats:
         self._written = dict.fromkeys(Tier, 0)
         self._rates: dict[Tier, Estimate] = {}
         self._parity = Estimate()
-        self.stall_s = 0.0  # for which training waited for copies
+        self.stall_s = 0.0  # sum of the times that training waited for copies
 
     def wrote(self, counts: Iterable[int]) -> None:
-        """Counts bytes that were written, one number a tier, by what training did when their copy began."""
+        """Adds written bytes: one number for each tier, the one in which the copy began."""
         with self._lock:
             for tier, count in zip(Tier, counts, strict=True):
                 self._written[tier] += count
 
     def stalled(self, begin_s: float, end_s: float) -> None:
-        """Counts a time in which training waited at the fence."""
+        """Adds a time in which training waited at the fence."""
         self.stall_s += end_s - begin_s
         self.timeline.add(TimelineEvent(TRAINING, "fence", begin_s, end_s, Tier.FENCE))
 
     def moved(self, tier: Tier, nbytes: float, seconds: float, is_parity: bool = False) -> None:
-        """Takes a measurement of the engine's speed, of all its threads together, into account."""
+        """Adds a measurement of the engine's rate, which is that of all its threads together."""
         if seconds < LEAST_S:
             return
         with self._lock:
@@ -45,17 +45,21 @@ class CopyStats:
             self._rates.setdefault(tier, Estimate()).observe(nbytes / seconds)
 
     def rate(self, tier: Tier) -> float:
-        """Bytes a second beside what training does; what was measured beside something else before it was; 0 if nothing."""
+        """Returns the bytes copied a second in a tier.
+
+        Returns:
+            The rate of another tier if this one was never measured; 0 if none was.
+        """
         with self._lock:
-            found = self._rates.get(tier) or next(iter(self._rates.values()), None)
-            return found.mean if found else 0.0
+            estimate = self._rates.get(tier) or next(iter(self._rates.values()), None)
+            return estimate.mean if estimate else 0.0
 
     def parity_rate(self) -> float:
-        """Bytes of parity a second, computed and written; 0 if it was not measured apart from copies."""
+        """Returns the bytes of parity computed and written a second; 0 if never measured."""
         with self._lock:
             return self._parity.mean
 
     def written(self, tier: Tier | None = None) -> int:
-        """Bytes written in a tier, or in all."""
+        """Returns the bytes written in a tier, or in all tiers."""
         with self._lock:
             return sum(self._written.values()) if tier is None else self._written[tier]

@@ -1,11 +1,12 @@
-"""Where the CPU engine's threads wait until the course lets the next task through (reft.core.pipeline.course).
+"""Holds back the CPU engine's copy threads until the pacing plan has their next task due.
 
-    trainer's thread   mark ─► enter(0), begin    hooks ─► enter(stretch)    fence ─► lift
-    busy threads       open(passage) ─► task ─ …waits… ─► task ─► … ─► none left      beside training, and once lifted
-    idle threads       ─ …waits… ─► task ─► task ─ …waits… ─► task ─► … ─► none left      in gaps
+    trainer's thread   mark ─► enter(0), begin    hooks ─► enter(phase)    fence ─► lift
+    busy threads       open ─► task ─ …waits… ─► task ─► … ─► none left   beside training, or lifted
+    idle threads       ─ …waits… ─► task ─► task ─ …waits… ─► none left   in gaps
 
-The host's time is the device's here, so a gap that ends is seen at once: what stops copying is that the next task is not
-let through. The one under way goes on; in a gap it is a thread's that gives way to all others (client/memory/threads.py).
+On the CPU, the host sees at once that a gap ends. Copying stops because no further task is handed
+out. A task that has begun goes on; in a gap it runs in an idle thread, which gives way to all
+others (client/memory/threads.py). reft.core.pipeline.course decides which task is due when.
 """
 
 from __future__ import annotations
@@ -22,43 +23,46 @@ SHORTEST_WAIT_S = 100e-6  # what a thread needs to wake up anyway
 
 
 class CopyThrottle:
-    """See the module. One snapshot at a time; the trainer's thread never waits here for longer than a few instructions.
+    """Hands out the copy tasks of one snapshot at a time, each when it is due.
+
+    The trainer's thread never waits here for longer than a few instructions.
 
     Args:
-        clock: seconds.
+        clock: seconds, as `time.perf_counter` gives them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._changed = {hands: threading.Condition(self._lock) for hands in Priority}
+        self._changed = {priority: threading.Condition(self._lock) for priority in Priority}
         self._paced_copy: PacedCopy | None = None
-        self._began_s = self._since_s = clock()
+        self._mark_s = self._phase_since_s = clock()
         self._index = 0
-        self._lifted: Tier | None = None  # lifted since the mark, and for what
+        self._lifted: Tier | None = None  # the tier of `lift`, if it was called since the mark
         self.tier = Tier.COMPUTE  # what training does now
 
     def begin(self) -> None:
-        """A snapshot begins; the one before has passed its fence."""
+        """Forgets the snapshot before; its fence has passed, and the next one begins."""
         with self._lock:
             self._paced_copy, self._lifted = None, None
 
     def enter(self, index: int, tier: Tier) -> float:
-        """Training enters a stretch; number 0 begins at the mark. The time of it."""
+        """Notes that training enters a phase; phase 0 begins at the mark. Returns the time."""
         with self._lock:
-            self._index, self.tier, self._since_s = index, tier, self._clock()
+            self._index, self.tier, self._phase_since_s = index, tier, self._clock()
             if index == 0:
-                self._began_s = self._since_s
+                self._mark_s = self._phase_since_s
             elif self._paced_copy is not None:
-                self._paced_copy.enter(self._since_s, index, tier)
+                self._paced_copy.enter(self._phase_since_s, index, tier)
                 self._wake(self._paced_copy.wanted)
-            return self._since_s
+            return self._phase_since_s
 
     def lift(self, tier: Tier | None = None) -> None:
-        """Lets everything of this snapshot go at once.
+        """Makes all tasks of this snapshot due at once.
 
         Args:
-            tier: what it counts as; None for whatever training does meanwhile.
+            tier: the tier in which their bytes count; None counts them in the tier that training is
+                in.
         """
         with self._lock:
             self._lifted = tier or self.tier
@@ -67,44 +71,47 @@ class CopyThrottle:
                 self._wake(self._paced_copy.wanted)
 
     def open(self, paced_copy: PacedCopy) -> None:
-        """A snapshot begins to be copied; training may be well beyond the mark already."""
+        """Starts to hand out the tasks of a snapshot; training may be well beyond the mark."""
         with self._lock:
-            paced_copy.begin(self._began_s)
+            paced_copy.begin(self._mark_s)
             if self._index:
-                paced_copy.enter(self._since_s, self._index, self.tier)
+                paced_copy.enter(self._phase_since_s, self._index, self.tier)
             if self._lifted:
                 paced_copy.lift(self._lifted)
             self._paced_copy = paced_copy
 
-    def tasks(self, paced_copy: PacedCopy, hands: Priority, note: Note) -> Iterator[CopyTask]:
-        """What the calling thread is to do, one after the other, each when it is due; several threads may ask.
+    def tasks(self, paced_copy: PacedCopy, priority: Priority, note: Note) -> Iterator[CopyTask]:
+        """Yields the next tasks for the calling thread, each when it is due.
+
+        Several threads may call.
 
         Args:
-            hands: the calling thread's.
-            note: told of each task when it is done: from when to when, and whether training did one thing meanwhile.
+            priority: the priority of the calling thread.
+            note: called after each task with the task, its begin and end, and whether training
+                stayed in one phase.
         """
         while True:
             with self._lock:
-                while (task := paced_copy.take(self._clock(), hands)) is None:
+                while (task := paced_copy.take(self._clock(), priority)) is None:
                     if paced_copy.is_done:
                         self._wake(Priority)
                         return
-                    # Time alone brings nothing for idle hands.
-                    is_idle = hands is Priority.IDLE
-                    self._changed[hands].wait(
+                    # For an idle thread nothing becomes due by time alone: `enter` wakes it.
+                    is_idle = priority is Priority.IDLE
+                    self._changed[priority].wait(
                         None if is_idle else max(paced_copy.due_s(self._clock()), SHORTEST_WAIT_S)
                     )
-            began_s = self._clock()
+            task_began_s = self._clock()
             yield task
-            note(task, began_s, self._clock(), self._since_s <= began_s)
+            note(task, task_began_s, self._clock(), self._phase_since_s <= task_began_s)
 
     def abandon(self, paced_copy: PacedCopy) -> None:
-        """Nothing more of this snapshot is to be copied."""
+        """Drops the tasks of this snapshot that have not begun."""
         with self._lock:
             paced_copy.abandon()
             self._wake(Priority)
 
-    def _wake(self, wanted: Iterable[Priority]) -> None:
-        """Not those who have nothing to do now: who wakes up for nothing delays training."""
-        for hands in wanted:
-            self._changed[hands].notify_all()
+    def _wake(self, priorities: Iterable[Priority]) -> None:
+        """Wakes only threads that may have a task now: each needless wake-up delays training."""
+        for priority in priorities:
+            self._changed[priority].notify_all()

@@ -1,10 +1,11 @@
-"""What training and copying did in the last steps, as a trace that Chrome's and Perfetto's viewers show.
+"""Records what training and copying did in the last steps, as a trace for Chrome and Perfetto.
 
     tracks   steps     │ step 7                                  │ step 8 …
              training  │ F0 │ F1 │ wait │ B0 │ F2 │ … │ fence │
              copying   │    (chunks, each with its tier)  │ parity │ digests │
 
-The newest events are kept, in a ring of fixed size. An event costs one append; what a viewer wants is made when asked.
+A ring of fixed size keeps the newest events. To record an event costs one append; the trace is made
+on request.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ STEPS, TRAINING, COPYING = "steps", "training", "copying"
 
 
 class TimelineEvent(NamedTuple):
-    """Something that took from one time to another, in seconds of `time.perf_counter`.
+    """Something that happened from one time to another, in seconds of `time.perf_counter`.
 
     Attributes:
-        track: one line of the picture.
-        name: what it was.
-        tier: what training did when it began; None if it copied nothing.
-        detail: a number that belongs to it: of a chunk, or bytes.
+        track: the line of the picture on which the event is drawn.
+        name: what happened.
+        tier: what training did when the event began; None if the event copied nothing.
+        detail: a number of the event: of a copy task, or of bytes; -1 is none.
     """
 
     track: str
@@ -44,39 +45,41 @@ class TimelineEvent(NamedTuple):
 
 
 class Timeline:
-    """See the module. Any thread may add.
+    """The newest events of one rank. Any thread may add.
 
     Args:
-        most: events that are kept.
+        most: how many events are kept.
     """
 
     def __init__(self, most: int = EVENTS_MAX) -> None:
         self._events: deque[TimelineEvent] = deque(maxlen=most)
-        self._epoch_s = time.time() - time.perf_counter()  # so that the traces of several ranks lie side by side
+        # Times since 1970, so that the traces of several ranks fit together.
+        self._epoch_s = time.time() - time.perf_counter()
 
     def add(self, event: TimelineEvent) -> None:
-        """Keeps an event; the oldest makes room."""
+        """Adds an event; drops the oldest one if the ring is full."""
         self._events.append(event)
 
     def events(self) -> list[TimelineEvent]:
-        """Those that are kept, as they were added."""
+        """Returns the events that are kept, oldest first."""
         return list(self._events)
 
     def chrome(self, rank: int) -> dict[str, Any]:
-        """The trace of one rank as JSON types, in the format that chrome://tracing and ui.perfetto.dev open.
+        """Returns one rank's trace as JSON types, for chrome://tracing and ui.perfetto.dev.
 
-        Times are microseconds since 1970, so traces of ranks of one machine can be laid into one file.
+        Times are microseconds since 1970, so the traces of one machine's ranks can be joined into
+        one file.
         """
         events = self.events()
         tracks = list(dict.fromkeys([STEPS, TRAINING, *sorted({event.track for event in events})]))
         numbers = {track: number for number, track in enumerate(tracks)}
-        found: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
-        found += [_label("thread_name", rank, number, track) for track, number in numbers.items()]
-        found += [self._drawn(event, rank, numbers[event.track]) for event in events]
-        return {"traceEvents": found, "displayTimeUnit": "ms"}
+        trace_events: list[dict[str, Any]] = [_label("process_name", rank, 0, f"rank {rank}")]
+        trace_events += [_label("thread_name", rank, number, track) for track, number in numbers.items()]
+        trace_events += [self._trace_event(event, rank, numbers[event.track]) for event in events]
+        return {"traceEvents": trace_events, "displayTimeUnit": "ms"}
 
-    def _drawn(self, event: TimelineEvent, rank: int, number: int) -> dict[str, Any]:
-        drawn: dict[str, Any] = {
+    def _trace_event(self, event: TimelineEvent, rank: int, number: int) -> dict[str, Any]:
+        trace_event: dict[str, Any] = {
             "name": event.name,
             "cat": event.track if event.tier is None else TIERS[event.tier],
             "ph": "X",
@@ -88,7 +91,7 @@ class Timeline:
         details: dict[str, Any] = {} if event.tier is None else {"tier": int(event.tier)}
         if event.detail >= 0:
             details["number"] = event.detail
-        return {**drawn, "args": details} if details else drawn
+        return {**trace_event, "args": details} if details else trace_event
 
 
 def _label(kind: str, rank: int, number: int, name: str) -> dict[str, Any]:

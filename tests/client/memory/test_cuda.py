@@ -1,4 +1,4 @@
-"""What reft asks of CUDA, by the rules of its runtime for threads and devices; there is no CUDA here, see the stand-in."""
+"""reft's calls of CUDA, against a fake runtime with CUDA's rules for threads and devices."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from reft.errors import UnsupportedState
 from reft.wire.slot_format import Geometry, SlotMap
 from tests.support.cuda_runtime import Runtime
 
-OWN = torch.device("cuda", 3)  # of this rank; other ranks have the others
+OWN = torch.device("cuda", 3)  # this rank's device; other ranks have the others
 SMALL = Geometry(table_capacity=0, data_capacity=4096, chunk_bytes=4096)
 
 
 @pytest.fixture
 def runtime(monkeypatch) -> Runtime:
-    found = Runtime()
-    found.install(monkeypatch)
-    return found
+    fake = Runtime()
+    fake.install(monkeypatch)
+    return fake
 
 
 def in_new_thread(act) -> None:
@@ -54,8 +54,8 @@ def slot_of(file: int) -> MappedSlot:
     return MappedSlot.open(0, "slot", file, SMALL.file_bytes, keeps=False)
 
 
-def test_threads_of_reft_make_no_context_on_the_device_of_another_rank(runtime):
-    """Device 0 would hold one of every rank of the node."""
+def test_no_thread_makes_a_context_on_another_ranks_device(runtime):
+    """Else device 0 would hold a context of every rank of the node."""
     device = Device(OWN)
 
     def act() -> None:
@@ -69,7 +69,7 @@ def test_threads_of_reft_make_no_context_on_the_device_of_another_rank(runtime):
         assert device.times([device.record_compute()]) is not None
 
     in_new_thread(act)
-    act()  # also where the script never set its device
+    act()  # also where the script never set a device
     slot = slot_of(os.memfd_create("slot"))
     in_new_thread(lambda: slot.register(OWN))
     in_new_thread(slot.close)
@@ -77,8 +77,8 @@ def test_threads_of_reft_make_no_context_on_the_device_of_another_rank(runtime):
     assert runtime.contexts == {3}
 
 
-def test_a_slot_that_cannot_be_pinned_does_not_end_the_next_step(runtime, caplog):
-    """The runtime keeps the error, and torch takes it for that of the next kernel of this thread."""
+def test_a_failed_pin_does_not_end_the_next_step(runtime, caplog):
+    """The runtime keeps the error, and torch would raise it at this thread's next kernel."""
     runtime.error = 712
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
@@ -88,7 +88,7 @@ def test_a_slot_that_cannot_be_pinned_does_not_end_the_next_step(runtime, caplog
     assert len(runtime.calls) == 1, "what was not pinned is not unpinned"
 
 
-def test_a_slot_is_unpinned_once_and_an_error_of_that_stays_with_reft(runtime):
+def test_a_slot_is_unpinned_once_and_a_failed_unpin_does_not_reach_torch(runtime):
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
     runtime.error = 4
@@ -98,8 +98,11 @@ def test_a_slot_is_unpinned_once_and_an_error_of_that_stays_with_reft(runtime):
     assert [call[0] for call in runtime.calls] == ["register", "unregister"]
 
 
-def test_a_slot_that_nobody_closes_is_unpinned_before_its_pages_are_gone(runtime, monkeypatch):
-    """As where attach fails: else CUDA would take what is mapped there next for pinned, and copy into the old slot's pages."""
+def test_a_slot_that_is_not_closed_is_unpinned_before_its_pages_are_unmapped(runtime, monkeypatch):
+    """For example if attach fails: CUDA would take memory that is mapped there later for pinned.
+
+    A copy would then go into the old slot's pages.
+    """
     slot = slot_of(os.memfd_create("slot"))
     slot.register(OWN)
     ((_, address, nbytes, _),) = runtime.calls
@@ -116,8 +119,11 @@ def is_mapped(address: int, nbytes: int) -> bool:
     return any(int(begin, 16) <= address < address + nbytes <= int(end, 16) for begin, end in spans)
 
 
-def test_nobody_spins_and_nobody_waits_for_what_training_computes(runtime):
-    """A thread that waits for copies does so for a whole window, and a mark waits for nothing."""
+def test_the_host_sleeps_when_it_waits_and_waits_only_for_the_side_stream(runtime):
+    """A thread may wait for copies for a whole window, and must not keep a core busy.
+
+    A mark never waits.
+    """
     device = Device(OWN)
     device.host_waits(device.record_side())
     first = device.times([device.record_compute(), device.record_side()])
@@ -126,8 +132,8 @@ def test_nobody_spins_and_nobody_waits_for_what_training_computes(runtime):
     assert set(runtime.waits) == {("side", "sleeps")}
 
 
-def test_events_are_told_apart_that_were_passed_before_those_asked_about_first(runtime):
-    """The rhythm asks about a window of which the engine has told its copies already."""
+def test_times_are_right_for_events_before_the_anchor_event(runtime):
+    """The iteration profile asks about a window whose copies the engine has already measured."""
     device = Device(OWN)
     early, later, last = (device.record_compute() for _ in range(3))
     (at_later,) = device.times([later])
@@ -136,7 +142,7 @@ def test_events_are_told_apart_that_were_passed_before_those_asked_about_first(r
 
 
 def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
-    """Not by the engine, at each mark of a run that is then never protected."""
+    """The engine would refuse it too, but only at each mark. The run would never be protected."""
 
     def add(self, name, *_, **__) -> None:
         self.tensors[name] = SimpleNamespace(device=torch.device("cuda", len(self.tensors)))
@@ -149,8 +155,8 @@ def test_state_on_several_devices_is_refused_at_attach(monkeypatch):
         tracked.bind()
 
 
-def test_a_scale_is_made_again_where_the_state_lies_whatever_device_is_current():
-    """The scaler itself knows no more than the kind of its device."""
+def test_a_restored_scale_is_made_on_the_device_of_the_state():
+    """A scaler knows only the type of its device, not the index."""
     scaler = SimpleNamespace(_device="cpu", _scale=None)
     tracked = TrackedObjects({"model.0": torch.nn.Linear(2, 2, device="meta")}, [], {"scaler": scaler})
     leaf = SimpleNamespace(name="state.scaler._scale", shape=(), dtype="float32")

@@ -1,4 +1,4 @@
-"""Memory for held state that does not exist yet: made ahead, in time, and only where something is held."""
+"""Memory for state that a restore makes: its pages are made ahead, if there is any to restore."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ def leaf_of(name: str, elements: int) -> Leaf:
     return Leaf(name, "float32", (elements,), (1,), 4 * elements, False, (elements,), (0,))
 
 
-def test_pages_are_there_before_anything_is_written():
+def test_pages_exist_before_anything_is_written():
     nbytes = 2 * BLOCK_BYTES + 5 * MIB
-    room = HugePageBuffer(nbytes)
-    room.make_pages()
-    room.wait()
-    tensor = room.empty(leaf_of("a", 1000), torch.float32)
+    buffer = HugePageBuffer(nbytes)
+    buffer.make_pages()
+    buffer.wait()
+    tensor = buffer.empty(leaf_of("a", 1000), torch.float32)
     assert bytes_of(tensor.data_ptr(), "Rss") >= nbytes
 
 
-def test_nothing_is_made_unasked_nor_after_close():
-    room = HugePageBuffer(64 * MIB)
-    tensor = room.empty(leaf_of("a", 1000), torch.float32)
+def test_a_buffer_makes_no_pages_before_it_is_asked_nor_after_close():
+    buffer = HugePageBuffer(64 * MIB)
+    tensor = buffer.empty(leaf_of("a", 1000), torch.float32)
     assert bytes_of(tensor.data_ptr(), "Rss") < 4 * MIB
-    left = room.nbytes
-    room.close()
-    assert left > 63 * MIB and not room.nbytes
+    left = buffer.nbytes
+    buffer.close()
+    assert left > 63 * MIB and not buffer.nbytes
     tensor.fill_(3)
-    other = room.empty(leaf_of("b", 1000), torch.float32)
+    other = buffer.empty(leaf_of("b", 1000), torch.float32)
     other.fill_(4)
-    assert tensor.eq(3).all(), "a closed room hands out no memory of its own"
+    assert tensor.eq(3).all(), "a closed buffer hands out no memory of its own"
 
 
 @pytest.fixture
-def rooms(monkeypatch):
-    """The rooms that attach makes, in order."""
+def buffers(monkeypatch):
+    """The buffers that attach makes, in order."""
     made = []
 
-    def noting(*arguments):
+    def record(*arguments):
         made.append(attach_module_room_for(*arguments))
         return made[-1]
 
     attach_module_room_for = attach_module.room_for
-    monkeypatch.setattr(attach_module, "room_for", noting)
+    monkeypatch.setattr(attach_module, "room_for", record)
     return made
 
 
@@ -67,15 +67,15 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none(attach, rooms):
+def test_a_restart_makes_the_optimizers_memory_ahead_and_a_fresh_start_makes_none(attach, buffers):
     model, optimizer = make()
     train(attach(model, optimizer), model, optimizer)
-    assert not rooms, "nothing was held"
+    assert not buffers, "there was nothing to restore"
 
     other, another = make()
     assert attach(other, another).restored_from == "memory"
-    assert len(rooms) == 1, "the daemon says that it holds the job, before anybody asks what"
-    pages, made = rooms[0]._pages, rooms[0]._bytes
+    assert len(buffers) == 1, "the daemon has the job, so the pages are made before the inventory"
+    pages, made = buffers[0]._pages, buffers[0]._bytes
     assert pages is not None
     pages.wait()
     moment = another.state[other[1].weight]["exp_avg"].data_ptr()
@@ -84,11 +84,11 @@ def test_a_restart_finds_the_optimizers_memory_made_and_a_fresh_start_makes_none
 
 
 @pytest.mark.parametrize("fails_in", ["", "make", "bind"])
-def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
+def test_no_thread_writes_zeros_into_memory_that_was_handed_out(monkeypatch, fails_in):
     model, optimizer = make()
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
-    held = [*before.leaves(), *tracked.predict()]
+    leaves = [*before.leaves(), *tracked.predict()]
     began, ended, handed_out = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:
@@ -97,32 +97,32 @@ def test_nobody_writes_zeros_into_what_was_handed_out(monkeypatch, fails_in):
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    room = room_for(held, tracked, before)
+    buffer = room_for(leaves, tracked, before)
     assert began.wait(10)
     if fails_in:
         monkeypatch.setattr(TrackedObjects, fails_in, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError) if fails_in else contextlib.nullcontext():
-        live_tensors(held, tracked, before, room)
+        live_tensors(leaves, tracked, before, buffer)
     assert ended.is_set()
     handed_out.set()
 
 
-def test_what_was_found_is_looked_for_again_only_if_it_has_moved(monkeypatch):
+def test_tensors_are_indexed_again_only_if_they_moved(monkeypatch):
     model, optimizer = make()
     step_once(model, optimizer)
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
     before = tracked.bind()
-    held = before.leaves()
+    leaves = before.leaves()
     state = optimizer.state[model[1].weight]
     state["exp_avg"] = state["exp_avg"].clone()
-    found = {id(tensor) for tensor in live_tensors(held, tracked, before).values()}
-    assert id(state["exp_avg"]) in found, "what the optimizer has by now, not what was found first"
+    live = {id(tensor) for tensor in live_tensors(leaves, tracked, before).values()}
+    assert id(state["exp_avg"]) in live, "the tensor that the optimizer has now, not the first one"
     before = tracked.bind()
     monkeypatch.setattr(TrackedObjects, "bind", lambda *_: 1 / 0)
-    assert live_tensors(held, tracked, before) is before.tensors
+    assert live_tensors(leaves, tracked, before) is before.tensors
 
 
-def test_a_closed_room_is_written_by_nobody(monkeypatch):
+def test_close_waits_for_the_threads_that_make_pages(monkeypatch):
     began, ended, closed = threading.Event(), threading.Event(), threading.Event()
 
     def slow(block) -> None:
@@ -131,9 +131,9 @@ def test_a_closed_room_is_written_by_nobody(monkeypatch):
         ended.set()
 
     monkeypatch.setattr(pages_module, "_make", slow)
-    room = HugePageBuffer(4 * MIB)
-    room.make_pages()
+    buffer = HugePageBuffer(4 * MIB)
+    buffer.make_pages()
     assert began.wait(10)
-    room.close()
+    buffer.close()
     assert ended.is_set()
     closed.set()

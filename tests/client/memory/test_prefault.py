@@ -1,4 +1,4 @@
-"""Pages made ahead: each one of the memory, none beside it, and no more once nobody wants them."""
+"""Pages made ahead: all pages of the memory, no others, and none after `settle`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ MIB = 1 << 20
 
 
 def fresh(nbytes: int) -> np.ndarray:
-    """Private memory in small pages, without any page yet."""
+    """Returns private memory in small pages, none of which exists yet."""
     whole = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(whole, np.uint8)
 
 
 def pages_of(memory: np.ndarray) -> list[int]:
-    """The indices of the memory's pages that are there."""
+    """Returns the indices of the memory's pages that exist."""
     with Path("/proc/self/pagemap").open("rb") as entries:
         entries.seek(memory.ctypes.data // PAGE * 8)
-        found = np.frombuffer(entries.read(-(-memory.nbytes // PAGE) * 8), np.uint64)
-    return np.flatnonzero(found >> 63).tolist()
+        entries_of_pages = np.frombuffer(entries.read(-(-memory.nbytes // PAGE) * 8), np.uint64)
+    return np.flatnonzero(entries_of_pages >> 63).tolist()
 
 
 @pytest.fixture(params=["kernel", "numpy"])
-def way(request, monkeypatch):
+def method(request, monkeypatch):
     if request.param == "numpy":
-        monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)  # as a kernel before 5.14 takes it
+        monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)  # unknown, as for a kernel before 5.14
     elif advise(fresh(PAGE), module._POPULATE_WRITE):
         pytest.skip("this kernel makes no pages on request")
     return request.param
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5000])
-def test_each_page_is_made_and_none_beside_them(way, nbytes):
+def test_each_page_is_made_and_no_other(method, nbytes):
     memory = fresh(nbytes + 2 * MIB)
     PageMaker(memory[:nbytes]).wait()
     assert pages_of(memory) == [*range(-(-nbytes // PAGE))]
     assert not memory.any()
 
 
-def test_where_the_kernel_makes_no_pages_a_byte_of_each_is_written(monkeypatch):
+def test_without_kernel_support_one_byte_of_each_page_is_written(monkeypatch):
     monkeypatch.setattr(module, "_POPULATE_WRITE", 9999)
     memory = np.ones(BLOCK_BYTES + 5 * PAGE + 1, np.uint8)
     PageMaker(memory[: BLOCK_BYTES + 3 * PAGE + 1]).wait()
@@ -69,22 +69,22 @@ def test_the_kernel_is_asked_for_one_block_at_a_time(monkeypatch):
     ]  # fmt: skip
 
 
-def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(monkeypatch):
-    under_way, go_on = threading.Barrier(THREADS + 1), threading.Event()
+def test_settle_waits_only_for_the_blocks_that_have_begun(monkeypatch):
+    have_begun, go_on = threading.Barrier(THREADS + 1), threading.Event()
     made = []
 
     def slow(block) -> None:
-        under_way.wait(10)
+        have_begun.wait(10)
         go_on.wait(10)
         made.append(block.ctypes.data)
 
     monkeypatch.setattr(module, "_make", slow)
     memory = fresh(8 * BLOCK_BYTES)
     pages = PageMaker(memory)
-    under_way.wait(10)  # each thread has a block
+    have_begun.wait(10)  # each thread has a block
     settling = threading.Thread(target=pages.settle)
     settling.start()
-    while pages._left:
+    while pages._blocks_left:
         assert settling.is_alive()
     assert settling.is_alive() and not made
     go_on.set()
@@ -92,7 +92,7 @@ def test_two_threads_share_the_blocks_and_settle_waits_for_those_under_way_only(
     assert sorted(made) == [memory.ctypes.data, memory.ctypes.data + BLOCK_BYTES]
 
 
-def test_settled_pages_may_be_settled_and_waited_for_again():
+def test_settle_and_wait_may_be_called_again():
     pages = PageMaker(fresh(MIB))
     for _ in range(2):
         pages.settle()

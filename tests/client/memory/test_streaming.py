@@ -1,6 +1,6 @@
-"""Copies past the caches: the same bytes as numpy's, at any size and alignment, and nothing beside them.
+"""Copies past the caches write the same bytes as numpy at any size and alignment, and no others.
 
-Where reft was installed without a compiler, numpy's copy is tested alone.
+Where reft was installed without a compiler, only numpy's copy is tested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ each_copy = pytest.mark.parametrize("copy", COPIES, ids=lambda copy: "numpy" if 
 
 
 def aligned(nbytes: int, seed: int) -> np.ndarray:
-    """Random bytes that begin with a line."""
+    """Returns random bytes that begin at a cache line."""
     memory = np.random.default_rng(seed).integers(0, 256, nbytes + LINE, np.uint8)
     begin = -memory.ctypes.data % LINE
     return memory[begin : begin + nbytes]
@@ -38,7 +38,7 @@ def aligned(nbytes: int, seed: int) -> np.ndarray:
 @example(size=ROOM - 1, to=63, begin=0, seed=0)
 @example(size=LINE - 1, to=1, begin=0, seed=0)
 @example(size=1, to=5, begin=3, seed=0)
-def test_bytes_are_the_same_and_none_beside_them_is_written(copy, size, to, begin, seed):
+def test_a_copy_writes_the_same_bytes_and_no_others(copy, size, to, begin, seed):
     source, memory = aligned(ROOM + 400, seed), aligned(ROOM + 400, seed + 1)
     expected = memory.copy()
     expected[to : to + size] = source[begin : begin + size]
@@ -67,18 +67,19 @@ def test_a_target_that_may_not_be_written_is_refused(copy):
 @each_copy
 def test_other_threads_run_python_while_bytes_are_copied(copy):
     source, target = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
-    first, last = 8 << 20, 56 << 20  # memcpy may copy backwards, and the very ends in any order
+    # Not the ends: memcpy may copy backwards, and the ends in any order.
+    first, last = 8 << 20, 56 << 20
 
     def runs_meanwhile() -> bool:
         target[:] = 0
         copying = threading.Thread(target=copy, args=(target, source))
         copying.start()
-        found = False
+        is_partial = False
         while copying.is_alive():
-            found |= bool(target[first] != target[last])
-        return found
+            is_partial |= bool(target[first] != target[last])
+        return is_partial
 
-    assert any(runs_meanwhile() for _ in range(50)), "this thread never ran between one byte and the other"
+    assert any(runs_meanwhile() for _ in range(50)), "this thread never ran while bytes were copied"
 
 
 def test_the_extension_copies_past_the_caches_on_x86_64():
@@ -88,5 +89,5 @@ def test_the_extension_copies_past_the_caches_on_x86_64():
 def test_without_the_extension_numpy_copies(monkeypatch):
     monkeypatch.delattr(package, "_streaming", raising=False)
     monkeypatch.setitem(sys.modules, "reft.client.memory._streaming", None)
-    found = runpy.run_path(streaming.__file__)
-    assert found["copy"] is np.copyto and found["is_past_caches"] is False
+    namespace = runpy.run_path(streaming.__file__)
+    assert namespace["copy"] is np.copyto and namespace["is_past_caches"] is False

@@ -1,4 +1,4 @@
-"""The torch executor does what the numpy executor does, in the registers that it is given."""
+"""The torch executor gives the same bytes as the numpy executor, without memory of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 def programs(code: ErasureCode) -> list[XorProgram]:
-    """Every parity, and every loss of f shards."""
+    """Returns the programs for every parity, and for every loss of f shards."""
     made = [encode_program(code, parity) for parity in range(code.f)]
     for lost in itertools.combinations(range(code.k + code.f), code.f):
         have = [j for j in range(code.f) if code.k + j not in lost]
@@ -33,7 +33,7 @@ def random_groups(program: XorProgram, nbytes: int) -> list[list[np.ndarray]]:
 
 
 class Count(TorchDispatchMode):
-    """Records the operators that run, and the memory that their results lie in."""
+    """Records the operators that run, and the addresses of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,20 +50,21 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize(("k", "f"), SHAPES)
-def test_same_as_numpy(k, f, dtype, device):
+def test_torch_computes_the_same_as_numpy(k, f, dtype, device):
     for program in programs(code_for(k, f)):
         groups = random_groups(program, 33 if dtype == torch.uint8 else 40)
         tensors = [[torch.from_numpy(each.copy()).to(device).view(dtype) for each in group] for group in groups]
         erasure.run(program, *groups)
         torch_coding.run(program, *tensors)
-        for group, found in zip(groups, tensors, strict=True):  # inputs too: they must be as before
-            for wanted, each in zip(group, found, strict=True):
-                assert np.array_equal(each.cpu().view(torch.uint8).numpy(), wanted)
+        # Inputs too: they must be unchanged.
+        for group, results in zip(groups, tensors, strict=True):
+            for expected, result in zip(group, results, strict=True):
+                assert np.array_equal(result.cpu().view(torch.uint8).numpy(), expected)
 
 
 @pytest.mark.parametrize(("k", "f"), SHAPES)
 def test_no_temporaries(k, f):
-    """One operator a step, and every result lies in a register that was handed in."""
+    """There is one operator a step, and every result lies in a register that was passed."""
     for program in programs(code_for(k, f)):
         tensors = [[torch.from_numpy(each) for each in group] for group in random_groups(program, 64)]
         before = [each.data_ptr() for group in tensors for each in group]

@@ -1,10 +1,11 @@
-"""The contract of a copying engine, held by the CPU engine, with one thread and with two, and by the CUDA engine.
+"""The contract of a copy engine, for the CPU engine (one thread and two) and the CUDA engine.
 
-One process alone keeps everything; in a group each member writes its data shards and parity, and any D - f members' slots
-give the whole state back. What a share is, without an engine, is tested in test_share.py.
+A single process stores all its state. In a group, each rank writes its data shards and parity, and
+the slots of any D - f ranks give the whole state. test_save_plan.py tests save plans without an
+engine.
 
-Without a GPU the CUDA engine runs on a device that does at once what a stream would do later, and on one that does it as
-late as it may; with one, on CUDA as well.
+Without a GPU the CUDA engine runs on two fake devices: one does all work at once, the other as late
+as possible. With a GPU it also runs on CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from reft.client.snapshot import cuda_engine
 from reft.client.snapshot import save_plan as save_plan
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
-from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, joined
+from reft.client.snapshot.cpu_plan import TASK_BYTES, CopyPart, CpuCopyPlan, join_parts
 from reft.client.snapshot.cuda_engine import CudaCopyEngine
 from reft.client.snapshot.save_plan import WriteItem
 from reft.client.state.tensors import TensorIndex
@@ -31,7 +32,7 @@ from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Inline
 
 
-def test_every_byte_lands_and_the_states_come_in_order(engine):
+def test_every_byte_is_copied_and_slot_states_follow_in_order(engine):
     copy_engine, device = engine
     taken = Taken(tensors_on(device), {"buffer"}).by(copy_engine)
     for name, tensor in tensors_on(device).items():
@@ -43,9 +44,10 @@ def test_every_byte_lands_and_the_states_come_in_order(engine):
 
 
 @pytest.mark.parametrize("D", [1, 3])
-def test_riders_and_staged_leaves_are_as_at_the_mark(engine, D):
+def test_inline_and_staged_leaves_are_as_at_the_mark(engine, D):
     copy_engine, device = engine
-    tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}  # too large for a capsule
+    # "cache" is too large for a capsule.
+    tensors = tensors_on(device) | {"cache": torch.randn(100, 1024, device=device)}
     taken = Taken(tensors, {"buffer", "cache"}, placement_of(TensorIndex(tensors, {"buffer", "cache"}), D, D - 1))
     assert "cache" not in [taken.save_plan.leaves[i].name for i in taken.save_plan.inline_leaves]
     before = {name: bytes_in(tensors[name]).tobytes() for name in ("buffer", "cache")}
@@ -87,7 +89,7 @@ def test_a_failure_is_reported_and_the_fence_opens(engine):
     assert again.ended.wait(20) and again.error is None
 
 
-def test_bytes_count_as_what_training_does_when_their_copy_begins(engine):
+def test_bytes_count_in_the_tier_in_which_their_copy_begins(engine):
     copy_engine, device = engine
     copy_engine.enter(1, Tier.GAP)
     first = Taken(tensors_on(device), set()).by(copy_engine)
@@ -102,7 +104,7 @@ def test_bytes_count_as_what_training_does_when_their_copy_begins(engine):
 
 
 def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """What a cell must hold: live bytes, and zeros between and for absent leaves."""
+    """Returns the bytes that a cell must hold: live bytes, and zeros in all other places."""
     cell = placement.division.cells[number]
     whole = np.zeros(cell.nbytes, np.uint8)
     for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
@@ -112,10 +114,13 @@ def cell_bytes(placement: Placement, number: int, tensors: dict[str, torch.Tenso
 
 
 def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray]) -> np.ndarray:
-    """A lane from the slots of some ranks' data, padding included, decoded where a member is missing."""
+    """Returns a lane with its padding from the slots of some ranks.
+
+    Decodes the shards of missing ranks.
+    """
     lane = placement.lanes[lane_number]
     k, packet = lane.code.k, lane.packet_bytes
-    found = {
+    shards = {
         (block.stripe, block.shard): slots[rank][block.offset : block.offset + block.nbytes]
         for rank in slots
         for block in placement.part(rank).blocks
@@ -123,14 +128,14 @@ def gathered(placement: Placement, lane_number: int, slots: dict[int, np.ndarray
     }
     whole = np.zeros((lane.D, k, lane.shard_bytes), np.uint8)
     for stripe in range(lane.D):
-        lost = [shard for shard in range(k) if (stripe, shard) not in found]
+        lost = [shard for shard in range(k) if (stripe, shard) not in shards]
         for shard in set(range(k)) - set(lost):
-            whole[stripe, shard] = found[stripe, shard]
+            whole[stripe, shard] = shards[stripe, shard]
         if lost:
             program = erasure.decode_program(
-                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in found]
+                lane.code, lost, [j for j in range(lane.code.f) if (stripe, k + j) in shards]
             )
-            inputs = [found[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
+            inputs = [shards[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.inputs]
             outputs = [whole[stripe, shard][p * packet : (p + 1) * packet] for shard, p in program.outputs]
             erasure.run(program, inputs, outputs, [np.empty(packet, np.uint8) for _ in range(program.scratch)])
     return whole.reshape(-1)
@@ -147,7 +152,7 @@ def assert_any_survivors_have_it_all(placement: Placement, slots: dict[int, np.n
 
 
 def live_bytes(placement: Placement, rank: int, tensors: dict[str, torch.Tensor]) -> int:
-    """Live bytes in a rank's data shards and kept leaves, and its parity, counted without a share."""
+    """Counts live bytes, unreplicated leaves and parity of a rank, without a save plan."""
     part, total = placement.part(rank), 0
     for block in part.blocks[: part.data_blocks]:
         lane = placement.lanes[block.lane]
@@ -166,7 +171,7 @@ GROUPS = [(2, 1, 1), (3, 1, 1), (3, 2, 1), (4, 2, 1), (4, 3, 2), (5, 2, 2), (6, 
 
 @pytest.mark.parametrize(("D", "f", "each"), GROUPS)
 @pytest.mark.parametrize("scheme", ["aec", "arc"])
-def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, scheme):
+def test_slots_without_any_f_domains_give_the_whole_state(engine, D, f, each, scheme):
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, {"buffer"}), D, f, each, scheme)
@@ -184,7 +189,7 @@ def test_any_members_but_f_domains_have_the_whole_state(engine, D, f, each, sche
     assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
-def test_members_with_engines_of_their_own_at_the_same_time():
+def test_ranks_with_different_engines_at_the_same_time():
     tensors = tensors_on("cpu")
     placement = placement_of(TensorIndex(tensors, set()), 4, 2)
     copiers = [CpuCopyEngine([]), CpuCopyEngine([0, 0]), CudaCopyEngine(Inline()), CpuCopyEngine([])]
@@ -198,11 +203,16 @@ def test_members_with_engines_of_their_own_at_the_same_time():
     assert_any_survivors_have_it_all(placement, {r: m.slot.data for r, m in enumerate(members)}, tensors, 2)
 
 
-def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
-    """Step counters, and the state of an optimizer that was offloaded; where there is no device, leaves play the host's."""
+def test_on_cuda_leaves_on_the_host_are_in_the_snapshot(monkeypatch):
+    """For example step counters, and the state of an offloaded optimizer.
+
+    Some leaves are declared to lie on the host.
+    """
     on_host = {"on host", "buffer", "medium", "small"}
     monkeypatch.setattr(
-        save_plan, "_apart", lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host)
+        save_plan,
+        "_host_resident",
+        lambda leaves, _: frozenset(i for i, leaf in enumerate(leaves) if leaf.name in on_host),
     )
     tensors = tensors_on("cpu")
     for D, f in ((1, 0), (3, 2), (4, 1)):
@@ -223,7 +233,7 @@ def test_on_cuda_what_lies_on_the_host_takes_part(monkeypatch):
         assert_any_survivors_have_it_all(placement, slots, tensors, f)
 
 
-def test_absent_leaves_are_zeros_and_extra_ones_are_kept(engine):
+def test_absent_leaves_are_zeros_and_unplanned_ones_are_stored(engine):
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, {"buffer"}), 3, 1)
@@ -259,10 +269,10 @@ def test_zeros_are_written_once_into_a_slot_and_again_after_a_failure(engine):
     begin(ReftError("torn"))
     taken.slot.data[:] = 0xA5
     begin(None)
-    assert not any(taken.slot.data[run].any() for run in padding), "the first one has not landed: zeros were due"
+    assert not any(taken.slot.data[run].any() for run in padding), "the first snapshot failed, so zeros were due"
     taken.slot.data[widest] = 1
     begin(None)
-    assert (taken.slot.data[widest] == 1).all(), "zeros that are there are not written again"
+    assert (taken.slot.data[widest] == 1).all(), "zeros are not written twice"
 
 
 def throw(error: Exception | None) -> None:
@@ -289,8 +299,8 @@ def test_a_failure_in_parity_is_reported_and_the_fence_opens(engine):
     Taken(tensors, set(), placement).by(copy_engine)
 
 
-def test_a_failure_while_sealing_is_reported_too(engine):
-    """The fence has long been passed: nobody waits for it."""
+def test_a_failure_to_seal_is_reported(engine):
+    """The fence has been passed by then, so no caller waits for the result."""
     copy_engine, device = engine
     tensors = tensors_on(device)
     placement = placement_of(TensorIndex(tensors, set()), 3, 1)
@@ -303,8 +313,11 @@ def test_a_failure_while_sealing_is_reported_too(engine):
     Taken(tensors, set(), placement).by(copy_engine)
 
 
-def test_a_slot_is_opened_behind_what_there_may_be_no_memory_for(engine, monkeypatch):
-    """What `begin` raises no engine reports, so a slot that was opened by then would never be written again."""
+def test_a_slot_is_opened_after_all_allocations(engine, monkeypatch):
+    """No engine reports an exception of `begin`.
+
+    A slot opened before it would stay unused for ever.
+    """
     copy_engine, device = engine
     tensors = tensors_on(device)
     opened = []
@@ -322,7 +335,7 @@ def test_a_slot_is_opened_behind_what_there_may_be_no_memory_for(engine, monkeyp
 
 
 def test_a_leaf_with_gaps_that_spans_chunks_and_shards():
-    """Of two threads one could digest a chunk before the other has put the rest of such a leaf into it."""
+    """One thread could digest a chunk before another thread has copied the rest of the leaf."""
     tensors = {"gaps": torch.randn(600, 300)[:, ::2], "after": torch.randn(30000)}
     for D, f in ((1, 0), (3, 1)):
         placement = placement_of(TensorIndex(tensors, set()), D, f)
@@ -346,7 +359,7 @@ def test_slots_with_other_chunks_than_the_placement_are_refused(engine):
     Taken(tensors_on(device), set()).by(copy_engine)
 
 
-def test_chunks_of_parity_are_not_gone_through_twice():
+def test_no_copy_task_has_chunks_of_parity():
     tensors = tensors_on("cpu")
     copy_engine = CpuCopyEngine([0, 0])
     taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, 2)).by(copy_engine)
@@ -356,7 +369,7 @@ def test_chunks_of_parity_are_not_gone_through_twice():
 
 
 @pytest.mark.parametrize("f", [0, 2])
-def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
+def test_a_task_has_many_chunks_up_to_a_limit(f):
     tensors = {"w": torch.randn(1 << 20), "small": torch.randn(5)}
     save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 4, f)).save_plan
     plan = CpuCopyPlan.of(save_plan, 4096, 1)
@@ -369,7 +382,7 @@ def test_a_gate_is_asked_once_for_many_chunks_and_lets_through_a_bounded_run(f):
 
 
 @pytest.mark.parametrize("f", [0, 1])
-def test_what_one_leaf_fills_is_copied_in_one_piece(f):
+def test_adjacent_chunks_of_one_leaf_are_one_copy(f):
     tensors = {"w": torch.randn(100_000), "b": torch.randn(2048), "c": torch.randn(1024), "d": torch.randn(9)}
     save_plan = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f)).save_plan
     plan = CpuCopyPlan.of(save_plan, 4096, 1)
@@ -383,7 +396,7 @@ def test_what_one_leaf_fills_is_copied_in_one_piece(f):
             assert all(part.chunks.start * 4096 <= run.at and run.at + run.nbytes <= end for run in part.runs)
         filled = [part.runs[0] for part in task if len(part.runs) == 1 and part.runs[0].nbytes >= 4096]
         for before, after in itertools.pairwise(filled):
-            assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two pieces for one"
+            assert before.leaf != after.leaf or before.begin + before.nbytes != after.begin, "two copies, not one"
     runs = [run for task in plan.tasks for part in task for run in part.runs]
     assert [sum(run.nbytes for run in runs if run.leaf == places[name]) for name in ("w", "d")] == [
         sum(run.nbytes for run in save_plan.runs if run.leaf == places[name]) for name in ("w", "d")
@@ -394,7 +407,7 @@ def test_what_one_leaf_fills_is_copied_in_one_piece(f):
 @pytest.mark.parametrize(
     ("data_bytes", "joins"), [(5 * 64, [[0, 1], [2], [3], [4]]), (4 * 64 + 60, [[0, 1], [2], [3, 4]])]
 )
-def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, joins):
+def test_parts_are_joined_only_where_one_leaf_fills_both(data_bytes, joins):
     runs = [
         WriteItem(0, 0, 64, 0),
         WriteItem(0, 64, 64, 64),
@@ -402,7 +415,7 @@ def test_chunks_are_joined_only_where_a_leaf_that_fills_one_goes_on(data_bytes, 
         WriteItem(1, 0, 64, 192),
         WriteItem(1, 64, 60, 256),
     ]
-    parts = joined([CopyPart(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
+    parts = join_parts([CopyPart(range(i, i + 1), [run]) for i, run in enumerate(runs)], 64, data_bytes)
     assert [list(part.chunks) for part in parts] == joins
     assert [run.nbytes for part in parts for run in part.runs] == [sum(runs[i].nbytes for i in each) for each in joins]
 
@@ -423,12 +436,12 @@ def test_on_cuda_the_fence_is_a_wait_of_the_stream_enqueued_after_the_last_copy(
     assert taken.ended.wait(20)
     copy_engine.close()
     order = [entry for entry in device.order if not entry.startswith("host")]
-    assert order[:2] == ["record compute", "side waits for compute"], "what was gathered"
+    assert order[:2] == ["record compute", "side waits for compute"], "the side stream waits for gathered leaves"
     last = f"compute waits for side {order.count('record side')}"
     assert order.index(last) > max(i for i, entry in enumerate(order) if entry == "record side")
 
 
-def test_replicas_agree_on_their_cells_whatever_the_engine():
+def test_cell_digests_do_not_depend_on_the_engine():
     tensors = {name: torch.randn(300, 70) for name in ("a", "b")}
     placement = placement_of(TensorIndex(tensors, set()), D=2, f=1)
     taken = [
@@ -441,8 +454,8 @@ def test_replicas_agree_on_their_cells_whatever_the_engine():
     assert Taken(other, set(), placement, 1).by(CpuCopyEngine([])).cells != taken[0].cells
 
 
-def test_a_device_without_room_is_not_asked_at_each_mark(monkeypatch):
-    """Each time torch would give back all memory that it keeps for training first."""
+def test_a_full_device_is_tried_again_only_now_and_then(monkeypatch):
+    """Each failed allocation makes torch empty the cache that training uses."""
     copy_engine, tried = CudaCopyEngine(Inline()), []
     taken = Taken(tensors_on("cpu"), set())
 

@@ -1,4 +1,8 @@
-"""Training that is captured in a CUDA graph: hooks are called once, when nothing runs, and never when the graph is replayed."""
+"""Training captured in a CUDA graph.
+
+Hooks are called once, during the capture, when nothing runs. They are never called when the graph
+is replayed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,10 @@ from tests.support.streams import Late
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """So large that it is copied on the side stream; small leaves are gathered where training computes."""
+    """A model that is large enough to be copied on the side stream.
+
+    Small leaves are gathered elsewhere.
+    """
     model = torch.nn.Linear(512, 512)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -35,16 +42,16 @@ def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.fixture
 def device(monkeypatch) -> Late:
-    """What stands for CUDA: its copies are made as late as somebody must wait for them."""
+    """A fake device whose copies run only when something waits for them."""
     late = Late()
     monkeypatch.setattr(Attachment, "_copy_engine", lambda _: CudaCopyEngine(late))
     return late
 
 
 def capture(device: Late, optimizer: torch.optim.Optimizer, session: Session) -> None:
-    """Nothing is trained, as in a capture."""
+    """Calls the hooks as in a capture; the parameters stay unchanged."""
     device.captures = True
-    with session.idle():  # as a schedule's hooks tell of gaps
+    with session.idle():  # as a schedule's hooks do for gaps
         pass
     before = [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.step()
@@ -55,21 +62,21 @@ def capture(device: Late, optimizer: torch.optim.Optimizer, session: Session) ->
 
 
 def replay(model: torch.nn.Module) -> None:
-    """The state is written, and no counter of torch's and no hook tells of it."""
+    """Writes the state without a hook, and without a change of torch's version counters."""
     for parameter in model.parameters():
         parameter.data.add_(1)
 
 
 @contextlib.contextmanager
 def held_up(session: Session) -> Iterator[None]:
-    """The engine's thread stands still meanwhile, and so does the side stream unless somebody waits for it."""
+    """Stops the engine's thread; the side stream then only runs if something waits for it."""
     may_go = threading.Event()
     session._snapshots.copy_engine.submit(lambda: may_go.wait(20))
     yield
     may_go.set()
 
 
-def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, device, caplog):
+def test_a_snapshot_never_holds_what_a_later_replay_writes(attach, device, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     step_once(model, optimizer)
@@ -82,14 +89,14 @@ def test_what_replays_write_is_never_in_a_snapshot_of_the_step_before(attach, de
     replay(model)
     with held_up(session):
         session.step_end()
-        held = state_bytes(model, optimizer)
-        replay(model)  # the next step, which is not marked
+        expected = state_bytes(model, optimizer)
+        replay(model)  # the next step, which has no mark
     session.close()
     other, another = make()
-    assert attach(other, another).step == 2 and state_bytes(other, another) == held
+    assert attach(other, another).step == 2 and state_bytes(other, another) == expected
 
 
-def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_it_is_sealed(attach, device):
+def test_a_capture_drops_the_snapshot_that_is_not_sealed_yet(attach, device):
     model, optimizer = make()
     session = attach(model, optimizer)
     step_once(model, optimizer)
@@ -105,7 +112,7 @@ def test_a_snapshot_that_is_under_way_when_a_capture_begins_is_given_up_unless_i
     assert session.stats()["snapshots"] == 2 and session.stats()["skipped"] == 1
 
 
-def test_calls_that_are_captured_are_no_steps(attach, device):
+def test_captured_calls_of_the_optimizer_count_no_steps(attach, device):
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(3):
@@ -114,7 +121,7 @@ def test_calls_that_are_captured_are_no_steps(attach, device):
     assert session.step == 3
 
 
-def test_a_capturable_optimizer_that_calls_no_hook_was_captured_before_attach(attach, device):
+def test_a_capturable_optimizer_that_never_calls_hooks_is_fenced_at_each_mark(attach, device):
     model, optimizer = make()
     step_once(model, optimizer)
     for group in optimizer.param_groups:
@@ -123,11 +130,11 @@ def test_a_capturable_optimizer_that_calls_no_hook_was_captured_before_attach(at
     replay(model)
     with held_up(session):
         session.step_end()
-        held = state_bytes(model, optimizer)
+        expected = state_bytes(model, optimizer)
         replay(model)
     session.close()
     other, another = make()
-    assert attach(other, another).step == 1 and state_bytes(other, another) == held
+    assert attach(other, another).step == 1 and state_bytes(other, another) == expected
 
 
 def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attach, device):
@@ -136,32 +143,32 @@ def test_a_capturable_optimizer_that_calls_its_hooks_keeps_the_window_open(attac
     session = attach(model, optimizer)
     for is_open in (False, True):
         model(torch.ones(2, 4)).sum().backward()
-        session.step_end()  # the first one before any call
+        session.step_end()  # the first mark comes before any call
         assert session._window_open is is_open
         optimizer.step()
 
 
 class Driver:
-    """What stands for CUDA's driver: the capture mode of this thread, global unless somebody changes it."""
+    """A fake CUDA driver: the capture mode of this thread, which is global at first."""
 
     def __init__(self) -> None:
         self.mode, self.modes = 0, []
 
     def exchange(self, reference) -> None:
-        given = reference._obj
-        given.value, self.mode = self.mode, given.value
+        mode = reference._obj
+        mode.value, self.mode = self.mode, mode.value
 
     def note(self, *_: object) -> int:
         self.modes.append(self.mode)
         return 0
 
 
-def test_what_other_threads_ask_of_the_device_breaks_no_capture(monkeypatch):
-    """In the global mode it would: by CUDA's rules for a thread that waits for an event, or pins memory, beside a capture."""
+def test_calls_of_cuda_in_other_threads_break_no_capture(monkeypatch):
+    """In the global mode, to wait for an event or to pin memory would break a capture."""
     driver, runtime = Driver(), Runtime()
     runtime.install(monkeypatch)
     monkeypatch.setattr(runtime, "call", driver.note)
-    monkeypatch.setattr(device_module, "_mode_exchange", lambda: driver.exchange)
+    monkeypatch.setattr(device_module, "_capture_mode_setter", lambda: driver.exchange)
     device = Device(torch.device("cuda", 0))
     driver.modes.clear()
     device.host_waits(device.record_side())

@@ -1,4 +1,4 @@
-"""Which leaves are taken for replicas at attach, and which are each rank's own; what ranks tell one another to find out."""
+"""Which leaves attach treats as replicas, and what ranks exchange to find out."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from reft.errors import AttachError
 NAMES = ["model.0.w", "model.0.b", "model.0.v", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg.model.0.v"]
 
 
-def bound(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor) -> TensorIndex:
-    """TensorIndex of tensors; those named in `pieces` are rows at.. of a whole that is twice as long."""
-    found = TensorIndex()
+def index_of(pieces: tuple[str, ...] = (), at: int = 0, **tensors: torch.Tensor) -> TensorIndex:
+    """Returns an index of tensors.
+
+    Those in `pieces` are the rows from `at` of a leaf twice as long.
+    """
+    index = TensorIndex()
     for name, tensor in tensors.items():
         box = Region((2 * tensor.shape[0],), (at,)) if name in pieces else None
-        found.add(f"model.0.{name}", {name: tensor}, name, tensor, box=box)
-    return found
+        index.add(f"model.0.{name}", {name: tensor}, name, tensor, box=box)
+    return index
 
 
-def said(**tensors: torch.Tensor) -> dict[str, dict[str, str]]:
-    tensor_index = bound(**tensors)
+def digests_of(**tensors: torch.Tensor) -> dict[str, dict[str, str]]:
+    tensor_index = index_of(**tensors)
     return {"values": value_digests(tensor_index, tensor_index.tensors)}
 
 
 class Exchange:
-    """What all ranks of an exchange share: one thread a rank."""
+    """A fake rank group, with one thread for each rank."""
 
     def __init__(self, world: int) -> None:
         self.world, self.rank = world, 0
@@ -51,59 +54,65 @@ class Exchange:
         return mine
 
     def gather_or_raise(self, act):
-        said = act()
+        answer = act()
         self.barrier.wait(20)
         if self.rank == 0:
             self.rounds.append([{}] * self.world)
         self.barrier.wait(20)
-        self.rounds[self.count][self.rank] = said
+        self.rounds[self.count][self.rank] = answer
         self.barrier.wait(20)
         self.count += 1
         return self.rounds[self.count - 1]
 
 
-def compared(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
-    """What every rank finds, and all that was said."""
+def run_check(ranks: list[TensorIndex]) -> tuple[list[str], list[list[dict]]]:
+    """Runs the check on all ranks.
+
+    Returns their common result, and the answers of each exchange.
+    """
     layouts = [tensor_index.layout() for tensor_index in ranks]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
     names = {name for tensor_index in ranks for name in tensor_index.tensors}
     rank_group = Exchange(len(ranks))
     with ThreadPoolExecutor(len(ranks)) as pool:
         act = lambda rank: find_mismatched(rank_group.of(rank), division, names, ranks[rank])  # noqa: E731
-        found = list(pool.map(act, range(len(ranks))))
-    assert all(each == found[0] for each in found)
-    return found[0], rank_group.rounds
+        results = list(pool.map(act, range(len(ranks))))
+    assert all(each == results[0] for each in results)
+    return results[0], rank_group.rounds
 
 
-def test_replicas_that_are_alike_need_one_digest_a_cell():
-    found, rounds = compared([bound(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
-    assert found == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
+def test_equal_replicas_exchange_one_digest_a_cell():
+    mismatched, rounds = run_check([index_of(w=torch.arange(6.0), b=torch.zeros(3)) for _ in range(3)])
+    assert mismatched == [] and len(rounds) == 1 and all(len(each["cells"]) == 1 for each in rounds[0])
 
 
-def test_pieces_that_one_rank_has_are_neither_compared_nor_said():
-    ranks = [bound(("w",), 6 * rank, w=torch.arange(6.0) + rank, norm=torch.ones(2)) for rank in range(2)]
-    found, rounds = compared(ranks)
-    assert found == [] and len(rounds) == 1
+def test_pieces_of_one_rank_are_neither_compared_nor_sent():
+    ranks = [index_of(("w",), 6 * rank, w=torch.arange(6.0) + rank, norm=torch.ones(2)) for rank in range(2)]
+    mismatched, rounds = run_check(ranks)
+    assert mismatched == [] and len(rounds) == 1
     assert value_digests(ranks[0], ["model.0.norm"]).keys() == {"model.0.norm"}
 
 
-def test_the_holders_of_a_piece_are_compared_with_one_another_only():
-    """Two pieces of w with two holders each; the last rank's piece is another one than its replica's."""
+def test_only_holders_of_the_same_piece_are_compared():
+    """Leaf w has two pieces with two holders each.
+
+    The last rank's piece differs from its replica.
+    """
     ranks = [
-        bound(("w", "v"), 6 * (rank % 2), w=torch.arange(6.0) + rank % 2, v=torch.arange(6.0)) for rank in range(4)
+        index_of(("w", "v"), 6 * (rank % 2), w=torch.arange(6.0) + rank % 2, v=torch.arange(6.0)) for rank in range(4)
     ]
-    assert compared(ranks)[0] == []
+    assert run_check(ranks)[0] == []
     ranks[3].tensors["model.0.w"] += 1
-    found, rounds = compared(ranks)
-    assert found == ["model.0.w"] and len(rounds) == 2
+    mismatched, rounds = run_check(ranks)
+    assert mismatched == ["model.0.w"] and len(rounds) == 2
     assert [bool(each) for each in rounds[1]] == [True, True, False, True], "one rank of each kind speaks for all"
 
 
-def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_constants_do_not_prove():
+def test_optimizer_state_and_constant_leaves_count_as_mismatched_too():
     same = torch.arange(6.0)
-    ranks = [said(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)]
+    ranks = [digests_of(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)]
     assert mismatched_names(ranks, NAMES) == ["model.0.b", "model.0.w", "optimizer.0.exp_avg.model.0.w"]
-    assert compared([bound(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)])[0] == [
+    assert run_check([index_of(w=same + rank, v=same, b=torch.zeros(3)) for rank in range(2)])[0] == [
         "model.0.b",
         "model.0.w",
     ]
@@ -111,8 +120,8 @@ def test_what_differs_is_each_ranks_own_with_its_optimizer_state_and_what_consta
 
 def test_constants_are_marked_whatever_their_type_and_order():
     tensors = {"a": torch.ones(4, 4).t(), "b": torch.arange(4), "c": torch.empty(0), "d": torch.ones(5)[::2]}
-    found = value_digests(TensorIndex(tensors, set()), tensors)
-    assert [name for name, digest in found.items() if digest.startswith(CONSTANT)] == ["a", "c", "d"]
+    digests = value_digests(TensorIndex(tensors, set()), tensors)
+    assert [name for name, digest in digests.items() if digest.startswith(CONSTANT)] == ["a", "c", "d"]
 
 
 @pytest.mark.parametrize(
@@ -125,20 +134,20 @@ def test_constants_are_marked_whatever_their_type_and_order():
         ([20_000 if rank % 64 == 0 else 2 for rank in range(16_384)], list(range(0, 16_384, 64))),
     ],
 )
-def test_long_messages_are_spoken_alone_where_padding_would_cost_more(widths, alone):
+def test_long_messages_are_broadcast_where_padding_would_cost_more(widths, alone):
     assert spoken_alone(widths) == alone
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 1 << 24), max_size=40))
-def test_nobody_moves_more_bytes_than_with_padding(widths):
+def test_broadcasts_never_move_more_bytes_than_padding(widths):
     alone = spoken_alone(widths)
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
     moved = sum(widths[rank] for rank in alone) + len(widths) * rest
     assert moved <= len(widths) * max(widths, default=0) and alone == sorted(set(alone))
 
 
-def test_a_rank_that_does_not_come_is_an_error_of_refts_and_so_ends_no_step_at_a_review(monkeypatch):
+def test_a_missing_rank_raises_attach_error(monkeypatch):
     def gone(*_: object) -> None:
         raise RuntimeError("Timed out waiting 5000ms")
 

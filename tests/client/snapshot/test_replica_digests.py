@@ -1,4 +1,4 @@
-"""What replicas compare: the same bytes give the same digest, others do not, and every byte is looked at in time."""
+"""Digests of replicas: equal for equal bytes only, and windows cover every byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_equal_bytes_agree_and_a_bit_differs():
 
 
 @pytest.mark.parametrize("at", [0, WINDOW_BYTES - 1, WINDOW_BYTES, A - 1])
-def test_windows_find_any_difference_that_lasts(at):
+def test_windows_find_each_lasting_difference(at):
     one, other = bytes_of(1), bytes_of(1)
     other[0][at] ^= 1
     assert [digests(one, step, False) != digests(other, step, False) for step in range(4)].count(True) == 1
@@ -51,23 +51,26 @@ def test_a_missing_leaf_is_a_difference():
     assert digests(sources, 0, True) != digests(sources, 0, True, without)
 
 
-def test_a_small_cell_is_always_compared_in_whole():
+def test_a_small_cell_is_always_compared_as_a_whole():
     small = CellRuns(0, B, (WriteItem(1, 0, B, 0),))
     (sample,) = samples([small], 9, in_whole=False)
     assert sample.runs == small.runs
 
 
-def test_capsules_of_ranks_that_differ_in_a_cell_are_found():
+def test_capsules_with_different_cell_digests_are_found():
     one, other, third = (compared(capsule.decode(capsule.encode({"step": 3, "compared": cells}))) for cells in (
         {0: 1 << 63, 5: 7}, {0: 1 << 63}, {5: 8},
     ))  # fmt: skip
     assert not are_mismatched([one, other, one]) and not are_mismatched([other, third])
     assert are_mismatched([one, other, third])
-    assert not are_mismatched([one, compared({})]), "a capsule of before says nothing of it"
+    assert not are_mismatched([one, compared({})]), "an older capsule has no digests"
 
 
-def test_what_is_left_of_the_steps_before_is_compared_too():
-    """Of two ranks' step 2, and of one's step 1; one's capsule of step 0 can't be read."""
+def test_capsules_of_earlier_steps_are_compared_too():
+    """Two ranks have a capsule of step 2, one rank of step 1.
+
+    The capsule of step 0 is unreadable.
+    """
 
     class Daemons(RemoteSlots):
         def __init__(self):
@@ -80,6 +83,6 @@ def test_what_is_left_of_the_steps_before_is_compared_too():
 
     versions = [Version(Epoch(1, b"e" * 16), step) for step in range(3)]
     plan = RecoveryPlan(None, earlier={0: tuple((each, "n0") for each in versions), 1: ((versions[2], "n1"),)})
-    said = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
-    assert said == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
-    assert are_mismatched(said) and not are_mismatched([said[0][:1], said[1]]), "samples of other steps are others"
+    samples = [compared_before(Daemons().earlier(plan, rank)) for rank in range(3)]
+    assert samples == [[[1, 7, 0], [2, 7, 0]], [[2, 7, 1]], []]
+    assert are_mismatched(samples) and not are_mismatched([samples[0][:1], samples[1]]), "steps are not mixed up"

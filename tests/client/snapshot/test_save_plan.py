@@ -1,4 +1,4 @@
-"""What a share says, without any engine: every byte of the slot once, sizes as the formula says, what it depends on."""
+"""Save plans, without an engine: every byte of the slot once, and sizes as the formula says."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def placed(leaves: list[Leaf], D: int, f: int, each: int = 1, scheme: str = "aec
     return place(division, [rank // each for rank in range(D * each)], scheme, f, CHUNK)
 
 
-def save_plan(placement: Placement, rank: int, leaves: list[Leaf], cut: ParityTiling | None = None) -> SavePlan:
-    return plan_save(placement, rank, leaves, {}, cut or ParityTiling())
+def save_plan(placement: Placement, rank: int, leaves: list[Leaf], tiling: ParityTiling | None = None) -> SavePlan:
+    return plan_save(placement, rank, leaves, {}, tiling or ParityTiling())
 
 
 LEAVES = [leaf("a", 5), leaf("b", 70000), leaf("c", 300000), leaf("d", 64), leaf("s", 40, staged=True)]
 
 
-def cover(found: SavePlan) -> np.ndarray:
-    """How often each byte of the slot's data is written."""
-    times = np.zeros(found.data_bytes, int)
-    for run in found.runs:
+def cover(plan: SavePlan) -> np.ndarray:
+    """Returns how often each byte of the slot's data is written."""
+    times = np.zeros(plan.data_bytes, int)
+    for run in plan.runs:
         times[run.at : run.at + run.nbytes] += 1
-    for offset, nbytes in found.zeros:
+    for offset, nbytes in plan.zeros:
         times[offset : offset + nbytes] += 1
-    for column in found.columns:
+    for column in plan.columns:
         for offset in column.outputs:
             times[offset : offset + column.nbytes] += 1
     return times
@@ -60,41 +60,41 @@ SIZES = st.lists(st.integers(0, 200_000), min_size=1, max_size=12)
 def test_every_byte_of_the_slot_is_written_once(sizes, D, each, f, scheme, data):
     leaves = [leaf(f"leaf{i}", size, staged=i == 3) for i, size in enumerate(sizes)]
     rank = data.draw(st.integers(0, D * each - 1))
-    there = [each for each in leaves if data.draw(st.booleans())] + [leaf("extra", 5000)]
-    found = save_plan(placed(leaves, D, f, each, scheme), rank, there, ParityTiling(2048, 4096, 1 << 20))
-    assert (cover(found) == 1).all()
-    assert set(found.absent) == {each.name for each in leaves} - {each.name for each in there}
-    assert sum(nbytes for _, nbytes in found.zeros) + found.written_bytes == found.data_bytes
+    existing = [each for each in leaves if data.draw(st.booleans())] + [leaf("extra", 5000)]
+    plan = save_plan(placed(leaves, D, f, each, scheme), rank, existing, ParityTiling(2048, 4096, 1 << 20))
+    assert (cover(plan) == 1).all()
+    assert set(plan.absent) == {each.name for each in leaves} - {each.name for each in existing}
+    assert sum(nbytes for _, nbytes in plan.zeros) + plan.written_bytes == plan.data_bytes
 
 
 @pytest.mark.parametrize(("D", "f"), [(2, 1), (3, 1), (4, 2), (5, 2), (6, 3)])
-def test_a_member_writes_what_the_formula_says(D, f):
-    """|P| (k + f) / (D k): no code that survives f lost members writes less."""
+def test_a_rank_writes_as_many_bytes_as_the_formula_says(D, f):
+    """|P| (k + f) / (D k): no code that survives f lost ranks writes less."""
     nbytes = D * (D - f) * 4096 * 120  # no padding, whatever the number of packets
     leaves = [leaf("w", nbytes)]
     placement = placed(leaves, D, f)
     k = placement.lanes[0].code.k
     assert k == D - f
     for rank in range(D):
-        found = save_plan(placement, rank, leaves)
-        assert found.written_bytes == found.data_bytes == nbytes * (k + f) // (D * k)
+        plan = save_plan(placement, rank, leaves)
+        assert plan.written_bytes == plan.data_bytes == nbytes * (k + f) // (D * k)
 
 
-def test_a_process_alone_keeps_everything_one_run_a_leaf():
-    found = save_plan(placed(LEAVES, 1, 0), 0, LEAVES)
-    assert not found.columns and not found.parity_chunks and found.unplanned == found.absent == ()
-    assert sorted(found.leaves[run.leaf].name for run in found.runs) == ["b", "c"]
-    assert [run.begin for run in found.runs] == [0, 0]
-    assert sorted(found.leaves[i].name for i in found.inline_leaves) == ["a", "d", "s"]
-    assert found.written_bytes == 370000
+def test_a_single_process_stores_each_leaf_as_one_run():
+    plan = save_plan(placed(LEAVES, 1, 0), 0, LEAVES)
+    assert not plan.columns and not plan.parity_chunks and plan.unplanned == plan.absent == ()
+    assert sorted(plan.leaves[run.leaf].name for run in plan.runs) == ["b", "c"]
+    assert [run.begin for run in plan.runs] == [0, 0]
+    assert sorted(plan.leaves[i].name for i in plan.inline_leaves) == ["a", "d", "s"]
+    assert plan.written_bytes == 370000
 
 
 @pytest.mark.parametrize("D", [1, 3])
-def test_the_table_says_where_each_leaf_is(D):
+def test_the_table_says_where_each_leaf_lies(D):
     leaves = [*LEAVES, leaf("u", 100_000)]
     placement = placed(leaves, D, D - 1, mismatched=["u"])
-    found = save_plan(placement, 1 % D, [*leaves[1:], leaf("new", 9)])
-    table = table_from(found.table)
+    plan = save_plan(placement, 1 % D, [*leaves[1:], leaf("new", 9)])
+    table = table_from(plan.table)
     shared = pb.UNREPLICATED if D == 1 else pb.CELL
     places = {
         "b": shared,
@@ -104,30 +104,30 @@ def test_the_table_says_where_each_leaf_is(D):
         "u": pb.UNREPLICATED,
         "new": pb.UNREPLICATED,
     }
-    assert places_from(found.table) == places
-    assert {each.name for each in table.leaves} == set(places) and table.data_bytes == found.data_bytes
+    assert places_from(plan.table) == places
+    assert {each.name for each in table.leaves} == set(places) and table.data_bytes == plan.data_bytes
     for each, offset in zip(table.leaves, table.offsets, strict=True):
         if places[each.name] == pb.UNREPLICATED:
-            assert any(run == (found.leaves.index(each), 0, each.nbytes, offset) for run in found.runs)
+            assert any(run == (plan.leaves.index(each), 0, each.nbytes, offset) for run in plan.runs)
 
 
-def test_columns_keep_to_the_cut():
+def test_columns_keep_to_the_tiling():
     placement = placed([leaf("w", 1 << 20)], 4, 2)
-    for cut in (ParityTiling(), ParityTiling(4096, 8192, 1 << 20), ParityTiling(256, 64, 1 << 20)):
-        columns = save_plan(placement, 0, [leaf("w", 1 << 20)], cut).columns
-        assert max(column.nbytes for column in columns) <= cut.register
-        assert max(column.nbytes * column.rows for column in columns) <= cut.scratch
+    for tiling in (ParityTiling(), ParityTiling(4096, 8192, 1 << 20), ParityTiling(256, 64, 1 << 20)):
+        columns = save_plan(placement, 0, [leaf("w", 1 << 20)], tiling).columns
+        assert max(column.nbytes for column in columns) <= tiling.register
+        assert max(column.nbytes * column.rows for column in columns) <= tiling.scratch
 
 
-def test_columns_get_narrow_where_many_small_leaves_lie():
+def test_columns_are_narrow_where_many_small_leaves_lie():
     leaves = [leaf(f"leaf{i}", 100) for i in range(3_000)]
     placement = placed(leaves, 4, 2)
-    found = save_plan(placement, 0, leaves, ParityTiling(1 << 20, 1 << 20, 64 << 10))
-    assert max(column.nbytes * column.rows for column in found.columns) <= 64 << 10
-    assert (cover(found) == 1).all()
+    plan = save_plan(placement, 0, leaves, ParityTiling(1 << 20, 1 << 20, 64 << 10))
+    assert max(column.nbytes * column.rows for column in plan.columns) <= 64 << 10
+    assert (cover(plan) == 1).all()
 
 
-def test_scratch_that_is_too_small_is_refused_with_numbers():
+def test_too_little_scratch_memory_is_an_error_with_numbers():
     leaves = [leaf(f"leaf{i}", 100) for i in range(200)]
     with pytest.raises(
         ConfigError, match=r"a column of \d+ registers needs \d+ bytes of scratch memory; the limit is 100.*Fix"
@@ -142,10 +142,10 @@ def test_columns_begin_at_cache_lines():
         assert column.nbytes % UNIT == 0
 
 
-# What a share depends on
+# What a save plan depends on
 
 
-def test_the_digest_tells_where_bytes_lie():
+def test_the_digest_depends_on_where_bytes_lie():
     placement = placed(LEAVES, 4, 1)
     first = save_plan(placement, 0, LEAVES)
     assert first.digest == save_plan(placement, 0, LEAVES[::-1]).digest, "the order of discovery says nothing"
@@ -157,22 +157,22 @@ def test_the_digest_tells_where_bytes_lie():
     assert first.table == others[0].table, "it is not the table alone"
 
 
-def test_a_leaf_of_another_kind_than_predicted_is_kept_and_its_place_is_zeros():
+def test_a_leaf_of_another_kind_than_predicted_is_unplanned_and_its_cell_has_zeros():
     placement = placed(LEAVES, 3, 1)
-    found = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 4000), *LEAVES[3:]])
-    assert found.unplanned == ("c",) and found.absent == () and (cover(found) == 1).all()
+    plan = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 4000), *LEAVES[3:]])
+    assert plan.unplanned == ("c",) and plan.absent == () and (cover(plan) == 1).all()
     staged = save_plan(placement, 0, [*LEAVES[:2], leaf("c", 300000, staged=True), *LEAVES[3:]])
     assert staged.unplanned == ("c",), "forward mutates it, so no rank may code it for another"
 
 
-def test_riders_that_turn_out_larger_are_kept():
+def test_inline_leaves_larger_than_predicted_are_unplanned():
     small = [leaf(f"r{i}", 10, staged=True) for i in range(3)]
     placement = placed(small, 2, 1)
-    found = save_plan(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
-    assert [found.leaves[i].name for i in found.inline_leaves] == ["r1", "r2"] and found.unplanned == ("r0",)
+    plan = save_plan(placement, 0, [leaf("r0", RIDERS_MAX + 1, True), leaf("r1", RIDERS_MAX - 10, True), small[2]])
+    assert [plan.leaves[i].name for i in plan.inline_leaves] == ["r1", "r2"] and plan.unplanned == ("r0",)
 
 
-def test_the_same_leaves_elsewhere_need_no_new_share():
+def test_the_same_leaves_in_other_memory_reuse_the_save_plan():
     tensors = {"w": torch.zeros(100_000), "b": torch.zeros(5)}
     leaves = TensorIndex(tensors, set()).layout().leaves
     placement = placed(list(leaves), 3, 1)

@@ -1,4 +1,4 @@
-"""A rank's snapshots under a placement: what goes into the capsule, leaves that come and go, and what stays held."""
+"""A rank's snapshots: the capsule, leaves that come and go, slots that are kept, and failures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from reft.wire.v1 import daemon_pb2 as pb
 OLD, NEW = Epoch(1, b"o" * 16), Epoch(2, b"n" * 16)
 
 
-class Line:
-    """A reporter without a daemon; whole is what the test says."""
+class FakeReporter:
+    """A reporter without a daemon; the test sets `whole`."""
 
     is_fenced = slots_missing = False
 
@@ -44,14 +44,14 @@ class Line:
     def voids(self, version):
         return False
 
-    def wait_for(self, found):
-        return found()
+    def wait_for(self, condition):
+        return condition()
 
     def wait(self, step, deadline_s):
         return True
 
     def wake(self) -> None:
-        """Nobody sleeps."""
+        """Does nothing: no thread sleeps here."""
 
     mismatched = frozenset()
 
@@ -60,7 +60,7 @@ class Line:
         self.answered.release()
 
 
-class Room:
+class FakeSlots:
     """Slots without a daemon."""
 
     def __init__(self, count: int, data_bytes: int) -> None:
@@ -74,7 +74,7 @@ class Room:
 
 
 class Rank:
-    """One rank of a job of three nodes, training by itself."""
+    """One rank of a job of three nodes; only this rank trains."""
 
     def __init__(self, base: Version | None = None, state=None) -> None:
         torch.manual_seed(1)
@@ -85,10 +85,10 @@ class Rank:
         layout = pack(self.leaves)
         division = divide({layout.digest: layout}, [layout.digest] * 3)
         self.placement = place(division, range(3), "aec", 1, 4096)
-        self.copy_engine, self.line = CpuCopyEngine([]), Line()
+        self.copy_engine, self.reporter = CpuCopyEngine([]), FakeReporter()
         self.snapshots = Snapshotter(
-            self.tracked, HostState(self.tracked, state or {}), self.copy_engine, self.line, Failpoints(), 0, NEW, base,
-            Room(3, self.placement.part(0).data_bytes).slots, None, self.placement, 0,
+            self.tracked, HostState(self.tracked, state or {}), self.copy_engine, self.reporter, Failpoints(), 0, NEW, base,
+            FakeSlots(3, self.placement.part(0).data_bytes).slots, None, self.placement, 0,
         )  # fmt: skip
 
     def step(self) -> None:
@@ -99,8 +99,8 @@ class Rank:
     def take(self, step: int) -> tuple[StepAnswer, str]:
         self.snapshots.take(step, is_marked=True)
         self.snapshots.fence()
-        assert self.line.answered.acquire(timeout=20)
-        return self.line.answers[step]
+        assert self.reporter.answered.acquire(timeout=20)
+        return self.reporter.answers[step]
 
     def slot(self, step: int) -> SlotMap:
         return next(slot.map for slot in self.snapshots.slots if slot.map.header.version == Version(NEW, step))
@@ -113,7 +113,7 @@ def rank():
     rank.copy_engine.close()
 
 
-def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
+def test_the_capsule_has_the_inline_leaves_and_the_absent_names(rank):
     assert rank.take(1) == (StepAnswer.SEALED, "")
     before = {name: tensor.numpy().tobytes() for name, tensor in rank.model.named_buffers()}
     slot = rank.slot(1)
@@ -127,32 +127,32 @@ def test_the_capsule_has_the_riders_and_says_what_is_absent(rank):
     assert rank.slot(2).header.layout != slot.header.layout and rank.slot(2).header.data_bytes == slot.header.data_bytes
 
 
-def test_a_share_that_was_expected_is_used(rank):
+def test_a_predicted_save_plan_is_used(rank):
     rank.snapshots.expect(rank.leaves)
     rank.step()
     rank.take(1)
-    held = rank.snapshots._held.save_plan
-    assert held.runs is rank.snapshots._expected.runs and held.unplanned == held.absent == ()
-    assert rank.snapshots.bytes_per_snapshot() == held.written_bytes + sum(
-        held.leaves[i].nbytes for i in held.inline_leaves
+    plan = rank.snapshots._plan.save_plan
+    assert plan.runs is rank.snapshots._predicted_plan.runs and plan.unplanned == plan.absent == ()
+    assert rank.snapshots.bytes_per_snapshot() == plan.written_bytes + sum(
+        plan.leaves[i].nbytes for i in plan.inline_leaves
     )
 
 
-def test_leaves_that_nobody_foresaw_are_said_and_kept(rank, caplog):
+def test_unplanned_leaves_are_logged_and_stored(rank, caplog):
     rank.step()
     rank.take(1)
     rank.model[0].register_buffer("late", torch.randn(4))
-    rank.snapshots.slots[:] = Room(3, 1 << 20).slots
+    rank.snapshots.slots[:] = FakeSlots(3, 1 << 20).slots
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(2) == (StepAnswer.SEALED, "")
-    assert "1 leaves were not foreseen by attach and are lost with their node, e.g. model.0.0.late" in caplog.text
+    assert "attach did not predict 1 leaves, e.g. model.0.0.late. They are lost with their node." in caplog.text
     assert places_from(rank.slot(2).table())["model.0.0.late"] == pb.UNREPLICATED
     caplog.clear()
     rank.take(3)
-    assert not caplog.records, "it is said once"
+    assert not caplog.records, "the warning comes once"
 
 
-def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
+def test_a_too_large_capsule_voids_the_snapshot_with_a_reason():
     big = SimpleNamespace(state_dict=lambda: {"x": bytes(2 << 20)}, load_state_dict=None)
     rank = Rank(state={"big": big})
     answer, trouble = rank.take(1)
@@ -160,14 +160,14 @@ def test_a_capsule_that_is_too_large_voids_the_snapshot_and_says_why():
     rank.copy_engine.close()
 
 
-def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_dropped():
+def test_a_new_snapshot_of_the_base_step_survives_discard():
     rank = Rank(base=Version(OLD, 7))
     rank.step()
-    held = rank.snapshots.slots[0].map
-    held.begin(Version(OLD, 7), b"x" * 16, b"", 0)
-    held.landed()
+    base_slot = rank.snapshots.slots[0].map
+    base_slot.begin(Version(OLD, 7), b"x" * 16, b"", 0)
+    base_slot.landed()
     assert rank.take(7) == (StepAnswer.SEALED, "")
-    assert held.header.version == Version(OLD, 7), "the base stays until the new version is whole"
+    assert base_slot.header.version == Version(OLD, 7), "the base stays until the new version is whole"
     assert rank.take(8) == (StepAnswer.SEALED, "")
     rank.snapshots.discard(8)
     states = {slot.map.header.version: slot.map.header.state for slot in rank.snapshots.slots}
@@ -175,8 +175,8 @@ def test_the_restored_step_can_be_taken_again_and_stays_when_later_ones_are_drop
     rank.copy_engine.close()
 
 
-def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
-    made, larger = threading.Event(), Room(3, 1 << 20).slots
+def test_old_slots_are_not_used_while_larger_ones_are_leased(rank):
+    made, larger = threading.Event(), FakeSlots(3, 1 << 20).slots
 
     def lease(*sizes):
         made.wait(20)
@@ -190,14 +190,14 @@ def test_old_slots_are_left_alone_while_larger_ones_are_leased(rank):
     del rank.model[0].late
     answer, trouble = rank.take(3)
     assert answer is StepAnswer.VOID and "are being made" in trouble, (
-        "it fits again, and the daemon may free it any time"
+        "the old slot fits again, but the daemon may free it at any time"
     )
     made.set()
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert rank.take(4) == (StepAnswer.SEALED, "") and rank.snapshots.slots is larger
 
 
-def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, caplog):
+def test_a_failed_lease_of_larger_slots_is_logged_and_tried_again(rank, caplog):
     refused = threading.Semaphore(0)
 
     def lease(*sizes):
@@ -209,20 +209,20 @@ def test_larger_slots_that_could_not_be_had_are_said_and_asked_for_again(rank, c
     rank.model[0].register_buffer("late", torch.randn(1 << 20))
     with caplog.at_level(logging.WARNING, "reft"):
         assert rank.take(1)[0] is StepAnswer.VOID
-        rank.snapshots._leasing.join(20)
+        rank.snapshots._lease_thread.join(20)
     assert "rank 0 gets no slots for its new layout: the arena is full." in caplog.text
     assert rank.take(2)[0] is StepAnswer.VOID
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert refused.acquire(timeout=20) and refused.acquire(timeout=20)
-    rank.snapshots.leases = SimpleNamespace(lease=lambda *sizes: Room(3, 8 << 20).slots)
+    rank.snapshots.leases = SimpleNamespace(lease=lambda *sizes: FakeSlots(3, 8 << 20).slots)
     assert rank.take(3)[0] is StepAnswer.VOID
-    rank.snapshots._leasing.join(20)
+    rank.snapshots._lease_thread.join(20)
     assert rank.take(4) == (StepAnswer.SEALED, "")
 
 
 @pytest.mark.parametrize("method", ["begin", "put_capsule", "landed", "sealed"])
-def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, caplog, monkeypatch, method):
-    monkeypatch.setattr(Line, "voids", lambda _, version: version.step < 5)
+def test_a_slot_whose_header_could_not_be_written_is_reported_and_used_again(rank, caplog, monkeypatch, method):
+    monkeypatch.setattr(FakeReporter, "voids", lambda _, version: version.step < 5)
     rank.step()
     broken = pytest.MonkeyPatch()
     broken.setattr(SlotMap, method, lambda *_: 1 / 0)
@@ -233,8 +233,8 @@ def test_a_slot_whose_header_could_not_be_written_is_said_and_used_again(rank, c
     assert [rank.take(step) for step in (5, 6, 7)] == [(StepAnswer.SEALED, "")] * 3
 
 
-def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(caplog):
-    """Attach has asked it, and it could then: a loader whose worker has died since."""
+def test_an_object_whose_state_dict_raises_skips_the_snapshot_only(caplog):
+    """At attach the object had a state: it is a loader whose worker has died since."""
     loader = SimpleNamespace(state_dict=lambda: {"at": 1}, load_state_dict=lambda state: None)
     rank = Rank(state={"loader": loader})
     rank.step()
@@ -248,8 +248,8 @@ def test_an_object_that_can_not_say_its_state_costs_a_snapshot_and_not_the_step(
     rank.copy_engine.close()
 
 
-def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog):
-    rank.line.slots_missing = True
+def test_memory_that_a_restarted_daemon_refuses_is_logged(rank, caplog):
+    rank.reporter.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
     rank.snapshots.leases = SimpleNamespace(give_back=lambda kept: 1 / 0)
     rank.step()
@@ -258,10 +258,10 @@ def test_memory_that_a_restarted_daemon_does_not_take_back_is_said(rank, caplog)
     assert "could not be given the memory of its slots: division by zero" in caplog.text
 
 
-def test_who_waits_for_a_step_gives_memory_back_though_no_mark_follows(rank):
-    given = []
-    rank.line.slots_missing = True
+def test_waiting_for_a_step_returns_memory_to_a_restarted_daemon(rank):
+    returned = []
+    rank.reporter.slots_missing = True
     rank.snapshots.slots[0].descriptor = 7
-    rank.snapshots.leases = SimpleNamespace(give_back=given.append)
+    rank.snapshots.leases = SimpleNamespace(give_back=returned.append)
     assert rank.snapshots.wait(1, 20)
-    assert [slot.index for slots in given for slot in slots] == [0] and not rank.line.slots_missing
+    assert [slot.index for slots in returned for slot in slots] == [0] and not rank.reporter.slots_missing

@@ -1,7 +1,8 @@
-"""A job that an earlier reft left in a node's memory goes on in this one, bit for bit.
+"""This reft restores a job that an earlier reft left in a node's memory, bit for bit.
 
-golden/held-0.1.tar.gz is what the daemon of 2026-11-23 (commit 7f3928b) held when it was killed: record, slots and capsule of
-five steps of AdamW on two linear layers and a BatchNorm, with an LR scheduler; `expected.npz` is the state that training had.
+golden/held-0.1.tar.gz is the folder of the daemon of 2026-11-23 (commit 7f3928b) after SIGKILL:
+record, slots and capsule of five steps of AdamW on two linear layers and a BatchNorm, with an LR
+scheduler. `expected.npz` is the state that training had.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import torch
 import reft
 from tests.support.daemons import DaemonProcess
 
-HELD = Path(__file__).parent / "golden/held-0.1.tar.gz"
+ARCHIVE = Path(__file__).parent / "golden/held-0.1.tar.gz"
 
 
-def test_what_an_earlier_reft_held_is_restored():
+def test_the_memory_of_an_earlier_reft_is_restored():
     folder = Path(tempfile.mkdtemp(prefix="reft-test-", dir="/dev/shm"))
-    with tarfile.open(HELD) as archive:
+    with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     expected = np.load(folder / "expected.npz")
     (folder / "expected.npz").unlink()
     process = DaemonProcess(folder=folder)
     try:
-        torch.manual_seed(1)  # another one than that of the training
+        torch.manual_seed(1)  # not the seed of the training
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -1,4 +1,7 @@
-"""Copying engines along a course: gaps first, what no stretch holds at the fence; and what happens without the fence."""
+"""Copy engines with a pacing plan: gaps first, the rest at the fence.
+
+And why the fence must wait.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ from tests.support.snapshot import Taken, bytes_in, placement_of, tensors_on
 from tests.support.streams import Late, Strict
 
 
-def course_of(*phases: tuple[Tier, float], bytes_per_s: float = 1e9) -> PacingPlan:
+def pacing_of(*phases: tuple[Tier, float], bytes_per_s: float = 1e9) -> PacingPlan:
     return PacingPlan(tuple(Phase(*each) for each in phases), bytes_per_s, bytes_per_s, 0.0)
 
 
 @pytest.mark.parametrize("f", [0, 1])
-def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
+def test_all_bytes_are_copied_in_a_gap_that_is_long_enough(engine, f):
     copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, f))
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0))
     copy_engine.enter(0, Tier.COMPUTE)
     copy_engine.begin(taken.job)
-    assert not taken.chunks and not taken.parity, "before the gap"
+    assert not taken.chunks and not taken.parity, "copied before the gap"
     copy_engine.enter(1, Tier.GAP)
     until(lambda: copy_engine.copy_stats.written() == taken.save_plan.written_bytes)
     copy_engine.enter(2, Tier.COMPUTE)
@@ -45,12 +48,12 @@ def test_all_bytes_go_into_a_gap_that_has_room(engine, f):
     assert sorted(taken.parity) == list(range(len(taken.save_plan.columns)))
 
 
-def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
+def test_bytes_that_fit_into_no_phase_are_copied_at_the_fence(engine):
     copy_engine, device = engine
     tensors = tensors_on(device)
     taken = Taken(tensors, {"buffer"})
     before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
     copy_engine.enter(0, Tier.COMPUTE)
     copy_engine.begin(taken.job)
     copy_engine.fence()
@@ -62,15 +65,15 @@ def test_what_no_stretch_holds_is_copied_at_the_fence(engine):
 
 
 @pytest.mark.parametrize("scratch", [0, 100_000, 10 << 20])
-def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, monkeypatch):
+def test_an_overrun_goes_through_scratch_memory_until_that_is_full(scratch, monkeypatch):
     monkeypatch.setattr(cuda_plan, "TRANSFER_BYTES", 50_000)
     device = Strict()
     copy_engine = CudaCopyEngine(device, overrun_scratch_bytes=scratch)
     tensors = tensors_on("cpu")
-    for _ in range(2):  # the second one must not overtake the first in the scratch
+    for _ in range(2):  # the second snapshot must not overwrite the first one in the scratch memory
         taken = Taken(tensors, set(), placement_of(TensorIndex(tensors, set()), 3, 1))
         before = {name: bytes_in(tensor).tobytes() for name, tensor in tensors.items()}
-        taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
         with device.watching:
             copy_engine.begin(taken.job)
             copy_engine.fence()
@@ -84,7 +87,7 @@ def test_an_overrun_goes_through_scratch_memory_as_far_as_that_goes(scratch, mon
     copy_engine.close()
 
 
-def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ended(monkeypatch, caplog):
+def test_if_scratch_memory_cannot_be_allocated_the_optimizer_waits(monkeypatch, caplog):
     copy_engine = CudaCopyEngine(Late(), overrun_scratch_bytes=10 << 20)
     tensors = tensors_on("cpu")
     empty = torch.empty
@@ -96,7 +99,7 @@ def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ende
 
     for _ in range(2):
         taken = Taken(tensors, set())
-        taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
         copy_engine.begin(taken.job)
         monkeypatch.setattr(torch, "empty", full)
         copy_engine.fence()
@@ -106,7 +109,7 @@ def test_without_room_for_the_scratch_memory_the_optimizer_waits_and_is_not_ende
     copy_engine.close()
 
 
-def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(engine):
+def test_everything_is_copied_at_once_if_training_leaves_the_plan_or_waits(engine):
     copy_engine, device = engine
     for leave in (
         lambda: copy_engine.enter(1, Tier.COLLECTIVE),
@@ -114,7 +117,7 @@ def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(eng
         copy_engine.hurry,
     ):
         taken = Taken(tensors_on(device), set())
-        taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+        taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
         copy_engine.enter(0, Tier.COMPUTE)
         copy_engine.begin(taken.job)
         leave()
@@ -124,9 +127,9 @@ def test_whoever_leaves_the_course_or_waits_for_the_snapshot_gets_it_at_once(eng
 
 
 def failing(copy_engine, tensors) -> Taken:
-    """A snapshot that has begun, and will fail with its first chunk, in the gap or after it."""
+    """Begins a snapshot that will fail with its first chunk, in the gap or after it."""
     taken = Taken(tensors, set())
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
 
     def at_chunk(index: int) -> None:
         raise ReftError("failpoint")
@@ -148,11 +151,11 @@ def test_a_failure_in_a_gap_is_reported_and_training_goes_on(engine):
 
 
 @pytest.mark.parametrize("cpus", [[], [0, 0]])
-def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread(cpus, monkeypatch):
+def test_on_the_cpu_each_thread_copies_at_most_one_task_after_a_gap_ends(cpus, monkeypatch):
     monkeypatch.setattr(cpu_plan, "TASK_BYTES", 2 * 4096)  # two chunks
     copy_engine = CpuCopyEngine(cpus, clock=lambda: 0.0)
     taken = Taken(tensors_on("cpu"), set())
-    taken.job.pacing_plan = course_of(
+    taken.job.pacing_plan = pacing_of(
         (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0), (Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)
     )
     ended, threads = threading.Event(), len(cpus) or 1
@@ -183,11 +186,11 @@ def test_on_the_cpu_a_gap_that_ends_stops_copying_within_one_task_of_each_thread
 
 
 @pytest.mark.parametrize("cpus", [[], [0, 0]])
-def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_do_not(cpus):
+def test_on_the_cpu_idle_threads_copy_in_gaps_and_only_there(cpus):
     copy_engine = CpuCopyEngine(cpus)
     for pacing_plan, tier, policy in [
-        (course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.GAP, os.SCHED_IDLE),
-        (course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.FENCE, os.SCHED_OTHER),
+        (pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.GAP, os.SCHED_IDLE),
+        (pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0)), Tier.FENCE, os.SCHED_OTHER),
         (None, Tier.COMPUTE, os.SCHED_OTHER),
     ]:
         before = copy_engine.copy_stats.written(tier)
@@ -209,7 +212,7 @@ def test_on_the_cpu_copies_in_a_gap_give_way_to_all_others_and_copies_elsewhere_
 
 
 @pytest.mark.parametrize("fails_in", [Tier.GAP, Tier.FENCE])
-def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, monkeypatch):
+def test_on_the_cpu_a_failure_leaves_no_thread_waiting(fails_in, monkeypatch):
     monkeypatch.setattr(cpu_plan, "TASK_BYTES", 4096)  # many tasks
     copy_engine, tensors = CpuCopyEngine([]), tensors_on("cpu")
     taken = failing(copy_engine, tensors)
@@ -223,8 +226,8 @@ def test_on_the_cpu_a_failure_leaves_no_thread_waiting_for_its_turn(fails_in, mo
 
 
 @pytest.mark.parametrize("refused", ["sched_setscheduler", "sched_setaffinity"])
-def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_ends_as_ever(refused, monkeypatch, caplog):
-    """Else nobody would take what waits for them, and the fence would hold training up for ever."""
+def test_without_permission_for_affinity_or_idle_priority_snapshots_still_end(refused, monkeypatch, caplog):
+    """Else no thread would take the waiting tasks, and the fence would wait for ever."""
 
     def refuse(*_: object) -> None:
         raise PermissionError("not for you")
@@ -232,7 +235,7 @@ def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_end
     monkeypatch.setattr(os, refused, refuse)
     copy_engine = CpuCopyEngine([0, 0])
     taken = Taken(tensors_on("cpu"), set())
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
     copy_engine.enter(0, Tier.COMPUTE)
     copy_engine.begin(taken.job)
     copy_engine.enter(1, Tier.GAP)
@@ -242,10 +245,10 @@ def test_where_copy_threads_may_not_choose_how_and_where_they_run_a_snapshot_end
     copy_engine.close()
 
 
-def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
+def test_without_idle_threads_the_busy_threads_copy_in_gaps_too():
     copy_engine = CpuCopyEngine([], has_idle=False)
     taken, policies = Taken(tensors_on("cpu"), set()), set()
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
     taken.job.at_chunk = lambda _: policies.add(os.sched_getscheduler(0))
     copy_engine.enter(0, Tier.COMPUTE)
     copy_engine.begin(taken.job)
@@ -267,37 +270,38 @@ def test_on_a_crowded_cpu_the_same_threads_copy_in_gaps_too():
         ([ComputeThreads(1, frozenset({0}))], 1, {0}, False),
     ],
 )
-def test_where_threads_of_ranks_outnumber_cores_no_core_is_idle(others, threads, cpus, expected):
+def test_no_core_is_idle_if_the_ranks_have_more_threads_than_cores(others, threads, cpus, expected):
     own = ComputeThreads(threads, frozenset(cpus))
     assert has_idle_cores(own, [own, *others]) is expected
     assert team_of(json.loads(json.dumps(team_facts(own)))) == own
 
 
-class Deaf(Late):
-    """The mutant: the compute stream does not wait."""
+class NoWaitDevice(Late):
+    """A mutant device: the compute stream does not wait."""
 
     def compute_waits(self, event):
         pass
 
 
-class Hasty(CpuCopyEngine):
-    """The same on the CPU."""
+class NoWaitCpuEngine(CpuCopyEngine):
+    """A mutant CPU engine: the fence does not wait."""
 
     def fence(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("mutant", [lambda: CudaCopyEngine(Deaf()), lambda: Hasty([])])
-def test_without_the_wait_of_the_fence_a_snapshot_is_torn(mutant):
-    """What test_what_no_stretch_holds_is_copied_at_the_fence would find."""
+@pytest.mark.parametrize("mutant", [lambda: CudaCopyEngine(NoWaitDevice()), lambda: NoWaitCpuEngine([])])
+def test_without_the_fences_wait_a_snapshot_is_torn(mutant):
+    """Shows that test_bytes_that_fit_into_no_phase_are_copied_at_the_fence finds a missing wait."""
     copy_engine = mutant()
     tensors = tensors_on("cpu")
     taken = Taken(tensors, set())
     before = bytes_in(tensors["large"]).tobytes()
-    taken.job.pacing_plan = course_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
+    taken.job.pacing_plan = pacing_of((Tier.COMPUTE, 100.0), (Tier.GAP, 100.0))
     copy_engine.enter(0, Tier.COMPUTE)
     hold = threading.Event()
-    copy_engine.submit(lambda: hold.wait(20) and None)  # the worker, or the first byte, is late
+    # So that the worker, or the first byte, is late.
+    copy_engine.submit(lambda: hold.wait(20) and None)
     copy_engine.begin(taken.job)
     copy_engine.fence()
     tensors["large"].zero_()
