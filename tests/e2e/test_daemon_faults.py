@@ -165,7 +165,9 @@ def test_steps_become_whole_again_after_a_daemon_was_stopped_many_times(pair):
         pair[1].kill(signal.SIGSTOP)
         first_step = step()
         # Training may end while this test waits.
-        until(lambda first_step=first_step: step() >= min(first_step + 60, 1800), what="steps beside the stopped daemon")
+        until(
+            lambda first_step=first_step: step() >= min(first_step + 60, 1800), what="steps beside the stopped daemon"
+        )
         pair[1].kill(signal.SIGCONT)
         step()  # the daemon runs for the time of this call
     assert trainers.wait(120) == [0, 0], trainers.errors()

@@ -40,7 +40,7 @@ def read_records(out: Path) -> list[dict]:
 
 
 def await_steps(nodes: Nodes, world: int, more: int, after_s: float) -> int:
-    """Waits until `world` ranks have made `more` steps after that moment; returns the newest step."""
+    """Returns the newest step, once `world` ranks have made `more` steps after that moment."""
     out = nodes._training.out
 
     def made() -> set[int]:
@@ -138,7 +138,9 @@ def test_no_worker_restarts_in_a_minute_with_one_daemon_stopped_and_one_killed()
         end_s = time.monotonic() + MINUTE_S
         nodes.until(lambda: time.monotonic() > end_s, "the minute's end")
         made = await_steps(nodes, 3, 10, after_s=end_s)
-        assert len([each for each in read_records(nodes._training.out) if each["event"] == "started"]) == 3, nodes.story()
+        assert len([each for each in read_records(nodes._training.out) if each["event"] == "started"]) == 3, (
+            nodes.story()
+        )
         stopped.send_signal(signal.SIGCONT)
         machine(nodes, "node-3").daemon = nodes.start_daemon(machine(nodes, "node-3"))
         nodes.until(lambda: nodes.whole("job")[1] > made, "snapshots again")

@@ -132,7 +132,9 @@ class Run:
         ranks = self.start(point, seal_at)
         victim = ranks.processes[moment.rank]
         victim_process = psutil.Process(victim.pid)
-        until(lambda: victim_process.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}")
+        until(
+            lambda: victim_process.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}"
+        )
         assert victim.is_alive(), ranks.errors()[-6000:]
         whole = max(node.status("job").whole for node in self.nodes)
         all_ranks = range(self.example.world)

@@ -18,7 +18,12 @@ STEPS = ["--steps", "100"]
 RANKS = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=ddp", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
          "--local-addr=127.0.0.1"]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
-FORKED = [sys.executable, "-m", "tests.support.agent", *RANKS]  # the same losses; torch is imported once for all workers
+FORKED = [
+    sys.executable,
+    "-m",
+    "tests.support.agent",
+    *RANKS,
+]  # the same losses; torch is imported once for all workers
 
 
 # These steps take a millisecond; on busy cores the round takes longer than all of them. So the copy

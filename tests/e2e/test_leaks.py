@@ -44,7 +44,12 @@ def test_300_snapshots_leak_nothing(daemon: DaemonProcess):
         trainers.let_go(step)
     for process_name in pids:
         after = min((each[process_name] for each in usages[1:]), key=lambda each: each["memory"])
-        assert_flat(usages[0][process_name], after, process_name, TRAINER_SLACK_BYTES if process_name == "trainer" else SLACK_BYTES)
+        assert_flat(
+            usages[0][process_name],
+            after,
+            process_name,
+            TRAINER_SLACK_BYTES if process_name == "trainer" else SLACK_BYTES,
+        )
     assert files == files[:1] * len(pauses)
     assert trainers.wait() == [0]
     assert trainers.results()[0]["stats"]["snapshots"] >= 300

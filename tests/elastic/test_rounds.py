@@ -183,7 +183,7 @@ def test_a_spare_is_promoted_into_the_next_round(make_job):
     assert waiting.result(10).rank == 0
 
 
-def test_a_spare_that_joins_during_a_rendezvous_gets_the_rank_of_the_lost_node(make_job):
+def test_a_spare_that_comes_in_the_middle_of_a_rendezvous_takes_the_place_that_is_missing(make_job):
     job = make_job("3")
     a, b, c = (job.agent(f"node-{name}") for name in "abc")
     assert job.ranks(a, b, c) == [0, 1, 2]
