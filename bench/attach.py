@@ -1,9 +1,10 @@
-"""How long attach takes for 2,000 leaves, and what of it: one process, its own daemon, AdamW on 500 parameters.
+"""How long attach takes for 2,000 leaves, and its parts: one process, AdamW on 500 parameters.
 
     python bench/attach.py [--json FILE]
 
-First a fresh start, then, in the same process, an attach that restores. The parts are what a rank does itself; the rest of an
-attach are calls of the daemon, and making the memory of the slots.
+The process has its own daemon. It attaches afresh, and then attaches once more and restores. The
+parts are the rank's own work. The rest of an attach are calls to the daemon, and allocating the
+slots.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ PARAMETERS = 500
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of 250 layers, of two parameters each."""
+    """Returns a model of 250 layers with two parameters each."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(PARAMETERS // 2)])
     return model, torch.optim.AdamW(model.parameters())
 
 
 def parts() -> dict[str, float]:
-    """Seconds of each thing that a rank does by itself."""
+    """Returns the seconds of each part of the rank's own work."""
     model, optimizer = make()
     found: dict[str, float] = {}
 
@@ -69,7 +70,10 @@ def parts() -> dict[str, float]:
 
 
 def attached(address: str) -> list[tuple[float, float]]:
-    """Seconds, and seconds of this process's CPU, of an attach that starts fresh and of one that restores 2,000 leaves."""
+    """Measures an attach that starts afresh, and one that restores 2,000 leaves.
+
+    Returns seconds, and seconds of this process's CPU.
+    """
     seconds = []
     for _ in range(2):
         model, optimizer = make()
@@ -89,7 +93,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()  # torch imports its compiler then, for seconds
+    torch.optim.AdamW(
+        [nn.Parameter(torch.zeros(1))]
+    ).step()  # in the first step torch imports its compiler, which takes seconds
     found = parts()
     with tempfile.TemporaryDirectory() as home:
         os.environ["REFT_RUNTIME_DIR"] = home

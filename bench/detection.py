@@ -1,10 +1,11 @@
-"""How soon the survivors know that a node is lost: its cable pulled and all of its processes killed, 20 times.
+"""How soon the survivors know that a node is lost, in 20 losses.
 
     python bench/detection.py [--losses 20] [--nodes 4] [--json FILE]
 
-Each node is a set of namespaces with a real daemon and a process that beats as a torchrun agent does, no trainer. From
-the moment before the cable is pulled to the moment at which the last survivor's long poll of `Signals`, which is what
-wakes its agent, returns with OFFLINE. Needs the right to make namespaces (root).
+Each node is a set of namespaces with a real daemon, and with a process that sends heartbeats like a
+torchrun agent. There is no trainer. A loss pulls the node's cable and kills all its processes. The
+time begins before the cable is pulled. It ends when OFFLINE arrives at the last survivor, in its
+long poll of `Signals`, which wakes its agent. Needs the right to make namespaces (root).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # nobody who starts this need set PYTHONPATH
+sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # so this script runs without PYTHONPATH
 
 from bench import result  # noqa: E402
 from bench.options import count, output  # noqa: E402
@@ -30,7 +31,7 @@ SEED = 7
 
 
 def measure(nodes: int, losses: int) -> tuple[list[float], list[float]]:
-    """For each loss: seconds until the first survivor knew, until the last."""
+    """Returns for each loss the seconds until the first survivor knew, and until the last."""
     chance = random.Random(SEED)
     first, last = [], []
     with Watched(nodes) as watched:

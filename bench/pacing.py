@@ -1,8 +1,9 @@
-"""How long it takes to plan where 10,000 chunks of a snapshot go: gaps first, then beside compute.
+"""How long it takes to plan the places of a snapshot's 10,000 chunks: gaps first, then compute.
 
     python bench/pacing.py [--chunks N] [--gaps N] [--json FILE]
 
-The time is this process's own, the median and the largest of 50 plans: the goal is 10 ms of a core.
+The time is that of this process: the median and the largest of 50 plans. The goal is 10 ms of a
+core.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def main() -> None:
     gap_s = STEP_S / options.gaps
     found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
     chunks, parity = [CHUNK] * options.chunks, [CHUNK] * (options.chunks // 20)
-    speed = 1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S  # so that gaps hold half of it, and compute the rest
+    speed = (
+        1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S
+    )  # so that gaps hold half of the chunks, and compute the rest
     rates = CopyRates(speed, speed, speed, speed)
     took = []
     for _ in range(50):

@@ -1,11 +1,12 @@
-"""What pages cost: of slots, small and huge, and of fresh memory that is made ahead while another thread computes in Python.
+"""What pages cost: pages of slots, small and huge, and fresh memory allocated in advance.
 
-    slot    make | first and later memcpy into it, through a mapping | read back from its file, and through a new mapping
-    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in blocks of some sizes;
-            the longest time for which that thread waited when it mapped memory
+    slot    make | first and later memcpy into it, through a mapping | read back from its file, and
+            through a new mapping
+    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in
+            blocks of some sizes; the longest wait of that thread when it mapped memory
 
-`python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the least and the most.
-A first one is not counted: a hypervisor must back the memory then.
+`python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the
+least and the most. The first round is not counted: a hypervisor must back the memory then.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def copy(to: Bytes, source: Bytes) -> None:
 
 
 def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
-    """One slot's life: made, mapped by a trainer, written twice, read back."""
+    """Measures one slot: it is made, mapped by a trainer, written twice, and read back."""
     geometry = Geometry(table_capacity=0, data_capacity=len(memory), chunk_bytes=256 << 10)
     descriptor = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     os.ftruncate(descriptor, geometry.file_bytes)
@@ -83,8 +84,12 @@ def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
 
 
 def room(nbytes: int, is_busy: bool, mib: int = prefault.BLOCK_BYTES >> 20, by_numpy: bool = False) -> dict[str, float]:
-    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python, and maps memory."""
-    advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 refuses both
+    """Allocates fresh memory in two threads.
+
+    Args:
+        is_busy: whether this thread computes in Python meanwhile, and maps memory.
+    """
+    advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 supports neither
     with mock.patch.multiple(prefault, BLOCK_BYTES=mib << 20, _POPULATE_WRITE=advice):
         began = time.perf_counter()
         made = HugePageBuffer(nbytes)
@@ -104,7 +109,7 @@ def main() -> int:
     options = parser.parse_args()
     nbytes = int(options.gib * 1024) << 20
     whole = np.ones(nbytes + 64, np.uint8)
-    begin = -whole.ctypes.data % 64  # as torch's tensors lie: else the kernel copies at half the speed
+    begin = -whole.ctypes.data % 64  # aligned like torch's tensors; otherwise the kernel copies at half the speed
     memory = whole[begin : begin + nbytes]
     found: dict[str, list[float]] = defaultdict(list)
     for is_huge in (False, True):

@@ -1,10 +1,11 @@
-"""How long the recovery plan and the verdicts on losses take, by the number of nodes.
+"""How long the recovery plan and the analysis of losses take, by the number of nodes.
 
     python bench/plan.py [--quick] [--json FILE]
 
-The job: 8 ranks a node, 128 model-parallel coordinates with 64 cells each, every cell held by all replicas of its
-coordinate. So there are 8,192 lanes, and D = nodes / 16 members in each. One node is lost, and one newer version is torn.
-Seconds are of the CPU: the work has one thread, and on a shared machine the clock says more about the others.
+The job has 8 ranks a node, and 128 model-parallel coordinates with 64 cells each. All replicas of a
+coordinate hold its cells. So there are 8,192 lanes, each with D = nodes / 16 members. One node is
+lost, and one newer version is torn. Seconds are of the CPU: the work has one thread, and on a shared
+machine the clock also shows the load of others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ T = TypeVar("T")
 
 
 def placement_for(nodes: int) -> Placement:
-    """Lanes of 128 coordinates; no two ranks of a coordinate share a node."""
+    """Returns a placement with the lanes of 128 coordinates.
+
+    No two ranks of a coordinate share a node.
+    """
     world = nodes * RANKS
     D = world // COORDINATES
     code = code_for(min(D, WIDTH_MAX) - F, F)
@@ -56,7 +60,10 @@ def placement_for(nodes: int) -> Placement:
 
 
 def evidence(nodes: int, lost: int) -> tuple[list[HeldSlot], list[HeldCapsule]]:
-    """Two whole versions and a torn one, two holders of each capsule; node `lost` is gone."""
+    """Returns the held slots and capsules after the loss of node `lost`.
+
+    There are two whole versions and a torn one, and two holders of each capsule.
+    """
     held, copies = [], []
     for rank in range(nodes * RANKS):
         node = rank // RANKS
@@ -72,7 +79,7 @@ def evidence(nodes: int, lost: int) -> tuple[list[HeldSlot], list[HeldCapsule]]:
 
 
 def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
-    """Median seconds of the CPU, and what it returned."""
+    """Returns the median CPU seconds of some runs, and the last result."""
     seconds = []
     for _ in range(repeats):
         began = time.process_time()
@@ -82,7 +89,7 @@ def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
 
 
 def measure(nodes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of the plan and of the verdicts for one size."""
+    """Returns the seconds of plan and loss analysis for one size."""
     lost = nodes // 3
     placement = placement_for(nodes)
     held, copies = evidence(nodes, lost)
@@ -94,7 +101,7 @@ def measure(nodes: int, repeats: int) -> dict[str, Any]:
     for copy in copies:
         keepers.setdefault(copy.rank, []).append(copy.node)
     slots = {rank: slot.node for rank, slot in found.sources.items()}
-    # A fresh LossAnalysis for each figure: it remembers what it worked out.
+    # Each figure needs a fresh LossAnalysis, because it caches its results.
     verdicts_s, verdicts = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).nodes(), repeats)
     tolerated_s, tolerated = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).tolerated(), repeats)
     pairs_s, _ = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).pairs(), 1)

@@ -37,9 +37,9 @@ pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute 
 class Example(NamedTuple):
     """One example script and the job that runs it.
 
-    Where steps take milliseconds, the round is tens of steps behind. Steps without a free slot are not
-    copied, so a moment in the middle of a copy may come that many steps later. The job must still run
-    then, hence `steps`.
+    Where steps take milliseconds, the round is tens of steps behind. Steps without a free slot are
+    not copied, so a moment in the middle of a copy may come that many steps later. The job must
+    still run then, hence `steps`.
 
     Attributes:
         name: of the script in examples/.
@@ -206,7 +206,7 @@ def test_an_example_survives_losses_bit_for_bit(example, plain, site, tmp_path):
 def test_two_nodes_of_different_groups_are_lost_at_once(plain, site, tmp_path):
     """HSDP, one rank on each of four nodes.
 
-    Ranks 0 and 2 hold one half of the state, ranks 1 and 3 the other half. So each half survives one
+    Ranks 0 and 2 hold one half of the state, ranks 1 and 3 the other. So each half survives one
     loss. All four ranks hold the optimizer's step counters, which must survive two losses.
     """
     (hsdp,) = [example for example in EXAMPLES if example.name == "hsdp"]

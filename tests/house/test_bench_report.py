@@ -1,4 +1,4 @@
-"""The tables of bench/README.md are those of bench/results, and each command on the page works."""
+"""The tables of bench/README.md equal bench/results, and each command on the page works."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def stored(folder: Path, name: str = "a", **changed) -> Path:
 # The page
 
 
-def test_the_page_is_what_make_bench_report_makes():
+def test_the_page_equals_the_output_of_make_bench_report():
     made = report.page(PAGE, report.tables(report.results(ROOT / "bench" / "results")))
     assert made == PAGE, "run make bench-report; change files in bench/results, not the tables"
 
 
-def test_each_line_of_prose_fits_into_a_diff():
+def test_no_line_of_prose_is_too_long():
     prose = [line for line in PAGE.splitlines() if not line.startswith(("|", "    "))]
     assert [line for line in prose if len(line) > report.WIDTH] == []
 
@@ -79,7 +79,7 @@ def test_each_program_is_on_the_page():
 
 
 class Parsed(Exception):
-    """The program has read its options, and would begin."""
+    """Raised when the program has read its options, before it measures."""
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def stops_once_parsed(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def begins(monkeypatch, program: str, arguments: list[str]) -> bool:
-    """Whether a program takes these options."""
+def accepts(monkeypatch, program: str, arguments: list[str]) -> bool:
+    """Returns whether a program accepts these options."""
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     try:
         importlib.import_module(f"bench.{program}").main()
@@ -115,18 +115,18 @@ def test_each_command_on_the_page_works(command, monkeypatch, stops_once_parsed)
         paths = [word for word in words[1:] if word.startswith("tests/")]
         assert paths and all((ROOT / path).is_file() for path in paths)
     else:
-        assert words[0] == ".venv/bin/python" and begins(monkeypatch, Path(words[1]).stem, words[2:])
+        assert words[0] == ".venv/bin/python" and accepts(monkeypatch, Path(words[1]).stem, words[2:])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_program_can_write_its_results(program, monkeypatch, stops_once_parsed, tmp_path):
-    assert begins(monkeypatch, program, ["--json", str(tmp_path / "new.json")])
+    assert accepts(monkeypatch, program, ["--json", str(tmp_path / "new.json")])
 
 
 # Rendering
 
 
-def test_a_made_up_result_as_a_table(tmp_path):
+def test_a_result_becomes_a_table(tmp_path):
     stored(tmp_path)
     assert report.tables(report.results(tmp_path)) == RENDERED
 
@@ -139,7 +139,7 @@ def test_runs_of_one_title_share_a_table(tmp_path):
     assert "| share |  | ≥ 0.8 | 0.8 | 0.5 |" in made and "| ends | s |  | 3 to 5 |  |" in made
 
 
-def test_facts_that_nobody_wrote_down(tmp_path):
+def test_the_table_names_missing_facts(tmp_path):
     stored(tmp_path, command=None, date=None, commit=None, machine=dict.fromkeys(MADE_UP["machine"]), source="copied")
     made = " ".join(report.tables(report.results(tmp_path)).split())
     assert "date not written down; machine not written down; copied; command not written down." in made
@@ -189,7 +189,7 @@ def test_a_malformed_result_is_refused(changed, says, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", '{"title": NaN}', "[]", "{}"])
-def test_a_file_that_is_no_result(text, tmp_path):
+def test_a_file_without_a_result_is_refused(text, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ResultError, match=r"^a\.json (is|has) .*(Write|Add) "):
         result.read(tmp_path / "a.json")
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_result(text, tmp_path):
 # Writing
 
 
-def test_a_program_writes_what_the_report_reads(tmp_path, monkeypatch, capsys):
+def test_the_report_reads_the_file_that_a_program_writes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "new.json"
     monkeypatch.setattr(sys, "argv", ["pacing", "--chunks", "10", "--json", str(path)])
     importlib.import_module("bench.pacing").main()
@@ -209,7 +209,7 @@ def test_a_program_writes_what_the_report_reads(tmp_path, monkeypatch, capsys):
     assert "### Plan of where chunks go" in report.tables([found])
 
 
-def test_of_a_path_only_the_name_is_published(monkeypatch):
+def test_a_published_command_holds_file_names_without_folders(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     arguments = ["--json=/a/b.json", "--trace", "/a/c.json", "--quick", "--json", "/a/d.json", "--mib", "3"]
     made = result.command_line("/a/bench/load.py", arguments)

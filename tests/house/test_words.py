@@ -1,4 +1,4 @@
-"""One word, one meaning: class names, and the page that explains their words."""
+"""Each word has one meaning: class names are unique, and the page explains their words."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def classes(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def exceptions(texts: dict[str, str]) -> set[str]:
-    """Returns the names of all classes that derive from an exception, in any number of steps."""
+    """Returns the names of all classes that derive from an exception, directly or not."""
     bases = {
         node.name: [ast.unparse(base).split(".")[-1] for base in node.bases]
         for text in texts.values()
