@@ -2,9 +2,9 @@
 
 A model to train, references to compare with, statistics, tables, and processes that end.
 
-Every cost is given in *memcpys*. One memcpy is one copy of all the state's bytes into mapped memory,
-measured in the same process. On a shared machine seconds vary from minute to minute; these ratios
-hardly do.
+Every cost is given in *memcpys*. One memcpy is one copy of all the state's bytes into mapped
+memory, measured in the same process. On a shared machine seconds vary from minute to minute; these
+ratios hardly do.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class Mapped:
 def fresh(nbytes: int) -> float:
     """Allocates and frees `nbytes` of fresh huge pages with two threads; returns the seconds.
 
-    A second call right after the first gets the same pages. Then a hypervisor that takes free memory
-    from its guests has nothing to do. The guest's own work remains, mostly zeroing.
+    A second call right after the first gets the same pages. Then a hypervisor that takes free
+    memory from its guests has nothing to do. The guest's own work remains, mostly zeroing.
     """
     from reft.client.memory.huge_pages import HugePageBuffer
 
@@ -237,11 +237,12 @@ def fresh(nbytes: int) -> float:
 def backed(nbytes: int) -> None:
     """Returns once the host backs `nbytes` of free memory.
 
-    All memory is backed where no hypervisor takes free memory from its guests. A guest gives free huge
-    pages back to its host (free page reporting). It does so in cycles of 2 s while more pages become
-    free. So this function first waits until the pages of earlier processes are given back. Then it
-    allocates memory until the same pages come twice. It allocates half as many again: the kernel does
-    not always hand out the pages that were freed last, and a few unbacked pages cost much.
+    All memory is backed where no hypervisor takes free memory from its guests. A guest gives free
+    huge pages back to its host (free page reporting). It does so in cycles of 2 s while more pages
+    become free. So this function first waits until the pages of earlier processes are given back.
+    Then it allocates memory until the same pages come twice. It allocates half as many again: the
+    kernel does not always hand out the pages that were freed last, and a few unbacked pages cost
+    much.
     """
     time.sleep(REPORTING_S)
     seconds = [fresh(nbytes * 3 // 2) for _ in range(3)]

@@ -5,7 +5,7 @@
 One process simulates the exchange, without a network. The jobs have 16,384 ranks, 8 a node, and a
 Llama-like model with 2,000 leaves. There are three jobs:
 
-    FSDP2                    every parameter and moment is cut along its first dimension, by all ranks
+    FSDP2                    all ranks cut every parameter and moment along its first dimension
     TP 8 x PP 16 x DP 128    all eight tensor parallel ranks have whole norms
     HSDP                     128 replicas of the same 128 shards
 

@@ -60,7 +60,8 @@ class Measured:
     def block(self, every: int, steps: int) -> list[float]:
         """Trains `steps` steps; returns averages for a step.
 
-        These are ms at the mark, ms of the whole trainer, ms of the daemon, and the switches of both.
+        These are ms at the mark, ms of the whole trainer, ms of the daemon, and the switches of
+        both.
         """
         common.snapshot_each(self.session, every)
         before, mark_ms = self.clocks(), 0.0

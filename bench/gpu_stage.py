@@ -1,27 +1,32 @@
-"""What a snapshot of every step costs one pipeline stage, on one device, with its neighbours emulated.
+"""What a snapshot of every step costs one pipeline stage; its neighbours are emulated.
 
-    python bench/gpu_stage.py [--device cuda|cpu] [--stages P --stage p --microbatches M] [--replicas D --tolerate F]
-                              [--width W --inner I --heads H --layers L --length T --batch B] [--steps N] [--json FILE]
+    python bench/gpu_stage.py [--device cuda|cpu] [--stages P --stage p --microbatches M]
+                              [--replicas D --tolerate F] [--width W --inner I --heads H]
+                              [--layers L --length T --batch B] [--steps N] [--json FILE]
 
-    stage p of P, 1F1B       F F F ░░░░ B F B F … B ░ B ░ B ░░░░ optimizer     ░ a wait in the place of a receive
+    stage p of P, 1F1B   F F F ░░░░ B F B F … B ░ B ░ B ░░░░ optimizer   ░ a wait, not a receive
 
-The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp32 master weights. Its state is these 12 bytes
-a parameter; it takes part in a group of D replicas that survives the loss of F, so each snapshot writes |P|/(D-F) bytes.
-Waits last as long as the closed form says, from forwards and backwards that are measured first; on CUDA they are kernels
-that do nothing. Everything else is what a session uses: the share and its parity, the engine, the rhythm of the hooks,
-pinned slots (three). What a session has more is a capsule and the connection to its daemon.
+The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp32 master weights.
+Its state is these 12 bytes a parameter. It belongs to a group of D replicas that survives F losses,
+so each snapshot writes |P|/(D-F) bytes. The closed formula gives the length of the waits, from
+forwards and backwards that are measured first. On CUDA a wait is a kernel that does nothing.
+Everything else is the code of a session: the save plan and its parity, the copy engine, the
+profiler of the iteration, pinned slots (three). Only the capsule and the connection to the daemon
+are missing.
 
-Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by the schedule; and the
-same engine without regard to it, which copies at once. The first block of each kind is left out.
+Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by
+the pacing plan; and the same engine without a pacing plan, which copies at once. The first block of
+each kind does not count.
 
     step        from mark to mark, in the device's time
     overhead    of the medians, against training alone
-    stall       for which the optimizer waited at the fence, a snapshot
+    stall       time for which the optimizer waited at the fence, a snapshot
     in gaps     share of the bytes whose copy was placed into a wait
 
-Beside torch and numpy nothing must be installed: without xxhash and protobuf there are substitutes (bench/plain.py), and the
-output says so. This was not run on a GPU yet; on the CPU it shows that it works, not what it costs. Ends with 1 if a goal is
-missed; there is none on the CPU, where copies and compute share the cores.
+Only torch and numpy must be installed. Without xxhash and protobuf there are substitutes
+(bench/plain.py), and the output names them. This program has not run on a GPU yet. On the CPU it
+shows that it works, not what it costs. Ends with 1 if a goal is missed. There is no goal on the
+CPU, where copies and compute share the cores.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -m", the plain path works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script also runs by its path
 
 import torch
 from torch import nn
@@ -110,14 +115,14 @@ class Clock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+        """Waits for the second moment; returns the seconds between both."""
         if not self.is_cuda:
             return end - begin
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def timed(self, work: Callable[[], object], times: int) -> float:
-        """The median of some runs, in seconds."""
+        """Returns the median of some runs, in seconds."""
         found = []
         for _ in range(times):
             begin = self.now()
@@ -126,7 +131,7 @@ class Clock:
         return statistics.median(found)
 
     def wait(self, seconds: float) -> None:
-        """An idle time of this length, in the place of a receive."""
+        """Idles for this time, in the place of a receive."""
         if self.is_cuda:
             torch.cuda._sleep(int(seconds * self._spin_per_s))
         else:
@@ -162,7 +167,7 @@ class Stage:
         self.gaps: dict[int, float] = {}
 
     def run(self, action: Action) -> None:
-        """A forward or a backward of one microbatch."""
+        """Runs a forward or a backward of one microbatch."""
         if action.kind is ActionKind.FORWARD:
             x = self.x.detach().requires_grad_()
             y = x
@@ -174,7 +179,7 @@ class Stage:
             y.backward(self.grad)
 
     def update(self) -> None:
-        """The optimizer on the master weights, and the weights rounded from them."""
+        """Runs the optimizer on the master weights, and rounds the weights from them."""
         for weight, master in zip(self.weights, self.master, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -185,7 +190,7 @@ class Stage:
                 weight.copy_(master)
 
     def state(self) -> TensorIndex:
-        """What a snapshot holds; call it after the first update."""
+        """Returns the tensors of a snapshot; call it after the first update."""
         found: dict[str, torch.Tensor] = {}
         for i, master in enumerate(self.master):
             kept = self.optimizer.state[master]
@@ -193,7 +198,7 @@ class Stage:
         return TensorIndex(found)
 
     def calibrate(self, args: argparse.Namespace) -> ActionTimes:
-        """Measures forward and backward, and foresees the waits that stages like this one have."""
+        """Measures forward and backward, and computes the waits of such a stage."""
         forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
         found: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
         for _ in range(12):
@@ -209,7 +214,7 @@ class Stage:
 
 @dataclass
 class Snapshotting:
-    """The engine with its slots and its rhythm, as a session has them."""
+    """The engine with its slots and its profiler, as in a session."""
 
     copy_engine: Any
     save_plan: SavePlan
@@ -275,7 +280,7 @@ class Snapshotting:
 
 @dataclass
 class Kept:
-    """What was measured of one kind of step."""
+    """The measurements of one kind of step."""
 
     seconds: list[float] = field(default_factory=list)
     stall_s: float = 0.0
@@ -285,7 +290,7 @@ class Kept:
 
 
 def one_step(stage: Stage, snapshotting: Snapshotting, step: int, mode: str) -> None:
-    """From a mark to the next."""
+    """Runs one step, from a mark to the next."""
     profiler, copy_engine = snapshotting.profiler, snapshotting.copy_engine
     pacing_plan = profiler.mark(step)
     if mode != "alone":
@@ -307,7 +312,10 @@ def wait(stage: Stage, profiler: IterationProfiler, place: int) -> None:
 
 
 def blocks(steps: int) -> Iterator[tuple[str, bool]]:
-    """The kind of each block, and whether it counts; each kind comes after each other one as often."""
+    """Yields the kind of each block, and whether it counts.
+
+    Each kind follows each other kind equally often.
+    """
     count = -(-steps // BLOCK)
     for index in range(count + 1):
         for turn in range(len(MODES)):
@@ -331,10 +339,10 @@ def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) 
             step += 1
         marks.append(stage.clock.now())
         seconds = [stage.clock.seconds(begin, end) for begin, end in pairwise(marks)]
-        snapshotting.profiler.mark(step)  # takes what the device has measured meanwhile into account
+        snapshotting.profiler.mark(step)  # also reads what the device has measured meanwhile
         if counts:
             found = kept[mode]
-            found.seconds += seconds[1:]  # the first one's mark lies before the snapshot of another kind has ended
+            found.seconds += seconds[1:]  # the first mark of a block comes before another kind's snapshot has ended
             found.stall_s += copy_stats.stall_s - before[0]
             for tier in Tier:
                 found.written[tier] += copy_stats.written(tier) - before[1][tier]
@@ -344,7 +352,10 @@ def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) 
 
 
 def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
-    """Bytes a second of one large copy from the device into memory that is there (and pinned, on CUDA)."""
+    """Returns the bytes a second of one large copy from the device.
+
+    The target memory is allocated, and pinned on CUDA.
+    """
     nbytes = (1 << 30) if clock.is_cuda else (64 << 20)
     source = torch.ones(nbytes, dtype=torch.uint8, device=args.device)
     target = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=clock.is_cuda)
@@ -352,7 +363,10 @@ def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
 
 
 def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
-    """To compute all parity of a snapshot, where its inputs lie ready; not to copy it."""
+    """Returns the seconds to compute all parity of a snapshot.
+
+    The inputs are ready; the time of copying is not included.
+    """
     total, known = 0.0, dict[tuple[int, int], float]()
     for column in save_plan.columns:
         key = id(column.program), column.nbytes
@@ -379,7 +393,10 @@ def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
 
 
 def result_rows(kept: dict[str, Kept], goal: float | None) -> list[Row]:
-    """The table for a file of results; the goal is that of reft's overhead, in percent."""
+    """Returns the table for a file of results.
+
+    The goal limits reft's overhead, in percent.
+    """
     rows, alone = [], median(kept["alone"].seconds)
     for mode in MODES:
         each, written = kept[mode], sum(kept[mode].written.values())
@@ -434,7 +451,7 @@ def show(args: argparse.Namespace, kept: dict[str, Kept], found: dict[str, Any])
 def main() -> int:
     args = parse()
     if args.device == "cpu":
-        torch.set_num_threads(1)  # the copying thread needs a core of its own to show anything
+        torch.set_num_threads(1)  # without its own core the copy thread would show nothing
     clock = Clock(args.device)
     stage = Stage(args, clock)
     times = stage.calibrate(args)

@@ -4,9 +4,9 @@
 
 It is compared with plain gloo messages of the same bytes between the same processes, with
 torch.distributed.checkpoint.load from disk, and with a plain copy of a rank's state. Each node is
-one rank, and each rank is one process on this machine. Their slots lie in a tmpfs and are mapped. In
-each round these ways take turns in random order, on all ranks at once. A way's time is that of its
-slowest rank.
+one rank, and each rank is one process on this machine. Their slots lie in a tmpfs and are mapped.
+In each round these ways take turns in random order, on all ranks at once. A way's time is that of
+its slowest rank.
 
     ratio = median over rounds of (time of plain moving / time of REFT-load) of the same round
 
@@ -72,8 +72,8 @@ class Case:
     def goal(self) -> float:
         """The least ratio.
 
-        It is lower after a loss (decoding, comparison). It is lower, too, where no message hides the time of
-        digests.
+        It is lower after a loss (decoding, comparison). It is lower, too, where no message hides
+        the time of digests.
         """
         is_local = not self.lost and self.scheme == "arc" and self.ranks <= self.tolerate + 1
         return 0.5 if is_local or self.lost else 0.8
@@ -166,7 +166,8 @@ class Rank:
     def plain(self) -> None:
         """Moves the same bytes with plain messages and copies.
 
-        Messages go from a mapping into the live tensors. The rank copies the bytes that it holds itself.
+        Messages go from a mapping into the live tensors. The rank copies the bytes that it holds
+        itself.
         """
         self.messages(copies=True)
 

@@ -2,8 +2,8 @@
 
     slot    make | first and later memcpy into it, through a mapping | read back from its file, and
             through a new mapping
-    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in
-            blocks of some sizes; the longest wait of that thread when it mapped memory
+    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy,
+            in blocks of some sizes; the longest wait of that thread when it mapped memory
 
 `python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the
 least and the most. The first round is not counted: a hypervisor must back the memory then.

@@ -4,8 +4,8 @@
     python bench/picture.py trace.json [--step N] [--width 100]
 
 For a running job: `reft-cli timeline JOB --output trace.json`. Each rank has two lines. Training: F
-forward, B backward, · idle, ? unknown. Copying: 1 in a gap, 2 beside compute, 3 beside a collective,
-4 while the optimizer waits.
+forward, B backward, · idle, ? unknown. Copying: 1 in a gap, 2 beside compute, 3 beside a
+collective, 4 while the optimizer waits.
 """
 
 from __future__ import annotations

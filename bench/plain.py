@@ -1,9 +1,9 @@
 """Lets a bench run in a plain checkout, with substitutes for two packages.
 
-The copy engine digests its bytes with xxhash, and describes slots with protobuf. Neither changes the
-cost of copying. On a machine with torch and numpy only, zlib's crc32 makes the digests (at a quarter
-of the speed, beside training), and a slot's table is empty. reft cannot read such slots. So only
-benches that keep their slots to themselves may use this module.
+The copy engine digests its bytes with xxhash, and describes slots with protobuf. Neither changes
+the cost of copying. On a machine with torch and numpy only, zlib's crc32 makes the digests (at a
+quarter of the speed, beside training), and a slot's table is empty. reft cannot read such slots. So
+only benches that keep their slots to themselves may use this module.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 The job has 8 ranks a node, and 128 model-parallel coordinates with 64 cells each. All replicas of a
 coordinate hold its cells. So there are 8,192 lanes, each with D = nodes / 16 members. One node is
-lost, and one newer version is torn. Seconds are of the CPU: the work has one thread, and on a shared
-machine the clock also shows the load of others.
+lost, and one newer version is torn. Seconds are of the CPU: the work has one thread, and on a
+shared machine the clock also shows the load of others.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from bench.options import output
 
 WIDTH = 128  # columns of the drawn terminal
 DEMO = [sys.executable, "-m", "reft.cli.main", "demo"]
-# rich writes colours into a pipe only with FORCE_COLOR. The fonts are those of the reader's machine.
+# rich writes colours into a pipe only with FORCE_COLOR. The fonts are those of the reader's
+# machine.
 COLOURED = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>

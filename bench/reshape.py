@@ -1,11 +1,12 @@
-"""How long one rank works on the plan of another shape, by the number of ranks: fully sharded ranks become half as many.
+"""How long one rank works on the plan of another shape, by the number of ranks.
 
     python bench/reshape.py [--quick] [--json FILE]
 
-Every parameter and moment is cut along its first dimension among all ranks, as FSDP2 does it, and every shard has one holder:
-the dearest case, for no two ranks have the same. What is timed is what each rank does by itself before the first byte moves:
-it writes down all leaves of both shapes, matches them, and makes the list of what travels. Seconds are of the CPU, in one
-thread; a restart in the same shape pays none of them.
+Fully sharded ranks become half as many. All ranks cut every parameter and moment along its first
+dimension, like FSDP2, and every shard has one holder. This is the most expensive case, because no
+two ranks hold the same shards. The time is that of each rank's own work before the first byte
+moves. The rank lists all leaves of both shapes, matches them, and plans the transfers. Seconds are
+of the CPU, in one thread. A restart in the same shape has none of this work.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from reft.core.layout.layout import Leaf
 from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
 from reft.core.recovery.shard_matching import UnforeseenLeaves, match, pieces_of, wanted_leaves
 
-LAYERS = 4  # of the model: (4 x 9 + 3) parameters, four leaves each
+LAYERS = 4  # layers of the model: (4 x 9 + 3) parameters, four leaves each
 CHUNK = 256 << 10
 
 
 def measure(world: int) -> dict[str, Any]:
-    """Seconds of the first of `world` ranks, by what they were spent on."""
+    """Returns the seconds of the first of `world` ranks, by purpose."""
     old, new, clock = fsdp2(world, 1, LAYERS), fsdp2(world // 2, 1, LAYERS), Clock()
     before = [symbolic.of(old.leaves(rank)) for rank in range(world)]
     after = [symbolic.of(new.leaves(rank)) for rank in range(world // 2)]

@@ -1,21 +1,23 @@
-"""What snapshots cost: training alone, reft at every step, torch.distributed.checkpoint.async_save at every step, and a
-plain blocking copy into mapped memory, with a core free and with every core busy.
+"""What snapshots cost, with a core free and with every core busy.
 
     python bench/save.py [--quick] [--rounds N] [--json FILE]
 
-One run, one daemon a mode, real `reft.attach`. In each round, the ways take turns in blocks of a few steps, in
-random order; what counts is the difference to the plain blocks of the same round, in memcpys of the state:
+Compares training alone, reft at every step, torch.distributed.checkpoint.async_save at every step,
+and a blocking copy into mapped memory. One run, one daemon a mode, real `reft.attach`. In each
+round the ways take turns in blocks of a few steps, in random order. The figure is the difference to
+the plain blocks of the same round, in memcpys of the state:
 
     extra = median over rounds of (median step with - median step without) / median memcpy
 
-What others do on the machine disturbs it: a block waits until they are quiet (--patience), and steps in which they were
-not count only where a round has no others.
+Other processes on the machine disturb the figures. So a block waits until they are quiet
+(--patience). A disturbed step counts only if the round has no others.
 
-`--ways plain,read,bare,reft` adds threads that do nothing else beside training: `bare` copies and digests the same bytes, which
-is what any snapshot on another core costs; `read` digests them only, for which each byte is looked at once.
+`--ways plain,read,bare,reft` adds threads with nothing else to do beside training. `bare` copies
+and digests the same bytes: the cost of any snapshot on another core. `read` only digests them, so
+it reads each byte once.
 
-Fresh processes take a first snapshot each, others restore what is held (bench/restoring.py), and one measures the memory that
-reft takes.
+Fresh processes take a first snapshot each, others restore it (bench/restoring.py), and one measures
+the memory that reft needs.
 
 Ends with 1 if a goal is missed.
 """
@@ -50,16 +52,14 @@ STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes
 NEVER = 1 << 40  # as `every`: no snapshot
 WAYS = ("plain", "reft", "copy", "dcp", "bare", "read")
 STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
-QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
+QUIET_CORES = 0.15  # a step is disturbed if other processes used more cores than this
 CALM_S = 0.25
 JOB = "bench-save"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="a model of 21 M parameters, 2 rounds, 2 firsts, 2 restores"
-    )
+    parser.add_argument("--quick", action="store_true", help="21 M parameters, 2 rounds, 2 first snapshots, 2 restores")
     parser.add_argument("--rounds", type=count, help="rounds of each mode (12)")
     parser.add_argument("--firsts", type=int, help="fresh processes of each mode that take a first snapshot (5)")
     parser.add_argument("--restores", type=int, help="fresh processes that restore, of each kind (5)")
@@ -70,9 +70,11 @@ def parse() -> argparse.Namespace:
         help="free: one core is left alone; busy: all compute",
     )
     parser.add_argument(
-        "--ways", type=listed(WAYS), default="plain,reft,copy,dcp", help="what takes turns; bare and read are others"
+        "--ways", type=listed(WAYS), default="plain,reft,copy,dcp", help="the ways that take turns; also bare and read"
     )
-    parser.add_argument("--patience", type=float, default=120, help="seconds a mode may wait for others to be quiet")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds a mode may wait for other processes to be quiet"
+    )
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
     )
@@ -99,7 +101,7 @@ def set_threads(mode: str) -> None:
 
 
 class Bench:
-    """One training process: the ways of saving take turns in it."""
+    """One training process; the ways of saving take turns in it."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.ways = options.ways.split(",")
@@ -123,7 +125,10 @@ class Bench:
         }
 
     def _watch_fence(self) -> None:
-        """Called before and after attach: reft's own hook then runs between these two, and is all that does."""
+        """Installs a hook; called before and after attach.
+
+        reft's own hook then runs between these two, and nothing else does.
+        """
         self.hooked_s: list[float] = []
         self.training.optimizer.register_step_pre_hook(lambda *_: self.hooked_s.append(time.perf_counter()))
 
@@ -174,7 +179,10 @@ class Bench:
     # Blocks
 
     def time_to_sealed(self) -> tuple[float, float]:
-        """A step, then nothing until its snapshot is sealed; seconds from the mark, and those of the mark itself."""
+        """Runs a step, and then waits until its snapshot is sealed.
+
+        Returns the seconds from the mark, and those of the mark itself.
+        """
         common.snapshot_each(self.session, 1)
         self.training.step()
         began = time.perf_counter()
@@ -194,7 +202,7 @@ class Bench:
             time.sleep(0.0005)
 
     def calm(self) -> None:
-        """Waits until other processes leave the machine alone, for as long as there is patience left."""
+        """Waits until other processes are quiet, while there is patience left."""
         others = Others()
         while self.patience_s > 0:
             time.sleep(CALM_S)
@@ -203,7 +211,10 @@ class Bench:
                 return
 
     def block(self, way: str) -> None:
-        """A few steps of one way; only the later ones count, in which the way's earlier copy is under way."""
+        """Runs a few steps of one way.
+
+        Only the later steps count, because the way's earlier copy is under way in them.
+        """
         before, first = self.session.stats(), self.session.step
         after: Callable[[], None] = getattr(self, f"after_{way}")
         common.snapshot_each(self.session, 1 if way == "reft" else NEVER)
@@ -256,7 +267,7 @@ class Bench:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one mode."""
+    """Runs all rounds of one mode."""
     set_threads(options.mode)
     with common.folder(common.SHM) as scratch:
         bench = Bench(options, scratch)
@@ -287,7 +298,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def first(options: argparse.Namespace) -> dict[str, Any]:
-    """The first snapshot of a fresh process, and the later ones of the same."""
+    """Takes the first snapshot of a fresh process, and later ones."""
     set_threads(options.mode)
     with common.folder(common.SHM) as scratch:
         bench = Bench(options, scratch)
@@ -297,7 +308,10 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """What a trainer takes more once it is attached and has taken snapshots; slots and state not counted."""
+    """Measures the memory that attach and snapshots add to a trainer.
+
+    Slots and state do not count.
+    """
     set_threads("busy")
     training = Training(common.QUICK if options.quick else common.FULL)
     peaks = []
@@ -321,7 +335,10 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def extra(found: dict[str, Any], way: str) -> dict[str, float]:
-    """Extra time per step of a way, in memcpys: paired by round, and by medians, quiet steps and minima overall."""
+    """Returns the extra time per step of a way, in memcpys.
+
+    Paired by round; and over all rounds by medians, quiet steps and minima.
+    """
     memcpy = median(found["times"]["memcpy"])
     flat, quiet, pairs = {}, {}, []
     for name in ("plain", way):
@@ -341,7 +358,10 @@ def extra(found: dict[str, Any], way: str) -> dict[str, float]:
 
 
 def _of_round(found: dict[str, Any], way: str, index: int) -> list[float]:
-    """The steps of one way in one round, the undisturbed ones if there are any; a way may have several blocks in it."""
+    """Returns the steps of one way in one round, the undisturbed ones if there are any.
+
+    A way may have several blocks in a round.
+    """
     share = len(found["steps"][way]) // found["rounds"]
     blocks = slice(index * share, (index + 1) * share)
     steps = [step for block in found["steps"][way][blocks] for step in block]
@@ -350,7 +370,7 @@ def _of_round(found: dict[str, Any], way: str, index: int) -> list[float]:
 
 
 def goals(found: dict[str, Any]) -> list[Goal]:
-    """Every goal of this benchmark, with what was measured."""
+    """Returns every goal of this benchmark, with its measurement."""
     made = []
     for mode, data in found["modes"].items():
         times = data["times"]
@@ -390,7 +410,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
 
 
 def result_rows(found: dict[str, Any]) -> list[Row]:
-    """Goals with what was measured, then each way's cost, then what the restores took."""
+    """Returns goals with measurements, then each way's cost, then the restores."""
     rows = [goal.result() for goal in goals(found)]
     for mode, data in found["modes"].items():
         memcpy_ms = 1000 * median(data["times"]["memcpy"])
@@ -421,7 +441,7 @@ def result_rows(found: dict[str, Any]) -> list[Row]:
 
 
 def disturbed(found: dict[str, Any]) -> str:
-    """How noisy the machine was, as a sentence."""
+    """Returns a sentence on how noisy the machine was."""
     said = []
     for mode, data in found["modes"].items():
         quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
@@ -430,7 +450,7 @@ def disturbed(found: dict[str, Any]) -> str:
 
 
 def report(found: dict[str, Any]) -> str:
-    """The tables that a person reads."""
+    """Returns the tables for a person."""
     rows = [goal.row() for goal in goals(found)]
     parts = [common.table(["", "goal", "measured", "limit", "unit", "formula"], rows)]
     lines = []

@@ -1,9 +1,11 @@
-"""What `reft-daemon --spare` saves when a node is promoted: making slots, and the first write to each of their pages.
+"""What `reft-daemon --spare` saves when a spare node joins the job.
 
     python bench/spare.py [--gib 1] [--rounds 3] [--json FILE]
 
-Each round makes the slots of a fresh arena twice, once anew and once out of a pool, in an order that alternates. How slow new
-memory is depends on the machine; on one whose memory was in use before, as after the first round here, it is at hand.
+It saves the time of making slots, and of the first write to each of their pages. Each round makes
+the slots of a fresh arena twice, once anew and once from a pool, in alternating order. How slow new
+memory is depends on the machine. It is fast on a machine whose memory was in use before, like here
+after the first round.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ PARTS = ("fill the pool", "make slots", "first write of all pages")
 
 
 def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
-    """Seconds for: filling the pool, making the slots, writing to each page of them through a mapping of its own."""
+    """Returns the seconds for filling the pool, making the slots, and writing to each page.
+
+    The pages are written through a new mapping.
+    """
     folder = Path(tempfile.mkdtemp(prefix="reft-bench-", dir="/dev/shm"))
     geometry = Geometry(PAGE, int(gib * (1 << 30)) // SLOTS // PAGE * PAGE, 4 << 20)
     try:
@@ -80,7 +85,7 @@ def main() -> None:
 
 
 def line(name: str, seconds: tuple[float, ...]) -> str:
-    """One measurement."""
+    """Returns one measurement as a line."""
     fill, make, write = seconds
     return f"{name:>5}: fill the pool {fill:.2f} s, make slots {make:.2f} s, first write of all pages {write:.2f} s"
 

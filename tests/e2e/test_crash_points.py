@@ -31,8 +31,8 @@ SNAPSHOT_POINTS = {
 
 
 def spec(daemon: DaemonProcess, job: str, failpoints: str = "") -> Spec:
-    # Steps take a millisecond, and the round is slower. Sealing the first steps keeps them from being
-    # skipped.
+    # Steps take a millisecond, and the round is slower. Sealing the first steps keeps them from
+    # being skipped.
     options = {"seal_at": [1, 2, 3, 4]}
     return Spec(daemon=daemon.address, job=job, failpoints=failpoints, environment=CHUNK, options=options)
 

@@ -37,7 +37,8 @@ def pair():
 
 
 def test_training_goes_on_without_a_daemon_and_the_next_daemon_takes_over_the_slots(daemon, undisturbed):
-    # Steps take 2 ms. A busy daemon's first round, or a new connection, takes longer, so seal waits.
+    # Steps take 2 ms. A busy daemon's first round, or a new connection, takes longer, so seal
+    # waits.
     options = {"pause_at": [5, 30, 60], "seal_at": [5, 45, 58]}
     trainers = Trainers(Spec(daemon.address, steps=STEPS, options=options))
     trainers.wait_for(5)

@@ -31,7 +31,6 @@ class Demo:
     """One run of the demo, in its own folder for temporary files.
 
     Args:
-        arguments: options of the demo.
         module: the module to start: the demo itself, or a variant that forks its workers.
     """
 

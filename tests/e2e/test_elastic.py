@@ -91,7 +91,8 @@ def test_a_spare_gets_the_rank_of_a_lost_node_and_a_dead_daemon_restarts_no_work
         stopped.send_signal(signal.SIGSTOP)
         killed.kill()
         nodes.note("one daemon stopped, one killed")
-        # The living daemon measures this time in missed heartbeats; a clock of this test would not fit.
+        # The living daemon measures this time in missed heartbeats; a clock of this test would not
+        # fit.
         nodes.until(lambda: suspected_s(nodes, "node-2", "node-1", "node-3") > CALM_S, "lasting suspicions")
         assert len(idler.idlers(nodes._training.out)) == began, nodes.story()
         stopped.send_signal(signal.SIGCONT)
@@ -106,8 +107,8 @@ def test_a_spare_gets_the_rank_of_a_lost_node_and_a_dead_daemon_restarts_no_work
             "node-3": expected["node-3"],
             spare.name: expected["node-2"],
         }
-        # Each agent hears of the loss from its own daemon, or from the other agent through the store.
-        # The spare hears no signals.
+        # Each agent hears of the loss from its own daemon, or from the other agent through the
+        # store. The spare hears no signals.
         assert nodes_whose_agent_logged(nodes, "OFFLINE: "), nodes.story()
         assert nodes_whose_agent_logged(nodes, "Workers restart without waiting") == ["node-1", "node-3"], nodes.story()
         finish(nodes)

@@ -11,8 +11,8 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.trainers import Spec, Trainers, run
 
 SLACK_BYTES = 4 << 20  # an allocator's noise; one leaked snapshot of this model is larger
-# Gradients and temporaries come and go in blocks of 2.5 MB. A leak of 1 % in each of 300 snapshots is
-# 24 MB.
+# Gradients and temporaries come and go in blocks of 2.5 MB. A leak of 1 % in each of 300 snapshots
+# is 24 MB.
 TRAINER_SLACK_BYTES = 16 << 20
 WIDE = {"width": 800}  # 8 MB of state
 

@@ -160,8 +160,8 @@ def test_two_nodes_agree_without_ipv6(network):
             process.close()
 
 
-# Mounts a /tmp and a /dev/shm in which no daemon runs. This repository may lie in the hidden /tmp, so
-# the script mounts it again.
+# Mounts a /tmp and a /dev/shm in which no daemon runs. This repository may lie in the hidden /tmp,
+# so the script mounts it again.
 OWN_TMP = """
 mount --bind "$ROOT" /mnt && mount -t tmpfs -o mode=1777 tmp /tmp && mkdir -p "$ROOT" && mount --bind /mnt "$ROOT" || exit 77
 mount -t tmpfs -o mode=1777,size=256m shm /dev/shm || exit 77

@@ -16,8 +16,8 @@ from tests.support.daemons import DaemonProcess, Site, until
 from tests.support.trainers import Spec, Trainers
 
 CALM, STEPS = 1500, 2500
-# After the storm the newest whole step may be so many steps behind. Steps take milliseconds, so some
-# 16 steps are skipped.
+# After the storm the newest whole step may be so many steps behind. Steps take milliseconds, so
+# some 16 steps are skipped.
 MOST_STEPS_BEHIND = 40
 
 
@@ -98,8 +98,8 @@ def test_every_step_becomes_whole_after_the_storm(seed):
         storm.rage(CALM)
         until(lambda: trainers.step() >= STEPS - 100, 120, f"the calm after {storm.faults}")
         trainers.wait_for(STEPS - 100)
-        # A trainer pauses after the fence, so no more slots will be sealed now. The round may still be
-        # deciding.
+        # A trainer pauses after the fence, so no more slots will be sealed now. The round may still
+        # be deciding.
         for daemon in daemons:
             goal = f"a whole step at most {MOST_STEPS_BEHIND} back after {storm.faults}"
             until(lambda d=daemon: d.answers() and d.status("job").whole > STEPS - 100 - MOST_STEPS_BEHIND, what=goal)

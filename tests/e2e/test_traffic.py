@@ -185,8 +185,8 @@ def started(count: int) -> Iterator[list[DaemonProcess]]:
 def trained(case: Case) -> Done:
     """Runs a job whose steps all become whole; returns its counts, results and slots."""
     last = WARM + case.snapshots
-    # Each step is sealed before the next begins, so no step is skipped. At a pause no message is under
-    # way.
+    # Each step is sealed before the next begins, so no step is skipped. At a pause no message is
+    # under way.
     options = {"width": case.width, "tolerate": case.f, "slots": SLOTS, "pause_at": [WARM, last],
                "seal_at": list(range(1, last + 1))}  # fmt: skip
     with started(case.nodes) as daemons:
@@ -334,8 +334,8 @@ def test_a_larger_state_sends_only_more_inline_leaves_and_digests():
         digits = CAPSULE_VARIES * small.owed
         assert abs(large.capsules - small.capsules - more) <= digits
         assert abs(large.round - small.round) <= 2 * REPORT_BYTES * (1 + large.seconds / REPEAT_S)
-        # Replies and frames depend on the load of the cores, but vary by less than a thousandth of the
-        # state.
+        # Replies and frames depend on the load of the cores, but vary by less than a thousandth of
+        # the state.
         beats = large.beats + BEAT_FRAMES * (large.beat_count + 2 * LARGE.nodes / LARGE.snapshots)
         assert large.tcp - small.tcp <= more + growth / 1000 + beats
 

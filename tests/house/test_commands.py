@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.commands import BENCHMARK, COMMAND, PYTEST, ROOT, Reader, commands_of, matching, normal, printed
 
-# The tests that run commands. Commands of benchmarks and of pytest are found by their patterns: these
-# tests read the READMEs.
+# The tests that run commands. Commands of benchmarks and of pytest are found by their patterns:
+# these tests read the READMEs.
 RUNNERS = (
     "tests/house/test_commands.py",
     "tests/cli/test_readme_commands.py",

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "reft/WORDS.md"
 ROW = re.compile(r"^\| ([a-z][a-z -]*) \| (?!meaning)(.+) \|$", re.MULTILINE)
 CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*")
-# Adapters for trainers take their names from these trainers; descriptions of schedules have the field's names.
+# Adapters for trainers take their names from these trainers; descriptions of schedules have the
+# field's names.
 ASIDE = ("reft/integrations/", "reft/schedules.py")
 SINGULAR = {"leaves": "leaf", "losses": "loss", "reattach": "re-attach"}
 
