@@ -48,12 +48,12 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 def parts() -> dict[str, float]:
     """Returns the seconds of each part of the rank's own work."""
     model, optimizer = make()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         began = time.perf_counter()
         result = work()
-        found[name] = time.perf_counter() - began
+        seconds[name] = time.perf_counter() - began
         return result
 
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
@@ -66,7 +66,7 @@ def parts() -> dict[str, float]:
     timed("leaf table", lambda: messages.table_to(layout))
     timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))
     timed("values, 8 MB", lambda: value_digests(tensor_index, tensor_index.tensors))
-    return found | {"leaves": len(leaves)}
+    return seconds | {"leaves": len(leaves)}
 
 
 def attached(address: str) -> list[tuple[float, float]]:
@@ -96,13 +96,13 @@ def main() -> None:
     torch.optim.AdamW(
         [nn.Parameter(torch.zeros(1))]
     ).step()  # in the first step torch imports its compiler, which takes seconds
-    found = parts()
+    part_seconds = parts()
     with tempfile.TemporaryDirectory() as home:
         os.environ["REFT_RUNTIME_DIR"] = home
         with daemon() as (address, _):
             fresh, restoring = both = attached(address)
-    leaves = found.pop("leaves")
-    print(table(["seconds", *found], [["", *(f"{value:.3f}" for value in found.values())]]))
+    leaves = part_seconds.pop("leaves")
+    print(table(["seconds", *part_seconds], [["", *(f"{value:.3f}" for value in part_seconds.values())]]))
     goals = [
         Goal(
             f"attach, {leaves} leaves, fresh", fresh[0], 2, "s", f"call to session; {fresh[1]:.2f} s of them on a core"
@@ -119,7 +119,7 @@ def main() -> None:
     if options.json:
         rows = [goal.result() for goal in goals]
         rows += [Row(f"{goal.name}: on a core", "s", None, spent) for goal, (_, spent) in zip(goals, both, strict=True)]
-        rows += [Row(f"a rank's own part: {name}", "s", None, value) for name, value in found.items()]
+        rows += [Row(f"a rank's own part: {name}", "s", None, value) for name, value in part_seconds.items()]
         result.write(options.json, __file__, f"Attach, {leaves} leaves", rows)
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 

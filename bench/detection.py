@@ -57,25 +57,27 @@ def main() -> None:
     parser.add_argument("--losses", type=count, default=20)
     parser.add_argument("--nodes", type=count, default=4)
     parser.add_argument("--json", type=output, help="write the figures to this file")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if reason := why_not():
         sys.exit(f"nodes can't be namespaces here: {reason}")
-    first, last = measure(given.nodes, given.losses)
+    first, last = measure(options.nodes, options.losses)
     load = os.getloadavg()[0]
-    found = {
-        "nodes": given.nodes, "losses": given.losses, "median_s": percentile(last, 0.5), "p95_s": percentile(last, 0.95),
+    figures = {
+        "nodes": options.nodes, "losses": options.losses, "median_s": percentile(last, 0.5), "p95_s": percentile(last, 0.95),
         "worst_s": max(last), "first_median_s": percentile(first, 0.5), "load": load, "cpus": os.cpu_count(),
     }  # fmt: skip
-    print(f"all survivors know after {found['median_s']:.2f} s (median), {found['p95_s']:.2f} s (p95), "
-          f"{found['worst_s']:.2f} s (worst); goal: p95 {GOAL_S} s. Load {load:.1f} on {os.cpu_count()} cores.")  # fmt: skip
-    if given.json:
+    print(f"all survivors know after {figures['median_s']:.2f} s (median), {figures['p95_s']:.2f} s (p95), "
+          f"{figures['worst_s']:.2f} s (worst); goal: p95 {GOAL_S} s. Load {load:.1f} on {os.cpu_count()} cores.")  # fmt: skip
+    if options.json:
         rows = [
-            Row("last survivor knows, p95", "s", f"<= {GOAL_S}", found["p95_s"]),
-            Row("last survivor knows, median", "s", None, found["median_s"], max=found["worst_s"]),
-            Row("first survivor knows, median", "s", None, found["first_median_s"]),
+            Row("last survivor knows, p95", "s", f"<= {GOAL_S}", figures["p95_s"]),
+            Row("last survivor knows, median", "s", None, figures["median_s"], max=figures["worst_s"]),
+            Row("first survivor knows, median", "s", None, figures["first_median_s"]),
         ]
-        notes = [f"{given.losses} losses, {given.nodes} nodes without trainers. Load average at the end: {load:.1f}."]
-        result.write(given.json, __file__, "How soon survivors know of a lost node", rows, notes, found)
+        notes = [
+            f"{options.losses} losses, {options.nodes} nodes without trainers. Load average at the end: {load:.1f}."
+        ]
+        result.write(options.json, __file__, "How soon survivors know of a lost node", rows, notes, figures)
 
 
 if __name__ == "__main__":

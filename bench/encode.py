@@ -139,17 +139,18 @@ def main() -> int:
     options.rounds = options.rounds or (5 if options.quick else 25)
     torch.set_num_threads(1)
     others = Others()
-    found = [each for k, f in CODES for each in measure(k, f, options)]
+    figures = [each for k, f in CODES for each in measure(k, f, options)]
     goals = [
         Goal(f"{each['kind']} {each['k']}+{each['f']}", 1 / each["share"], 1 / GOAL, "XORs",
              "encode / torch.bitwise_xor of as many bytes")
-        for each in found if each["executor"] == "numpy"
+        for each in figures if each["executor"] == "numpy"
     ]  # fmt: skip
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
     print()
     print(
         table(
-            ["executor", "code", "k+f", "encode GB/s", "torch's XOR", "numpy's", "share"], [row(each) for each in found]
+            ["executor", "code", "k+f", "encode GB/s", "torch's XOR", "numpy's", "share"],
+            [row(each) for each in figures],
         )
     )
     busy = others.cores()
@@ -158,11 +159,11 @@ def main() -> int:
         rows = [
             Row(f"{each['kind']} {each['k']}+{each['f']}, {each['executor']}", "of the XOR's rate",
                 f">= {GOAL}" if each["executor"] == "numpy" else None, each["share"])
-            for each in found
+            for each in figures
         ]  # fmt: skip
         notes = [f"One thread each. Other processes used {busy:.1f} cores."]
         result.write(options.json, __file__, "Parity on the CPU, against one XOR of as many bytes", rows, notes,
-                     {"figures": found})  # fmt: skip
+                     {"figures": figures})  # fmt: skip
     return 0 if all(goal.passed for goal in goals) else 1
 
 

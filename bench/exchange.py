@@ -183,12 +183,15 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
         if layout_key not in digests:  # rank 0 has a real digest; the others only need distinct ones
             digest = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
             digests[layout_key] = digest if rank else described["layout"]
-        mine = {"layout": digests[layout_key], "table": described["table"], "cuts": cuts}
+        layout_report = {"layout": digests[layout_key], "table": described["table"], "cuts": cuts}
         if rank in checked:
             leaves = list(job.leaves(rank))
             form = symbolic.of(leaves)
             real = layout_facts(pack(leaves), form)
-            if (real["table"], real["cuts"]) != (mine["table"], mine["cuts"]) or form.leaves() != leaves:
+            if (real["table"], real["cuts"]) != (
+                layout_report["table"],
+                layout_report["cuts"],
+            ) or form.leaves() != leaves:
                 raise RuntimeError(f"{job.name}: rank {rank} would report another layout")
         node = rank // RANKS
         facts_by_rank.append({
@@ -196,7 +199,7 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
             "domain": f"rack-{node // 16:04}", "threads": 14, "cpus": "f" * 28,
             "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
             "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "unnamed": "", "pid": 100_000 + rank,
-            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine, **agreed,
+            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **layout_report, **agreed,
         })  # fmt: skip
         tables.append(table)
     return facts_by_rank, tables
@@ -208,21 +211,21 @@ def measure(job: Job) -> dict[str, Any]:
     leaves = list(job.leaves(0))
     form = clock("own layout", lambda: symbolic.of(leaves))
     clock("own layout", lambda: layout_facts(pack(leaves), form))
-    said, tables = facts(job)
-    sent = [json.dumps({"ok": each}) for each in said]
+    reports, tables = facts(job)
+    sent = [json.dumps({"ok": each}) for each in reports]
     nbytes = received(sent)
     rank_table = clock("facts", lambda: RankTable([json.loads(each)["ok"] for each in sent]))
     nodes = clock("facts", lambda: (rank_table.job(), rank_table.nodes())[1])
-    first = {each["table"]: rank for rank, each in reversed(list(enumerate(said)))}
+    first = {each["table"]: rank for rank, each in reversed(list(enumerate(reports)))}
     clock("facts", lambda: rank_table.describes(job.world - 1))
     described = [{"table": text_of(symbols.table_to(tables[rank]))} if first[each["table"]] == rank else {}
-                 for rank, each in enumerate(said)]  # fmt: skip
+                 for rank, each in enumerate(reports)]  # fmt: skip
     sent = [json.dumps({"ok": each}) for each in described]
     nbytes += received(sent)
     described = clock("tables", lambda: [json.loads(each)["ok"] for each in sent])
-    found, layouts, index = clock("tables", lambda: rank_table.layouts(described))
+    distinct_tables, layouts, index = clock("tables", lambda: rank_table.layouts(described))
     manifest = pb.Manifest(
-        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=found,
+        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=distinct_tables,
         layouts=layouts, layout_of=index,
     )  # fmt: skip
     held, index = clock("tables", lambda: layouts_of(manifest))
@@ -238,7 +241,8 @@ def measure(job: Job) -> dict[str, Any]:
     part = clock("placement", lambda: placement.part(0))
     lost = clock("placement", lambda: exposed(placement))
     return {
-        "job": job.name, "leaves": len(leaves), "tables": len(found), "layouts": len(layouts), "cells": len(division.cells),
+        "job": job.name, "leaves": len(leaves), "tables": len(distinct_tables), "layouts": len(layouts),
+        "cells": len(division.cells),
         "MB": nbytes / 1e6, "manifest_MB": manifest.ByteSize() / 1e6, "seconds": sum(clock.spent.values()),
         "kept_GiB": part.unreplicated.payload_bytes / 1024**3, "exposed": [each.what for each in lost], "parts": clock.spent,
     }  # fmt: skip

@@ -40,10 +40,10 @@ def cpu_ms(pid: int) -> float:
 
 def switches(pid: int) -> int:
     """Returns how often the living threads of a process went to sleep."""
-    found = 0
+    count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        found += sum(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("volunt"))
-    return found
+        count += sum(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("volunt"))
+    return count
 
 
 class Measured:

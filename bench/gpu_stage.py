@@ -96,7 +96,7 @@ def parse() -> argparse.Namespace:
             setattr(args, name[:-1], default if getattr(args, name[:-1]) is None else getattr(args, name[:-1]))
             delattr(args, name)
     if not 0 <= args.stage < args.stages or not 0 <= args.tolerate < args.replicas:
-        parser.error("a stage is one of the stages, and fewer replicas may be lost than there are")
+        parser.error("--stage must be from 0 to --stages - 1, and --tolerate from 0 to --replicas - 1")
     return args
 
 
@@ -123,12 +123,12 @@ class Clock:
 
     def timed(self, work: Callable[[], object], times: int) -> float:
         """Returns the median of some runs, in seconds."""
-        found = []
+        seconds = []
         for _ in range(times):
             begin = self.now()
             work()
-            found.append(self.seconds(begin, self.now()))
-        return statistics.median(found)
+            seconds.append(self.seconds(begin, self.now()))
+        return statistics.median(seconds)
 
     def wait(self, seconds: float) -> None:
         """Idles for this time, in the place of a receive."""
@@ -191,22 +191,22 @@ class Stage:
 
     def state(self) -> TensorIndex:
         """Returns the tensors of a snapshot; call it after the first update."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for i, master in enumerate(self.master):
             kept = self.optimizer.state[master]
-            found |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
-        return TensorIndex(found)
+            tensors |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
+        return TensorIndex(tensors)
 
     def calibrate(self, args: argparse.Namespace) -> ActionTimes:
         """Measures forward and backward, and computes the waits of such a stage."""
         forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
-        found: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
+        seconds: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
         for _ in range(12):
             for action in (forward, backward):
                 begin = self.clock.now()
                 self.run(action)
-                found[action.kind].append(self.clock.seconds(begin, self.clock.now()))
-        times = ActionTimes(median(found[ActionKind.FORWARD][4:]), median(found[ActionKind.BACKWARD][4:]))
+                seconds[action.kind].append(self.clock.seconds(begin, self.clock.now()))
+        times = ActionTimes(median(seconds[ActionKind.FORWARD][4:]), median(seconds[ActionKind.BACKWARD][4:]))
         gaps = bubbles.one_f_one_b(args.stage, args.stages, args.microbatches, times)
         self.gaps = {gap.place: gap.length for gap in gaps}
         return times
@@ -379,12 +379,12 @@ def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
 
 
 def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
-    found = [mode, f"{1000 * median(kept.seconds):.3f}", f"{1000 * quantile(kept.seconds, 0.99):.3f}"]
+    cells = [mode, f"{1000 * median(kept.seconds):.3f}", f"{1000 * quantile(kept.seconds, 0.99):.3f}"]
     if kept is alone:
-        return [*found, "", "", "", ""]
+        return [*cells, "", "", "", ""]
     written = sum(kept.written.values())
     return [
-        *found,
+        *cells,
         f"{100 * (median(kept.seconds) / median(alone.seconds) - 1):.2f} %",
         f"{1000 * kept.stall_s / max(kept.taken, 1):.3f}",
         f"{100 * kept.written[Tier.GAP] / max(written, 1):.0f} %",
@@ -430,17 +430,17 @@ def figures(
     }  # fmt: skip
 
 
-def show(args: argparse.Namespace, kept: dict[str, Kept], found: dict[str, Any]) -> None:
+def show(args: argparse.Namespace, kept: dict[str, Kept], data: dict[str, Any]) -> None:
     alone = median(kept["alone"].seconds)
     print(
-        f"{found['device']}, torch {found['torch']}: stage {args.stage} of {args.stages}, {args.microbatches} microbatches, "
-        f"{found['parameters'] / 1e6:.1f} M parameters, state {found['state_bytes'] / 1e9:.3f} GB\n"
-        f"forward {found['forward_ms']:.2f} ms, backward {found['backward_ms']:.2f} ms, "
-        f"idle {found['idle_ms']:.2f} ms of a step ({found['idle_ms'] / alone / 10:.0f} %)\n"
-        f"a snapshot writes {found['snapshot_bytes'] / 1e9:.4f} GB ({found['share_of_state']:.4f} of the state; "
+        f"{data['device']}, torch {data['torch']}: stage {args.stage} of {args.stages}, {args.microbatches} microbatches, "
+        f"{data['parameters'] / 1e6:.1f} M parameters, state {data['state_bytes'] / 1e9:.3f} GB\n"
+        f"forward {data['forward_ms']:.2f} ms, backward {data['backward_ms']:.2f} ms, "
+        f"idle {data['idle_ms']:.2f} ms of a step ({data['idle_ms'] / alone / 10:.0f} %)\n"
+        f"a snapshot writes {data['snapshot_bytes'] / 1e9:.4f} GB ({data['share_of_state']:.4f} of the state; "
         f"1/(D-F) = {1 / (args.replicas - args.tolerate):.4f})\n"
-        f"copies: {found['gap_gb_per_s']:.1f} GB/s in gaps, {found['beside_compute_gb_per_s']:.1f} beside compute, "
-        f"plain copy {found['plain_gb_per_s']:.1f}; parity is computed in {found['encode_ms']:.2f} ms\n"
+        f"copies: {data['gap_gb_per_s']:.1f} GB/s in gaps, {data['beside_compute_gb_per_s']:.1f} beside compute, "
+        f"plain copy {data['plain_gb_per_s']:.1f}; parity is computed in {data['encode_ms']:.2f} ms\n"
     )
     head = ["steps", "p50 ms", "p99 ms", "overhead", "stall ms", "in gaps", "snapshots"]
     print(table(head, [row(mode, kept[mode], kept["alone"]) for mode in MODES]))
@@ -458,14 +458,14 @@ def main() -> int:
     stage.update()
     snapshotting = Snapshotting.of(args, stage.state())
     kept = measure(args, stage, snapshotting)
-    found = figures(args, stage, snapshotting, times, clock)
+    measurements = figures(args, stage, snapshotting, times, clock)
     snapshotting.copy_engine.close()
-    show(args, kept, found)
+    show(args, kept, measurements)
     overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1
     if args.json:
         seconds = {mode: kept[mode].seconds for mode in MODES}
-        details = {**found, "arguments": vars(args) | {"json": None}, "overhead": overhead, "seconds": seconds}
-        notes = [f"Device: {found['device']}.", *(f"Not installed: {each}." for each in SUBSTITUTED)]
+        details = {**measurements, "arguments": vars(args) | {"json": None}, "overhead": overhead, "seconds": seconds}
+        notes = [f"Device: {measurements['device']}.", *(f"Not installed: {each}." for each in SUBSTITUTED)]
         rows = result_rows(kept, 100 * GOALS["gaps" if stage.gaps else "no gaps"] if clock.is_cuda else None)
         result.write(args.json, __file__, "Snapshots of one pipeline stage on a device", rows, notes, details)
     if snapshotting.errors:

@@ -121,7 +121,7 @@ def state(mib: int) -> dict[str, torch.Tensor]:
     return matrices | {f"layer{i}.norm": torch.rand((width,), generator=generator) for i in range(count)}
 
 
-def held(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
+def make_sealed_slot(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
     """Returns a sealed slot in a file, mapped and with its descriptor, as in a restore.
 
     Processes that are forked later share both.
@@ -156,12 +156,12 @@ class Rank:
         return [piece for group in sequencer.groups(0) for piece in group.pieces]
 
     def reft(self) -> None:
-        found = load(
+        damaged_ranks = load(
             GlooTransport(self.group, DEADLINE_S), self.placement, self.rank, self.have,
             {old: old for old in self.have}, self.slots, self.live, (), self.lost, lambda chunk: None,
         )  # fmt: skip
-        if found != ():
-            raise RuntimeError(f"rank {self.rank}: {found}")
+        if damaged_ranks != ():
+            raise RuntimeError(f"rank {self.rank}: slots of ranks {damaged_ranks} are damaged")
 
     def plain(self) -> None:
         """Moves the same bytes with plain messages and copies.
@@ -250,7 +250,7 @@ def measure(case: Case, mib: int, rounds: int) -> dict[str, Any]:
     placement = placed([tensors] * case.ranks, list(range(case.ranks)), case.scheme, case.tolerate, CHUNK)
     with common.folder() as home, contextlib.ExitStack() as files:
         nameless = [files.enter_context(tempfile.TemporaryFile(dir=common.SHM)) for _ in range(case.ranks)]
-        slots = [held(placement, rank, tensors, file) for rank, file in enumerate(nameless)]
+        slots = [make_sealed_slot(placement, rank, tensors, file) for rank, file in enumerate(nameless)]
         arguments = (case, placement, slots, tensors, str(home), rounds)
         processes.start_processes(work, arguments, nprocs=case.ranks, start_method="fork")
         return dict(json.loads((home / "result").read_text()))
@@ -265,9 +265,9 @@ def ratio_of(times: dict[str, list[tuple[float, float]]], way: str, clock: int =
     return statistics.median(other[clock] / own[clock] for other, own in pairs)
 
 
-def result_rows(case: Case, found: dict[str, Any]) -> list[Row]:
+def result_rows(case: Case, figures: dict[str, Any]) -> list[Row]:
     """Returns the same figures for a file of results."""
-    name, times = f"{case.ranks} ranks, {case.name}", found["times"]
+    name, times = f"{case.ranks} ranks, {case.name}", figures["times"]
     rows = [Row(f"{name}: plain messages and copies", "x REFT-load", f">= {case.goal:g}", ratio_of(times, "plain"))]
     ways = {
         "messages": "plain messages alone",
@@ -281,14 +281,14 @@ def result_rows(case: Case, found: dict[str, Any]) -> list[Row]:
     return [*rows, Row(f"{name}: REFT-load", "s", None, statistics.median(seconds), min=min(seconds), max=max(seconds))]
 
 
-def row(case: Case, found: dict[str, Any]) -> tuple[list[str], bool]:
+def row(case: Case, figures: dict[str, Any]) -> tuple[list[str], bool]:
     """Returns a line of the table, and whether the goal is met."""
-    times = found["times"]
+    times = figures["times"]
     ratio = partial(ratio_of, times)
     passed = ratio("plain") >= case.goal
-    gib = found["state"] * case.ranks / 2**30
+    gib = figures["state"] * case.ranks / 2**30
     cells = [
-        "pass" if passed else "MISS", str(case.ranks), case.name, f"{gib:.2f}", f"{found['sent'] / 2**30:.2f}",
+        "pass" if passed else "MISS", str(case.ranks), case.name, f"{gib:.2f}", f"{figures['sent'] / 2**30:.2f}",
         f"{statistics.median(seconds for seconds, _ in times['reft']):.2f}", f"{ratio('plain'):.2f}", f">= {case.goal:g}",
         f"{ratio('plain', 1):.2f}", f"{ratio('messages'):.2f}", f"{ratio('copy'):.2f}",
         f"{ratio('dcp'):.1f}" if "dcp" in times else "-",
@@ -304,12 +304,12 @@ def main() -> int:
     for case in CASES:
         if is_chosen(case, options):
             mib = options.mib or (64 if options.quick else 2048 // case.ranks)
-            found = measure(case, mib, options.rounds)
-            cells, passed = row(case, found)
+            figures = measure(case, mib, options.rounds)
+            cells, passed = row(case, figures)
             rows.append(cells)
             all_passed &= passed
-            lines += result_rows(case, found)
-            results[f"{case.ranks} ranks, {case.name}"] = found
+            lines += result_rows(case, figures)
+            results[f"{case.ranks} ranks, {case.name}"] = figures
             print(" ".join(cells), file=sys.stderr, flush=True)
     head = ["goal", "ranks", "case", "GiB restored", "GiB sent", "s", "plain/reft", "limit", "processor", "messages/reft",
             "copy/reft", "dcp/reft"]  # fmt: skip

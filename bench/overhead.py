@@ -137,7 +137,7 @@ class Stage:
         self.mapped.copy()
         assert self.session._profiler is not None
         self.profiler = self.session._profiler
-        self.along = self.profiler._pacing_plan  # "side" is the same engine, told nothing of gaps
+        self.along = self.profiler._pacing_plan  # "side" is the same engine, without a pacing plan
         self.blocks: list[dict[str, Any]] = []
         self.trace: dict[str, Any] = {}
         self.tiers: dict[str, dict[str, float]] = {way: {} for way in ("side", "reft")}
@@ -284,11 +284,11 @@ def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dic
     return [json.loads((home / f"{rank}.json").read_text()) for rank in range(options.stages)]
 
 
-def merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the blocks; each figure is the largest of all stages."""
     return [
         {"way": same[0]["way"], **{key: [max(e) for e in zip(*(b[key] for b in same), strict=True)] for key in FIGURES}}
-        for same in zip(*(stage["blocks"] for stage in found), strict=True)
+        for same in zip(*(stage["blocks"] for stage in stages), strict=True)
     ]
 
 
@@ -333,17 +333,17 @@ def rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[list[str]]:
 def result_rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[Row]:
     """Returns for each way its cost with the 95 % interval, its steps, and its stall."""
     each = [merged(found) for found in runs]
-    made = []
+    table_rows = []
     for way in ways:
         own = [block for blocks in each for block in blocks if block["way"] == way]
         steps, stall = ([1000 * value for block in own for value in block[key]] for key in FIGURES)
         cost = [100 * value for blocks in each for value in overheads(blocks, way)] if way != "plain" else []
         if cost:
             low, high = interval(cost)
-            made.append(Row(f"{way}: over training alone, 95 %", "%", None, median(cost), min=low, max=high))
-        made.append(Row(f"{way}: step", "ms", None, median(steps), p99=quantile(steps, 0.99)))
-        made.append(Row(f"{way}: training held up", "ms a step", None, median(stall)))
-    return made
+            table_rows.append(Row(f"{way}: over training alone, 95 %", "%", None, median(cost), min=low, max=high))
+        table_rows.append(Row(f"{way}: step", "ms", None, median(steps), p99=quantile(steps, 0.99)))
+        table_rows.append(Row(f"{way}: training held up", "ms a step", None, median(stall)))
+    return table_rows
 
 
 def main() -> None:
@@ -354,11 +354,11 @@ def main() -> None:
     common.end_on_signals()
     ways = options.ways.split(",")
     with common.daemon() as (address, _), common.folder() as home:
-        found = run_stages(options, address, home)
+        stages = run_stages(options, address, home)
     head = ["way", "step p50 ms", "p99 ms", "overhead", "95 %", "stall ms", "MB a step", "steps"]
-    runs = [*(json.loads(file.read_text())["details"]["stages"] for file in options.earlier), found]
+    runs = [*(json.loads(file.read_text())["details"]["stages"] for file in options.earlier), stages]
     print(common.table(head, rows(runs, [way for way in WAYS if way in ways])))
-    for rank, stage in enumerate(found):
+    for rank, stage in enumerate(stages):
         counted = stage["tiers"]["reft"]
         shares = ", ".join(
             f"{name} {100 * value / max(sum(counted.values()), 1):.0f} %" for name, value in counted.items()
@@ -369,16 +369,16 @@ def main() -> None:
     if importlib.util.find_spec("dlrover") is None:
         print("dlrover: not run, it is not installed here")
     else:
-        print("dlrover: not run, its agent saves by rank of a job of its own and not by stage of this one")
+        print("dlrover: not run, its agent saves by rank of its own job, not by stage of this job")
     if options.trace:
-        events = [event for stage in found for event in stage["trace"]["traceEvents"]]
+        events = [event for stage in stages for event in stage["trace"]["traceEvents"]]
         options.trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    for stage in found:
+    for stage in stages:
         del stage["trace"]
     if options.json:
         title = f"Snapshots of a pipeline, {options.stages} stages, {options.microbatches} microbatches"
         notes = [f"Blocks of {len(options.earlier)} earlier runs are counted too."] if options.earlier else []
-        result.write(options.json, __file__, title, result_rows(runs, ways), notes, {"stages": found})
+        result.write(options.json, __file__, title, result_rows(runs, ways), notes, {"stages": stages})
 
 
 if __name__ == "__main__":

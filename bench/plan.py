@@ -94,13 +94,15 @@ def measure(nodes: int, repeats: int) -> dict[str, Any]:
     placement = placement_for(nodes)
     held, copies = evidence(nodes, lost)
     decision = Decision(EPOCH, None)
-    plan_s, found = timed(lambda: plan(held, copies, {EPOCH: placement}, decision), repeats)
-    if found.base != Version(EPOCH, 2) or len(found.capsules) != RANKS:
-        raise RuntimeError(f"{nodes} nodes: the plan found {found.base} and {len(found.capsules)} capsules")
+    plan_s, recovery_plan = timed(lambda: plan(held, copies, {EPOCH: placement}, decision), repeats)
+    if recovery_plan.base != Version(EPOCH, 2) or len(recovery_plan.capsules) != RANKS:
+        raise RuntimeError(
+            f"{nodes} nodes: the plan has base {recovery_plan.base} and {len(recovery_plan.capsules)} capsules"
+        )
     keepers: dict[int, list[str]] = {}
     for copy in copies:
         keepers.setdefault(copy.rank, []).append(copy.node)
-    slots = {rank: slot.node for rank, slot in found.sources.items()}
+    slots = {rank: slot.node for rank, slot in recovery_plan.sources.items()}
     # Each figure needs a fresh LossAnalysis, because it caches its results.
     verdicts_s, verdicts = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).nodes(), repeats)
     tolerated_s, tolerated = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).tolerated(), repeats)
@@ -120,19 +122,21 @@ def main() -> None:
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     sizes = (256, 512) if options.quick else (256, 512, 1024, 2048)
-    found = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
-    head = list(found[0])
+    figures = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
+    head = list(figures[0])
     print(
-        table(head, [[f"{row[key]:.3f}" if key.endswith("_s") else f"{row[key]:.0f}" for key in head] for row in found])
+        table(
+            head, [[f"{row[key]:.3f}" if key.endswith("_s") else f"{row[key]:.0f}" for key in head] for row in figures]
+        )
     )
-    last = found[-1]
-    growth = (last["plan_s"] / found[0]["plan_s"]) / (last["nodes"] / found[0]["nodes"])
+    last = figures[-1]
+    growth = (last["plan_s"] / figures[0]["plan_s"]) / (last["nodes"] / figures[0]["nodes"])
     goals = [
         Goal(f"plan, {last['nodes']} nodes", last["plan_s"], 2, "s", "headers to plan, one core"),
         Goal("peak memory", last["rss_mb"], 1024, "MiB", "of this process, job and headers included"),
         Goal("growth", growth, 1.3, "x", "plan's seconds over nodes, largest by smallest; 1 is linear"),
         Goal(f"each node's loss, {last['nodes']} nodes", last["nodes_s"], 2, "s", "LossAnalysis.nodes"),
-        Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
+        Goal("pairs, 256 nodes", figures[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
     ]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
     if options.json:
@@ -142,7 +146,7 @@ def main() -> None:
             __file__,
             f"Recovery plan and verdicts, up to {last['nodes']} nodes",
             lines,
-            details={"rows": found},
+            details={"rows": figures},
         )
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 

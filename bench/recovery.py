@@ -87,7 +87,7 @@ def agent_moments(log: Path, after: float) -> dict[str, float]:
 
     The times are those of torchrun's own log.
     """
-    found: dict[str, float] = {}
+    moments: dict[str, float] = {}
     for line in log.read_text(errors="replace").splitlines():
         stamp = STAMP.match(line)
         if not stamp:
@@ -96,8 +96,8 @@ def agent_moments(log: Path, after: float) -> dict[str, float]:
         at = datetime(datetime.now().year, month, day, hour, minute, second, micro).timestamp()
         for name, text in AGENT.items():
             if at >= after and text in line:
-                found.setdefault(name, at)
-    return found
+                moments.setdefault(name, at)
+    return moments
 
 
 def marks(out: Path, after: float) -> dict[tuple[str, int], dict[str, float]]:
@@ -105,15 +105,15 @@ def marks(out: Path, after: float) -> dict[tuple[str, int], dict[str, float]]:
 
     The first step counts as "step".
     """
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    marks_by_rank: dict[tuple[str, int], dict[str, float]] = {}
     lines = (out / "marks").read_text().splitlines() if (out / "marks").exists() else []
     for line in map(json.loads, lines):
         if line["mark"] == "born" and line["at"] > after:
-            found[line["node"], line["rank"]] = {"pid": line["pid"]}
-        mine = found.get((line["node"], line["rank"]), {})
-        if mine.get("pid") == line["pid"]:
-            mine.setdefault(line["mark"].split(" ")[0], line["at"])
-    return found
+            marks_by_rank[line["node"], line["rank"]] = {"pid": line["pid"]}
+        marks_of_rank = marks_by_rank.get((line["node"], line["rank"]), {})
+        if marks_of_rank.get("pid") == line["pid"]:
+            marks_of_rank.setdefault(line["mark"].split(" ")[0], line["at"])
+    return marks_by_rank
 
 
 def completed(out: Path, world: int, after: float) -> bool:
@@ -263,22 +263,22 @@ def result_rows(recoveries: list[Recovery]) -> list[Row]:
 
 
 def judge(recoveries: list[Recovery]) -> int:
-    """Prints which goals were met; returns the number of missed goals."""
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    """Prints which goals were met; returns 1 if one is missed."""
+    seconds_by_case: dict[tuple[str, str], list[dict[str, float]]] = {}
     for each in recoveries:
-        found.setdefault((each.case, each.backend), []).append(each.seconds)
+        seconds_by_case.setdefault((each.case, each.backend), []).append(each.seconds)
 
     def median(case: str, backend: str, phases: tuple[str, ...]) -> float:
-        sums = sorted(sum(seconds[phase] for phase in phases) for seconds in found[case, backend])
+        sums = sorted(sum(seconds[phase] for phase in phases) for seconds in seconds_by_case[case, backend])
         return sums[len(sums) // 2]
 
     missed = 0
     for backend in ("reft", "warm"):
-        if {("worker", backend), ("worker", "c10d")} <= set(found):
+        if {("worker", backend), ("worker", "c10d")} <= set(seconds_by_case):
             extra = median("worker", backend, PHASES[:4]) - median("worker", "c10d", PHASES[:4])
             print(f"worker lost, {backend}, until user code: {extra:+.2f} s over torchrun's own (goal: at most +1.00)")
             missed += extra > 1.0
-        if ("node", backend) in found:
+        if ("node", backend) in seconds_by_case:
             knows = median("node", backend, PHASES[:1])
             rest = median("node", backend, tuple(phase for phase in PHASES if phase != "import"))
             print(f"node lost, {backend}, until survivors act: {knows:.2f} s (goal: 1.5)")

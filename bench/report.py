@@ -110,14 +110,14 @@ def wrapped(text: str, mark: str = "* ") -> str:
     )
 
 
-def page(text: str, made: str) -> str:
+def page(text: str, generated: str) -> str:
     """Returns the page with these tables between its marker comments."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         missing = END if begin else BEGIN
         raise ResultError(f"The page lacks the line {missing!r}. The tables need two marker lines. Put the line back.")
-    return f"{before}{BEGIN}\n\n{made.rstrip()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{generated.rstrip()}\n\n{END}{after}"
 
 
 def main() -> int:

@@ -44,25 +44,25 @@ def measure(world: int) -> dict[str, Any]:
     domains = [rank // RANKS for rank in range(world)]
     placement = place(divide(dict(zip(digests, before, strict=True)), digests), domains, "auto", None, CHUNK)
 
-    held = clock("leaves", lambda: [form.leaves() for form in before])
-    wanted = clock("leaves", lambda: [form.leaves() for form in after])
+    leaves_before = clock("leaves", lambda: [form.leaves() for form in before])
+    leaves_after = clock("leaves", lambda: [form.leaves() for form in after])
 
     def leaves_of(rank: int) -> dict[str, Leaf]:
-        return {leaf.name: leaf for leaf in held[rank]}
+        return {leaf.name: leaf for leaf in leaves_before[rank]}
 
     owns = {rank: UnforeseenLeaves() for rank in range(world)}
     pieces, problems = clock("pieces", lambda: pieces_of(placement, leaves_of, owns))
-    wished = clock("match", lambda: wanted_leaves(wanted, pieces))
-    found = clock("match", lambda: match(pieces, wished))
-    if problems or found.problems:
-        raise RuntimeError(f"{world} ranks: {(problems + found.problems)[:3]}")
+    wanted = clock("match", lambda: wanted_leaves(leaves_after, pieces))
+    shard_match = clock("match", lambda: match(pieces, wanted))
+    if problems or shard_match.problems:
+        raise RuntimeError(f"{world} ranks: {(problems + shard_match.problems)[:3]}")
     nodes = {f"node-{node}": list(range(node * RANKS, (node + 1) * RANKS)) for node in range(world // 2 // RANKS)}
     readers = readers_of({rank: f"node-{rank // RANKS}" for rank in range(world)}, nodes, world // 2)
     names = [f"node-{rank // RANKS}" for rank in range(world // 2)]
-    reshard_plan = ReshardPlan(found.needs, placement, readers, readers, names, TransferSizes())
+    reshard_plan = ReshardPlan(shard_match.needs, placement, readers, readers, names, TransferSizes())
     entries = clock("list", lambda: sum(1 for _ in reshard_plan.entries(0)))
     return {
-        "ranks": world, "leaves": len(held[0]), "needs": len(found.needs), "entries": entries,
+        "ranks": world, "leaves": len(leaves_before[0]), "needs": len(shard_match.needs), "entries": entries,
         "seconds": sum(clock.spent.values()), "parts": clock.spent,
         "MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
     }  # fmt: skip

@@ -71,11 +71,11 @@ def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def goals(found: Sequence[dict[str, Any]]) -> list[Goal]:
+def goals(restores: Sequence[dict[str, Any]]) -> list[Goal]:
     """Returns the goals of restores, with the measurements."""
     made = []
     for into, name in INTO.items():
-        some = [each for each in found if each["into"] == into]
+        some = [each for each in restores if each["into"] == into]
         if some:
             ratio = median([each["load_s"] / each["memcpy_2_s"] for each in some])
             made.append(Goal(name, ratio, 1.6, "memcpy", "slot to live tensors, digests checked / memcpy with two threads"

@@ -122,7 +122,7 @@ def write(
         program: `__file__` of the program.
         details: all other measurements, for other programs.
     """
-    made = {
+    document = {
         "title": title,
         "run": None,
         "program": f"bench/{Path(program).name}",
@@ -134,14 +134,16 @@ def write(
         "rows": [row_to_json(row) for row in rows],
         "notes": list(notes),
     }
-    path.write_text(json.dumps(made if details is None else {**made, "details": details}, indent=1) + "\n")
+    path.write_text(json.dumps(document if details is None else {**document, "details": details}, indent=1) + "\n")
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
     """Returns a row without its missing fields, and with three digits of each number."""
-    made: dict[str, Any] = {"name": row.name, "unit": row.unit, "goal": row.goal, "value": rounded(row.value)}
-    made |= {key: rounded(getattr(row, key)) for key in ("p50", "p99", "min", "max") if getattr(row, key) is not None}
-    return made | ({"each": [rounded(each) for each in row.each]} if row.each else {})
+    document: dict[str, Any] = {"name": row.name, "unit": row.unit, "goal": row.goal, "value": rounded(row.value)}
+    document |= {
+        key: rounded(getattr(row, key)) for key in ("p50", "p99", "min", "max") if getattr(row, key) is not None
+    }
+    return document | ({"each": [rounded(each) for each in row.each]} if row.each else {})
 
 
 def rounded(value: Number | None) -> int | float | None:
@@ -201,23 +203,23 @@ def read(path: Path) -> Result:
         ResultError: The file holds no result.
     """
     try:
-        found = json.loads(path.read_text(), parse_float=Decimal, parse_constant=_no_constant)
+        document = json.loads(path.read_text(), parse_float=Decimal, parse_constant=_no_constant)
     except ValueError as error:
         raise ResultError(
             f"{path.name} is no JSON: {error}. Write it with --json FILE of a program in bench, or correct it there."
         ) from error
-    _check(path.name, found, RESULT, {"details": OBJECT})
-    _check(f"{path.name}, machine", found["machine"], MACHINE)
-    for i, row in enumerate(found["rows"]):
+    _check(path.name, document, RESULT, {"details": OBJECT})
+    _check(f"{path.name}, machine", document["machine"], MACHINE)
+    for i, row in enumerate(document["rows"]):
         where = f"{path.name}, rows[{i}]"
         _check(where, row, ROW, MAY_FOLLOW)
         _check_figures(where, row)
-    for i, note in enumerate(found["notes"]):
+    for i, note in enumerate(document["notes"]):
         _check_type(f"{path.name}, notes[{i}]", note, TEXT)
-    _check_date(path.name, found["date"])
-    rows = tuple(Row(**{**row, "each": tuple(row.get("each", ()))}) for row in found["rows"])
-    facts = {key: found[key] for key in RESULT}
-    return Result(file=path.name, **{**facts, "rows": rows, "notes": tuple(found["notes"])})
+    _check_date(path.name, document["date"])
+    rows = tuple(Row(**{**row, "each": tuple(row.get("each", ()))}) for row in document["rows"])
+    facts = {key: document[key] for key in RESULT}
+    return Result(file=path.name, **{**facts, "rows": rows, "notes": tuple(document["notes"])})
 
 
 def _no_constant(name: str) -> None:

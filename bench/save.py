@@ -280,7 +280,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             bench.round()
             print(f"round {i + 1}", bench.session.stats(), flush=True)
         stats = bench.session.stats()
-        found = {
+        measurements = {
             "mode": options.mode,
             "rounds": options.rounds,
             "state_bytes": bench.mapped.nbytes,
@@ -291,7 +291,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             "daemon_bytes": common.own_bytes(options.daemon_pid),
         }
         bench.close()
-    return found
+    return measurements
 
 
 # Roles: first, memory; restore: bench/restoring.py
@@ -334,45 +334,48 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 # Figures
 
 
-def extra(found: dict[str, Any], way: str) -> dict[str, float]:
+def extra(measurements: dict[str, Any], way: str) -> dict[str, float]:
     """Returns the extra time per step of a way, in memcpys.
 
     Paired by round; and over all rounds by medians, quiet steps and minima.
     """
-    memcpy = median(found["times"]["memcpy"])
+    memcpy = median(measurements["times"]["memcpy"])
     flat, quiet, pairs = {}, {}, []
     for name in ("plain", way):
-        both = [list(zip(s, q, strict=True)) for s, q in zip(found["steps"][name], found["quiet"][name], strict=True)]
+        both = [
+            list(zip(s, q, strict=True))
+            for s, q in zip(measurements["steps"][name], measurements["quiet"][name], strict=True)
+        ]
         flat[name] = [step for block in both for step, _ in block]
         quiet[name] = [step for block in both for step, is_quiet in block if is_quiet]
-    for i in range(found["rounds"]):
-        pairs.append(median(_of_round(found, way, i)) - median(_of_round(found, "plain", i)))
+    for i in range(measurements["rounds"]):
+        pairs.append(median(_of_round(measurements, way, i)) - median(_of_round(measurements, "plain", i)))
     return {
         "paired": median(pairs) / memcpy,
         "medians": (median(flat[way]) - median(flat["plain"])) / memcpy,
         "quiet": (median(quiet[way]) - median(quiet["plain"])) / memcpy,
-        "minima": (min(flat[way]) - min(flat["plain"])) / min(found["times"]["memcpy"]),
+        "minima": (min(flat[way]) - min(flat["plain"])) / min(measurements["times"]["memcpy"]),
         "p99_s": quantile(flat[way], 0.99),
         "step_s": median(flat[way]),
     }
 
 
-def _of_round(found: dict[str, Any], way: str, index: int) -> list[float]:
+def _of_round(measurements: dict[str, Any], way: str, index: int) -> list[float]:
     """Returns the steps of one way in one round, the undisturbed ones if there are any.
 
     A way may have several blocks in a round.
     """
-    share = len(found["steps"][way]) // found["rounds"]
+    share = len(measurements["steps"][way]) // measurements["rounds"]
     blocks = slice(index * share, (index + 1) * share)
-    steps = [step for block in found["steps"][way][blocks] for step in block]
-    quiet = [is_quiet for block in found["quiet"][way][blocks] for is_quiet in block]
+    steps = [step for block in measurements["steps"][way][blocks] for step in block]
+    quiet = [is_quiet for block in measurements["quiet"][way][blocks] for is_quiet in block]
     return [step for step, is_quiet in zip(steps, quiet, strict=True) if is_quiet] or steps
 
 
-def goals(found: dict[str, Any]) -> list[Goal]:
+def goals(measurements: dict[str, Any]) -> list[Goal]:
     """Returns every goal of this benchmark, with its measurement."""
     made = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         times = data["times"]
         memcpy, digest, sealed = (median(times[key]) for key in ("memcpy", "digest", "sealed"))
         limit = 0.15 if mode == "free" else 1.25
@@ -386,12 +389,12 @@ def goals(found: dict[str, Any]) -> list[Goal]:
             Goal(f"{mode}: time to sealed", sealed / (memcpy + digest), 1.25, "of copy+digest",
                  "median mark to SEALED, trainer idle / (memcpy + xxh3 of the same bytes)"),
         ]  # fmt: skip
-    made += restoring.goals(found["restores"])
-    if found["memory"]:
+    made += restoring.goals(measurements["restores"])
+    if measurements["memory"]:
         made.append(
             Goal(
                 "daemon's memory beside slots",
-                found["memory"]["daemon_bytes"] / 1e6,
+                measurements["memory"]["daemon_bytes"] / 1e6,
                 100,
                 "MB",
                 "RssAnon + RssFile + VmPTE",
@@ -400,7 +403,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
         made.append(
             Goal(
                 "trainer's memory beside slots",
-                found["memory"]["trainer_bytes"] / 1e6,
+                measurements["memory"]["trainer_bytes"] / 1e6,
                 50,
                 "MB",
                 "the same, after - before attach",
@@ -409,10 +412,10 @@ def goals(found: dict[str, Any]) -> list[Goal]:
     return made
 
 
-def result_rows(found: dict[str, Any]) -> list[Row]:
+def result_rows(measurements: dict[str, Any]) -> list[Row]:
     """Returns goals with measurements, then each way's cost, then the restores."""
-    rows = [goal.result() for goal in goals(found)]
-    for mode, data in found["modes"].items():
+    rows = [goal.result() for goal in goals(measurements)]
+    for mode, data in measurements["modes"].items():
         memcpy_ms = 1000 * median(data["times"]["memcpy"])
         rows.append(Row(f"{mode}: the memcpy", "ms", None, memcpy_ms))
         blocked = data["times"]["blocked"]
@@ -434,27 +437,27 @@ def result_rows(found: dict[str, Any]) -> list[Row]:
                 rows += [Row(f"{mode}, {way}: extra, {name}", "memcpy", None, e[key]) for key, name in names.items()]
     for into, name in restoring.INTO.items():
         for key, what in {"load_s": "state is back", "attach_s": "attach"}.items():
-            some = [each[key] for each in found["restores"] if each["into"] == into]
+            some = [each[key] for each in measurements["restores"] if each["into"] == into]
             if some:
                 rows.append(Row(f"{name}: {what}", "s", None, median(some), min=min(some), max=max(some)))
     return rows
 
 
-def disturbed(found: dict[str, Any]) -> str:
+def disturbed(measurements: dict[str, Any]) -> str:
     """Returns a sentence on how noisy the machine was."""
-    said = []
-    for mode, data in found["modes"].items():
+    percentages = []
+    for mode, data in measurements["modes"].items():
         quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
-        said.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} %")
-    return f"Steps that other processes disturbed: {', '.join(said)}."
+        percentages.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} %")
+    return f"Steps that other processes disturbed: {', '.join(percentages)}."
 
 
-def report(found: dict[str, Any]) -> str:
+def report(measurements: dict[str, Any]) -> str:
     """Returns the tables for a person."""
-    rows = [goal.row() for goal in goals(found)]
+    rows = [goal.row() for goal in goals(measurements)]
     parts = [common.table(["", "goal", "measured", "limit", "unit", "formula"], rows)]
     lines = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         for way in data["steps"]:
             e = extra(data, way)
             lines.append([mode, way, f"{e['step_s']:.3f}", f"{e['p99_s']:.3f}", *(f"{e[key]:.2f}" for key in
@@ -462,7 +465,7 @@ def report(found: dict[str, Any]) -> str:
     head = ["mode", "way", "step s", "p99 s", "extra/memcpy: paired", "medians", "quiet steps", "minima"]
     parts.append(common.table(head, lines))
     times = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         for name, values in data["times"].items():
             if values:
                 s = summary(values)
@@ -473,12 +476,12 @@ def report(found: dict[str, Any]) -> str:
             cells = (f"{1000 * s[key]:.3f}" for key in ("min", "median", "p99"))
             times.append([mode, name.removesuffix("_s"), *cells, str(s["count"])])
     parts.append(common.table(["mode", "time, ms", "min", "median", "p99", "count"], times))
-    for each in found["restores"]:
+    for each in measurements["restores"]:
         parts.append(
             f"restore, {each['into']}: "
             + ", ".join(f"{key} {value:.3f}" for key, value in each.items() if key != "into")
         )
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
         stats = data["stats"]
         parts.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} % of the steps were disturbed by other processes; "
@@ -494,7 +497,7 @@ def main() -> int:
         role = {"train": train, "first": first, "restore": restore, "memory": memory}[options.role]
         options.result.write_text(json.dumps(role(options)))
         return 0
-    found: dict[str, Any] = {"modes": {}, "restores": [], "memory": {}}
+    measurements: dict[str, Any] = {"modes": {}, "restores": [], "memory": {}}
     shared = ["--quick"] * options.quick + ["--rounds", str(options.rounds), "--ways", options.ways,
               "--patience", str(options.patience)]  # fmt: skip
     keep = {
@@ -516,20 +519,20 @@ def main() -> int:
             with common.daemon() as (address, pid):
                 firsts.append(run("first", address, pid, mode))
         with common.daemon() as (address, pid):
-            found["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
+            measurements["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
             if mode == modes[-1]:
                 kinds = [into for _ in range(options.restores) for into in restoring.INTO]
-                found["restores"] = [run("restore", address, pid, more=["--into", into]) for into in kinds]
+                measurements["restores"] = [run("restore", address, pid, more=["--into", into]) for into in kinds]
     if options.restores:
         with common.daemon() as (address, pid):
             several = [run("memory", address, pid) for _ in range(3)]
-            found["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
-    found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
+            measurements["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
+    measurements["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(measurements)]
     if options.json:
         title = "Snapshots at every step" + ", a model of 21 M parameters" * options.quick
-        result.write(options.json, __file__, title, result_rows(found), [disturbed(found)], found)
-    print(report(found))
-    return 0 if all(goal["passed"] for goal in found["goals"]) else 1
+        result.write(options.json, __file__, title, result_rows(measurements), [disturbed(measurements)], measurements)
+    print(report(measurements))
+    return 0 if all(goal["passed"] for goal in measurements["goals"]) else 1
 
 
 if __name__ == "__main__":
