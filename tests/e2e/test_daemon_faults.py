@@ -145,9 +145,9 @@ def test_slots_stay_while_messages_of_the_round_are_lost(pair, undisturbed):
     after = run(Spec("", steps=STEPS, options={"seal_s": 0.1}, environment=LONG_DEADLINE), 2, addresses)
     assert [result["began"] for result in after] == [3, 3]  # three slots, three steps
     assert [result["sealed"] for result in after] == [[False, 3], [False, 3]]
-    for mine, reference in zip(after, undisturbed[2], strict=True):
-        assert mine["digests"] == reference["digests"]
-        assert mine["longest_step_s"] < WAIT_S
+    for result, reference in zip(after, undisturbed[2], strict=True):
+        assert result["digests"] == reference["digests"]
+        assert result["longest_step_s"] < WAIT_S
 
 
 def test_steps_become_whole_again_after_a_daemon_was_stopped_many_times(pair):

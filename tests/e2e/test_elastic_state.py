@@ -43,13 +43,13 @@ def await_steps(nodes: Nodes, world: int, more: int, after_s: float) -> int:
     """Returns the newest step, once `world` ranks have made `more` steps after that moment."""
     out = nodes._training.out
 
-    def made() -> set[int]:
+    def steps_of_world() -> set[int]:
         steps = [e for e in read_records(out) if e["event"] == "step" and e["world"] == world and e["time_s"] > after_s]
         return {each["step"] for each in steps}
 
-    nodes.until(lambda: len(made()) >= more, f"{more} steps of {world} ranks")
+    nodes.until(lambda: len(steps_of_world()) >= more, f"{more} steps of {world} ranks")
     nodes.note(f"{world} ranks have made {more} steps")
-    return max(made())
+    return max(steps_of_world())
 
 
 def await_signals(nodes: Nodes) -> None:
@@ -108,20 +108,22 @@ def test_the_old_state_of_a_returning_node_is_not_used():
         away = machine(nodes, "node-2")
         away.living.cut()
         nodes.note("node-2 is cut off")
-        made = await_steps(nodes, 2, 20, after_s=cut_s)
+        newest_step = await_steps(nodes, 2, 20, after_s=cut_s)
         staying = [each for each in nodes.living if each is not away]
-        nodes.until(lambda: nodes.whole("job") >= (2, made), "a whole version of the two nodes")
+        nodes.until(lambda: nodes.whole("job") >= (2, newest_step), "a whole version of the two nodes")
         assert epoch_of(away) == 1 and {epoch_of(each) for each in staying} == {2}
         back_s = time.monotonic()
         away.living.heal()
-        nodes.note(f"node-2 is back; the others have made step {made}")
+        nodes.note(f"node-2 is back; the others have made step {newest_step}")
         await_steps(nodes, 3, 10, after_s=back_s)
         assert len({epoch_of(each) for each in nodes.living}) == 1
         finish(nodes)
         records = read_records(nodes._training.out)
     joint = [each for each in attaches(records) if each["world"] == 3 and each["time_s"] > back_s]
     assert len(joint) == 3 and len({each["step"] for each in joint}) == 1
-    assert joint[0]["step"] >= made, "the state of the other two nodes, not the older state of the returning node"
+    assert joint[0]["step"] >= newest_step, (
+        "the state of the other two nodes, not the older state of the returning node"
+    )
     check_losses(records)
 
 
@@ -137,13 +139,13 @@ def test_no_worker_restarts_in_a_minute_with_one_daemon_stopped_and_one_killed()
         nodes.note("one daemon stopped, one killed")
         end_s = time.monotonic() + MINUTE_S
         nodes.until(lambda: time.monotonic() > end_s, "the minute's end")
-        made = await_steps(nodes, 3, 10, after_s=end_s)
+        newest_step = await_steps(nodes, 3, 10, after_s=end_s)
         assert len([each for each in read_records(nodes._training.out) if each["event"] == "started"]) == 3, (
             nodes.story()
         )
         stopped.send_signal(signal.SIGCONT)
         machine(nodes, "node-3").daemon = nodes.start_daemon(machine(nodes, "node-3"))
-        nodes.until(lambda: nodes.whole("job")[1] > made, "snapshots again")
+        nodes.until(lambda: nodes.whole("job")[1] > newest_step, "snapshots again")
         await_signals(nodes)
         finish(nodes)
         records = read_records(nodes._training.out)

@@ -66,7 +66,7 @@ class Import(NamedTuple):
 
 def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
     """Returns every import, with absolute names; `from a import b` counts as a.b."""
-    found: list[Import] = []
+    imported: list[Import] = []
     package = module if is_package else module.rpartition(".")[0]
 
     def visit(node: ast.AST, late: bool) -> None:
@@ -81,14 +81,14 @@ def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
             names = [f"{base}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-        found.extend(Import(name, node.lineno, late) for name in names)
+        imported.extend(Import(name, node.lineno, late) for name in names)
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         late = late or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):
             visit(child, late)
 
     visit(ast.parse(source), late=False)
-    return found
+    return imported
 
 
 def within(name: str, prefix: str) -> bool:
@@ -174,12 +174,12 @@ def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
         if name in done:
             return []
         for each in sorted(arrows.get(name, ())):
-            if found := search(each, [*path, name]):
-                return found
+            if names := search(each, [*path, name]):
+                return names
         done.add(name)
         return []
 
-    return next((found for name in sorted(arrows) if (found := search(name, []))), [])
+    return next((names for name in sorted(arrows) if (names := search(name, []))), [])
 
 
 def arrows_of(sources: Mapping[str, str], packages: Collection[str] = ()) -> dict[str, set[str]]:
@@ -189,37 +189,37 @@ def arrows_of(sources: Mapping[str, str], packages: Collection[str] = ()) -> dic
         sources: module name → its text.
         packages: the modules that are packages.
     """
-    found: dict[str, set[str]] = {}
+    arrows: dict[str, set[str]] = {}
     for module, source in sources.items():
-        found[module] = set()
+        arrows[module] = set()
         for each in imports(source, module, module in packages):
             target = each.name if each.name in sources else each.name.rpartition(".")[0]
             if target in sources and target != module:
-                found[module].add(target)
-    return found
+                arrows[module].add(target)
+    return arrows
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    found = [(each, forbidden(module, each) or upwards(module, each)) for each in imports(source, module, is_package)]
-    return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in found if why]
+    reasons = [(each, forbidden(module, each) or upwards(module, each)) for each in imports(source, module, is_package)]
+    return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in reasons if why]
 
 
 def modules(root: Path) -> list[tuple[Path, str]]:
     """Returns the path and the import name of every module of ours."""
-    found = []
+    paths = []
     for base, package in ((root, "reft"), (root / "daemon", "reft_daemon")):
         for path in sorted((base / package).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
-            found.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
-    return found
+            paths.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
+    return paths
 
 
 def test_no_import_breaks_a_rule():
-    found = []
+    broken_rules = []
     for path, module in modules(ROOT):
         # protoc's output imports google.protobuf, grpc, and of our modules only itself.
-        found += violations(path.read_text(), module, path.name == "__init__.py")
-    assert not found, "\n".join(found)
+        broken_rules += violations(path.read_text(), module, path.name == "__init__.py")
+    assert not broken_rules, "\n".join(broken_rules)
 
 
 def test_imports_form_no_circle():

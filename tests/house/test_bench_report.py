@@ -64,8 +64,8 @@ def stored(folder: Path, name: str = "a", **changed) -> Path:
 
 
 def test_the_page_equals_the_output_of_make_bench_report():
-    made = report.page(PAGE, report.tables(report.results(ROOT / "bench" / "results")))
-    assert made == PAGE, "run make bench-report; change files in bench/results, not the tables"
+    new_page = report.page(PAGE, report.tables(report.results(ROOT / "bench" / "results")))
+    assert new_page == PAGE, "run make bench-report; change files in bench/results, not the tables"
 
 
 def test_no_line_of_prose_is_too_long():
@@ -134,15 +134,15 @@ def test_a_result_becomes_a_table(tmp_path):
 def test_runs_of_one_title_share_a_table(tmp_path):
     stored(tmp_path, "a", run="before", notes=[])
     stored(tmp_path, "b", run="after", rows=[{"name": "share", "unit": "", "goal": None, "value": 0.5}])
-    made = report.tables(report.results(tmp_path))
-    assert made.count("### ") == 1 and "| | unit | goal | before | after |" in made
-    assert "| share |  | ≥ 0.8 | 0.8 | 0.5 |" in made and "| ends | s |  | 3 to 5 |  |" in made
+    rendered = report.tables(report.results(tmp_path))
+    assert rendered.count("### ") == 1 and "| | unit | goal | before | after |" in rendered
+    assert "| share |  | ≥ 0.8 | 0.8 | 0.5 |" in rendered and "| ends | s |  | 3 to 5 |  |" in rendered
 
 
 def test_the_table_names_missing_facts(tmp_path):
     stored(tmp_path, command=None, date=None, commit=None, machine=dict.fromkeys(MADE_UP["machine"]), source="copied")
-    made = " ".join(report.tables(report.results(tmp_path)).split())
-    assert "date not written down; machine not written down; copied; command not written down." in made
+    rendered = " ".join(report.tables(report.results(tmp_path)).split())
+    assert "date not written down; machine not written down; copied; command not written down." in rendered
 
 
 def test_digits_stay_as_the_file_has_them(tmp_path):
@@ -202,19 +202,24 @@ def test_the_report_reads_the_file_that_a_program_writes(tmp_path, monkeypatch, 
     path = tmp_path / "new.json"
     monkeypatch.setattr(sys, "argv", ["pacing", "--chunks", "10", "--json", str(path)])
     importlib.import_module("bench.pacing").main()
-    found = result.read(path)
-    assert found.command == "python bench/pacing.py --chunks 10" and str(tmp_path) not in path.read_text()
-    assert found.machine["cores"] and found.machine["torch"] and found.date and found.source is None
-    assert [each.name for each in found.rows] == ["10 chunks, 0 columns of parity, 60 gaps"]
-    assert "### Plan of where chunks go" in report.tables([found])
+    stored_result = result.read(path)
+    assert stored_result.command == "python bench/pacing.py --chunks 10" and str(tmp_path) not in path.read_text()
+    assert (
+        stored_result.machine["cores"]
+        and stored_result.machine["torch"]
+        and stored_result.date
+        and stored_result.source is None
+    )
+    assert [each.name for each in stored_result.rows] == ["10 chunks, 0 columns of parity, 60 gaps"]
+    assert "### Plan of where chunks go" in report.tables([stored_result])
 
 
 def test_a_published_command_holds_file_names_without_folders(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     arguments = ["--json=/a/b.json", "--trace", "/a/c.json", "--quick", "--json", "/a/d.json", "--mib", "3"]
-    made = result.command_line("/a/bench/load.py", arguments)
-    assert made.endswith("python bench/load.py --trace c.json --quick --mib 3")
-    assert "OMP_WAIT_POLICY=passive " in made
+    command = result.command_line("/a/bench/load.py", arguments)
+    assert command.endswith("python bench/load.py --trace c.json --quick --mib 3")
+    assert "OMP_WAIT_POLICY=passive " in command
 
 
 def test_numbers_keep_three_digits():

@@ -106,13 +106,13 @@ def without_backend(text: str) -> list[str]:
 
     Without a backend, torchrun replaces or ignores both.
     """
-    commands = [found.group() for found in TORCHRUN.finditer(text)]
+    commands = [match.group() for match in TORCHRUN.finditer(text)]
     return [each for each in commands if re.search("--rdzv-(id|endpoint)", each) and "--rdzv-backend" not in each]
 
 
 def test_every_command_with_a_name_or_an_endpoint_names_the_backend():
     texts: dict[Path, str] = {path: path.read_text() for place in PLACES for path in ROOT.glob(place)}
-    assert {path: found for path, text in texts.items() if (found := without_backend(text))} == {}
+    assert {path: commands for path, text in texts.items() if (commands := without_backend(text))} == {}
     assert sum("--rdzv-id" in text for text in texts.values()) > 10, "the test reads the files with such commands"
 
 

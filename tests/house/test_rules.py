@@ -59,13 +59,13 @@ def length(text: str) -> list[str]:
 
 
 def functions(text: str) -> list[str]:
-    found = []
+    violations = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_LINES_A_FUNCTION:
-                found.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
-    return found
+                violations.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
+    return violations
 
 
 def dangerous(text: str) -> list[str]:
@@ -74,18 +74,18 @@ def dangerous(text: str) -> list[str]:
     Also finds multiprocessing.shared_memory: its tracker unlinks segments that others still use.
     """
     tree = ast.parse(text)
-    found = []
+    violations = []
     for name, line in dotted(tree):
         if name.partition(".")[0] in UNPICKLERS or name == "torch.load":
-            found.append(f"{line}: {name} runs what it reads")
+            violations.append(f"{line}: {name} runs what it reads")
         if name.startswith("multiprocessing.shared_memory"):
-            found.append(f"{line}: {name}: its tracker unlinks segments that others still use")
+            violations.append(f"{line}: {name}: its tracker unlinks segments that others still use")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
-            found.append(f"{node.lineno}: {node.func.id}")
+            violations.append(f"{node.lineno}: {node.func.id}")
         if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
-            found.append(f"{node.value.lineno}: a shell reads its arguments as code")
-    return found
+            violations.append(f"{node.value.lineno}: a shell reads its arguments as code")
+    return violations
 
 
 def vetoed(text: str) -> list[str]:
@@ -93,11 +93,11 @@ def vetoed(text: str) -> list[str]:
     names = {"_getframe", "_current_frames", "PROT_EXEC", "_cdata"}
     strings = re.compile(r"_cdata|PROT_EXEC|_getframe")
     tree = ast.parse(text)
-    found = [f"{line}: {name}" for name, line in dotted(tree) if name.rpartition(".")[2] in names]
+    violations = [f"{line}: {name}" for name, line in dotted(tree) if name.rpartition(".")[2] in names]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and strings.fullmatch(node.value):
-            found.append(f"{node.lineno}: {node.value}")
-    return found
+            violations.append(f"{node.lineno}: {node.value}")
+    return violations
 
 
 def environment(text: str) -> list[str]:
@@ -106,8 +106,8 @@ def environment(text: str) -> list[str]:
 
 
 def sleeps(text: str) -> list[str]:
-    found = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
-    return [f"{line}: a test waits for an event, not for a time" for line in found]
+    lines = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
+    return [f"{line}: a test waits for an event, not for a time" for line in lines]
 
 
 def asserts(text: str) -> list[str]:
@@ -143,20 +143,20 @@ def checkers(path: str) -> list[Callable[[str], list[str]]]:
 
 
 def files(root: Path) -> list[str]:
-    found = [name for name in TOP if (root / name).is_file()]
+    paths = [name for name in TOP if (root / name).is_file()]
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts:
-                found.append(path.relative_to(root).as_posix())
-    return [path for path in found if not GENERATED.search(path)]
+                paths.append(path.relative_to(root).as_posix())
+    return [path for path in paths if not GENERATED.search(path)]
 
 
 def test_the_house_rules_hold():
-    found = []
+    violations = []
     for path in files(ROOT):
         text = (ROOT / path).read_text()
-        found += [f"{path}: {rule.__name__}: {each}" for rule in checkers(path) for each in rule(text)]
-    assert not found, "\n".join(found)
+        violations += [f"{path}: {rule.__name__}: {each}" for rule in checkers(path) for each in rule(text)]
+    assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize(

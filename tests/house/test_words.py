@@ -25,13 +25,13 @@ def sources() -> dict[str, str]:
 
 def classes(texts: dict[str, str]) -> dict[str, list[str]]:
     """Returns the public top-level classes and their files, exceptions included."""
-    found = defaultdict(list)
+    files_by_class = defaultdict(list)
     for path, text in texts.items():
         if not path.startswith(ASIDE):
             for node in ast.parse(text).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(path)
-    return found
+                    files_by_class[node.name].append(path)
+    return files_by_class
 
 
 def exceptions(texts: dict[str, str]) -> set[str]:
@@ -43,9 +43,11 @@ def exceptions(texts: dict[str, str]) -> set[str]:
         if isinstance(node, ast.ClassDef)
     }
     raised = {
-        name for name in (base for found in bases.values() for base in found) if name.endswith(("Error", "Exception"))
+        name
+        for name in (base for parents in bases.values() for base in parents)
+        if name.endswith(("Error", "Exception"))
     }
-    while more := {name for name, found in bases.items() if name not in raised and raised.intersection(found)}:
+    while more := {name for name, parents in bases.items() if name not in raised and raised.intersection(parents)}:
         raised |= more
     return raised
 
