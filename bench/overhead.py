@@ -60,7 +60,9 @@ from reft.cli.demo.cluster import free_port
 from reft.client.schedule import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
-STEPS = 8  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
+# Steps of a block. The first ones do not count: no copy of the block is under way, or there is no
+# pacing plan yet.
+STEPS = 8
 WARM = 3
 FIGURES = ("steps", "stall")  # of each step, in seconds
 WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
@@ -111,7 +113,7 @@ class Stage:
             os.sched_setaffinity(0, {cores[self.rank]})
         url = f"tcp://127.0.0.1:{options.port}"
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
-        self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
+        self.group = dist.new_group(backend="gloo")  # for background saves: collectives of two threads must not mix
         width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 16)
         self.model = Part(self.rank, width, layers)
         stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))

@@ -48,10 +48,12 @@ from bench.common import Goal, Mapped, Others, Training, median, quantile, summa
 from bench.options import count, listed, output
 from bench.result import Row
 
-STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
+# Steps before attach, and after it. Many, because the heap of training alone varies by tens of
+# megabytes.
+STEPS_OF_MEMORY = 12
 NEVER = 1 << 40  # as `every`: no snapshot
 WAYS = ("plain", "reft", "copy", "dcp", "bare", "read")
-STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
+STEPS = 4  # of a block; the first does not count, because no copy of the block is under way
 QUIET_CORES = 0.15  # a step is disturbed if other processes used more cores than this
 CALM_S = 0.25
 JOB = "bench-save"
@@ -141,7 +143,7 @@ class Bench:
         if self.group is not None:
             dist.destroy_process_group()
 
-    # What follows an optimizer step
+    # The work after an optimizer step
 
     def after_plain(self) -> None:
         self.session.step_end()
@@ -249,7 +251,7 @@ class Bench:
     def _note_blocked(self) -> None:
         fence = self.hooked_s[1] - self.hooked_s[0]
         self.times["fence"].append(fence)
-        # The mark of the step before and the fence of this one belong to one snapshot.
+        # A snapshot begins at the mark of one step, and ends at the fence of the next.
         self.times["blocked"].append(fence + self.times["mark"][-2])
 
     def round(self) -> None:
@@ -272,7 +274,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     with common.folder(common.SHM) as scratch:
         bench = Bench(options, scratch)
         for way in bench.ways:
-            bench.block(way)  # warm: allocators, caches, files
+            bench.block(way)  # warms up allocators, caches and files
         for kept in (bench.times, bench.steps, bench.quiet):
             for values in kept.values():
                 values.clear()

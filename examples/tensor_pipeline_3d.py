@@ -60,7 +60,7 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))  # tp pairs are neighbours: one node
 dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
 stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
-torch.manual_seed(stage)  # data and tensor parallel ranks begin alike
+torch.manual_seed(stage)  # the same seed on all data and tensor parallel ranks
 model = Part(stage, stages)
 for layer in model.layers.values():
     parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -18,7 +18,7 @@ WIDE = {"width": 800}  # 8 MB of state
 
 
 def usage_of(pid: int) -> dict[str, int]:
-    """Returns what a process uses. Memory is the private memory, because slots are shared."""
+    """Returns a process's private memory, files and threads; slots are shared memory."""
     process = psutil.Process(pid)
     return {"memory": process.memory_full_info().uss, "files": process.num_fds(), "threads": process.num_threads()}
 

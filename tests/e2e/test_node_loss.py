@@ -27,7 +27,7 @@ from tests.support.trainers import Spec
 
 STEPS = 24
 POINTS = ["snapshot.chunk", "snapshot.parity", "restore.chunk", "snapshot.landed"]
-# A moment comes after up to so many passes of the failpoint.
+# The failpoint may be passed up to this number of times before the loss.
 HITS = {"snapshot.chunk": 6, "snapshot.parity": 3, "restore.chunk": 6, "snapshot.landed": 1}
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 

@@ -16,8 +16,8 @@ from tests.support.daemons import DaemonProcess, Site, until
 from tests.support.trainers import Spec, Trainers
 
 CALM, STEPS = 1500, 2500
-# After the storm the newest whole step may be so many steps behind. Steps take milliseconds, so
-# some 16 steps are skipped.
+# After the storm the newest whole step may be this number of steps behind. Steps take milliseconds,
+# so some 16 steps are skipped.
 MOST_STEPS_BEHIND = 40
 
 
