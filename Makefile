@@ -10,20 +10,21 @@ QUICK := "not slow and not soak and not chaos and not trainers"
 demo: $(READY)
 	$(BIN)/reft-cli demo
 
-# What starts whole jobs waits for a third of its time, so three of those run side by side on two cores. What has one run for
-# a file to compare with stays together and begins first; the rest is dealt out test by test (tests/e2e/conftest.py).
+# End-to-end tests wait for a third of their time, so three of them run at once on two cores. Files with
+# a shared run stay together and begin first; other tests are distributed singly (tests/e2e/conftest.py).
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m $(QUICK) --ignore=tests/e2e
 	$(BIN)/pytest -n 3 --dist loadfile --timeout=300 -m $(QUICK) tests/e2e
 
-# Each other trainer in an environment of its own; two at a time, since ranks wait for one another.
+# Each trainer has its own environment. Two run at a time, because ranks wait for one another.
 trainers: $(READY)
 	printf '%s\n' .ci/trainers/*.txt | xargs -P 2 -n 1 .ci/trainer
 
 test-trainers: trainers
 	$(BIN)/pytest -n 2 -m "trainers and not slow and not chaos"
 
-# After each edit: what needs no daemon and no trainer, within a minute. The first run sets up an environment for the stubs.
+# After each edit: tests without daemons and trainers, within a minute. The first run sets up an
+# environment for the stubs.
 check: lint
 	$(BIN)/pytest -n 2 -m $(QUICK) tests/house tests/core tests/wire
 
@@ -35,7 +36,7 @@ lint: $(READY)
 stubs:
 	.ci/stubs
 
-# What is too long for `make test` runs with these two.
+# These two run the tests that are too long for `make test`.
 soak: $(READY)
 	$(BIN)/pytest -m "(soak or slow) and not trainers" --timeout=3600
 
@@ -45,15 +46,15 @@ chaos: trainers
 bench: $(READY)
 	$(BIN)/python bench/save.py
 
-# The tables of bench/README.md, from the results in bench/results.
+# Writes the tables of bench/README.md from the results in bench/results.
 bench-report: $(READY)
 	$(BIN)/python bench/report.py
 
 clean:
 	rm -rf .venv-stubs .venv-compat .venv-trainers build dist *.egg-info daemon/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# torch stands on the same command line as the rest: pip must never swap the pinned one for another.
-# The packages stand in the list because an editable install knows only those that it saw.
+# torch is on the same command line as the rest, so that pip never replaces the pinned version.
+# The packages are prerequisites, because an editable install knows only the packages of its time.
 $(READY): pyproject.toml .ci/constraints.txt $(wildcard reft/__init__.py daemon/*/__init__.py reft/client/memory/*.c)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt torch==2.13.0 -e '.[dev]'

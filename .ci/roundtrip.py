@@ -1,4 +1,7 @@
-"""Imports every stub below reft.wire.v1 and sends each message, its plain fields filled, through bytes."""
+"""Imports every stub below reft.wire.v1, and converts each message to bytes and back.
+
+All plain fields of a message are filled.
+"""
 
 import importlib
 import pathlib

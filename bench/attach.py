@@ -1,9 +1,10 @@
-"""How long attach takes for 2,000 leaves, and what of it: one process, its own daemon, AdamW on 500 parameters.
+"""How long attach takes for 2,000 leaves, and its parts: one process, AdamW on 500 parameters.
 
     python bench/attach.py [--json FILE]
 
-First a fresh start, then, in the same process, an attach that restores. The parts are what a rank does itself; the rest of an
-attach are calls of the daemon, and making the memory of the slots.
+The process has its own daemon. It attaches afresh, and then attaches once more and restores. The
+parts are the rank's own work. The rest of an attach are calls to the daemon, and allocating the
+slots.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ PARAMETERS = 500
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of 250 layers, of two parameters each."""
+    """Returns a model of 250 layers with two parameters each."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(PARAMETERS // 2)])
     return model, torch.optim.AdamW(model.parameters())
 
 
 def parts() -> dict[str, float]:
-    """Seconds of each thing that a rank does by itself."""
+    """Returns the seconds of each part of the rank's own work."""
     model, optimizer = make()
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
         began = time.perf_counter()
         result = work()
-        found[name] = time.perf_counter() - began
+        seconds[name] = time.perf_counter() - began
         return result
 
     tracked = TrackedObjects({"model.0": model}, [optimizer], {})
@@ -65,11 +66,14 @@ def parts() -> dict[str, float]:
     timed("leaf table", lambda: messages.table_to(layout))
     timed("cells", lambda: divide({layout.digest: form}, [layout.digest] * 8))
     timed("values, 8 MB", lambda: value_digests(tensor_index, tensor_index.tensors))
-    return found | {"leaves": len(leaves)}
+    return seconds | {"leaves": len(leaves)}
 
 
 def attached(address: str) -> list[tuple[float, float]]:
-    """Seconds, and seconds of this process's CPU, of an attach that starts fresh and of one that restores 2,000 leaves."""
+    """Measures an attach that starts afresh, and one that restores 2,000 leaves.
+
+    Returns seconds, and seconds of this process's CPU.
+    """
     seconds = []
     for _ in range(2):
         model, optimizer = make()
@@ -89,14 +93,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()  # torch imports its compiler then, for seconds
-    found = parts()
+    torch.optim.AdamW(
+        [nn.Parameter(torch.zeros(1))]
+    ).step()  # in the first step torch imports its compiler, which takes seconds
+    part_seconds = parts()
     with tempfile.TemporaryDirectory() as home:
         os.environ["REFT_RUNTIME_DIR"] = home
         with daemon() as (address, _):
             fresh, restoring = both = attached(address)
-    leaves = found.pop("leaves")
-    print(table(["seconds", *found], [["", *(f"{value:.3f}" for value in found.values())]]))
+    leaves = part_seconds.pop("leaves")
+    print(table(["seconds", *part_seconds], [["", *(f"{value:.3f}" for value in part_seconds.values())]]))
     goals = [
         Goal(
             f"attach, {leaves} leaves, fresh", fresh[0], 2, "s", f"call to session; {fresh[1]:.2f} s of them on a core"
@@ -113,7 +119,7 @@ def main() -> None:
     if options.json:
         rows = [goal.result() for goal in goals]
         rows += [Row(f"{goal.name}: on a core", "s", None, spent) for goal, (_, spent) in zip(goals, both, strict=True)]
-        rows += [Row(f"a rank's own part: {name}", "s", None, value) for name, value in found.items()]
+        rows += [Row(f"a rank's own part: {name}", "s", None, value) for name, value in part_seconds.items()]
         result.write(options.json, __file__, f"Attach, {leaves} leaves", rows)
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 

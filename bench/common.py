@@ -1,7 +1,10 @@
-"""What the benchmarks share: a model to train, references to compare with, statistics, tables, processes that end.
+"""Shared parts of the benchmarks.
 
-Every cost is given in *memcpys*: one copy of all the state's bytes into mapped memory, measured beside it in the same
-process. On a machine that is shared, seconds mean little from one minute to the next; such ratios do.
+A model to train, references to compare with, statistics, tables, and processes that end.
+
+Every cost is given in *memcpys*. One memcpy is one copy of all the state's bytes into mapped
+memory, measured in the same process. On a shared machine seconds vary from minute to minute; these
+ratios hardly do.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ from bench.result import Row
 from reft.core.commit.snapshot_interval import DueSteps
 
 if TYPE_CHECKING:
-    from reft.client.session import Session  # bench/gpu_stage.py runs where torch and numpy are all there is
+    from reft.client.session import Session  # not at run time: bench/gpu_stage.py needs only torch and numpy
 
 ROOT = Path(__file__).resolve().parents[1]
 SHM = Path("/dev/shm")
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-REPORTING_S = 7.0  # a guest with nothing newly freed has given back all by then
+REPORTING_S = 7.0  # after this time a guest has given back all pages that it freed before
 BACKED_TRIES = 20
 
 
@@ -47,7 +50,7 @@ BACKED_TRIES = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a model and of its batch."""
+    """The size of a model and of its batch."""
 
     width: int
     inner: int
@@ -63,7 +66,7 @@ QUICK = Shape(width=512, inner=1408, layers=4, heads=8, words=16384, batch=1, le
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each with its norm and residual."""
+    """One layer: attention and a gated MLP, each with its norm and residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -87,13 +90,13 @@ class Block(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding."""
+    """Returns `x` with rotary position embedding."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
 class Llama(nn.Module):
-    """A small model in Llama's manner; the embedding is tied to the output."""
+    """A small model like Llama; the embedding is tied to the output."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class Llama(nn.Module):
 
 
 class Training:
-    """Model, optimizer and one batch; fp32, AdamW with torch's defaults."""
+    """A model, its optimizer and one batch: fp32, AdamW with torch's defaults."""
 
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(0)
@@ -125,22 +128,25 @@ class Training:
         self.words = torch.randint(0, shape.words, (shape.batch, shape.length))
 
     def step(self) -> None:
-        """Forward, backward, optimizer."""
+        """Runs forward, backward and the optimizer."""
         logits = self.model(self.words)
         F.cross_entropy(logits.view(-1, self.shape.words), self.words.view(-1)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor of the state but the step counters and buffers; there must have been a step."""
-        found = []
+        """Returns every tensor of the state, without step counters and buffers.
+
+        There must have been one step.
+        """
+        tensors = []
         for parameter in self.model.parameters():
             state = self.optimizer.state[parameter]
-            found += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
-        return found
+            tensors += [parameter.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        return tensors
 
     def tree(self) -> dict[str, Any]:
-        """The state as torch.distributed.checkpoint takes it."""
+        """Returns the state in the form that torch.distributed.checkpoint takes."""
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         states = {names[parameter]: dict(state) for parameter, state in self.optimizer.state.items()}
         return {"model": self.model.state_dict(), "optimizer": states}
@@ -150,7 +156,10 @@ class Training:
 
 
 class Mapped:
-    """Room for the state in a file of /dev/shm that has no name any more; every page is there."""
+    """Memory for the state, in a file of /dev/shm without a name.
+
+    Every page is allocated.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -158,29 +167,35 @@ class Mapped:
             os.ftruncate(file.fileno(), self.nbytes)
             pages = mmap.mmap(file.fileno(), self.nbytes)
         pages.madvise(_POPULATE_WRITE)
-        room = np.frombuffer(pages, np.uint8)
-        self.pairs, at = [], 0
+        memory = np.frombuffer(pages, np.uint8)
+        self.pairs, offset = [], 0
         for tensor in tensors:
             source = tensor.reshape(-1).numpy().view(np.uint8)
-            self.pairs.append((source, room[at : at + source.nbytes]))
-            at += source.nbytes
+            self.pairs.append((source, memory[offset : offset + source.nbytes]))
+            offset += source.nbytes
 
     def copy(self) -> float:
-        """Copies all state into it; the seconds. This is the memcpy in which costs are given."""
+        """Copies all state into this memory; returns the seconds.
+
+        This is the memcpy in which costs are given.
+        """
         began = time.perf_counter()
         for source, target in self.pairs:
             np.copyto(target, source)
         return time.perf_counter() - began
 
     def digest(self) -> float:
-        """Digests all state; the seconds."""
+        """Digests all state; returns the seconds."""
         began = time.perf_counter()
         for source, _ in self.pairs:
             xxhash.xxh3_64_intdigest(source)
         return time.perf_counter() - began
 
     def copy_and_digest(self) -> None:
-        """The same in parts, each digested while it is in the cache: the least that a snapshot beside training does."""
+        """Copies in parts, and digests each part while the cache holds it.
+
+        No snapshot beside training does less.
+        """
         part = 1 << 20
         for source, target in self.pairs:
             for at in range(0, source.nbytes, part):
@@ -188,64 +203,67 @@ class Mapped:
                 xxhash.xxh3_64_intdigest(target[at : at + part].data)
 
     def copy_back(self, threads: int) -> float:
-        """Copies everything into the live tensors, in so many threads; the seconds."""
+        """Copies everything into the live tensors with `threads` threads; returns the seconds."""
         step = 1 << 20
         parts = [(s[i : i + step], t[i : i + step]) for s, t in self.pairs for i in range(0, s.nbytes, step)]
         shares = [parts[len(parts) * i // threads : len(parts) * (i + 1) // threads] for i in range(threads)]
 
-        def one(share: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        def copy_parts(share: list[tuple[np.ndarray, np.ndarray]]) -> None:
             for source, target in share:
                 np.copyto(source, target)
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, [[]] * threads))
+            list(pool.map(copy_parts, [[]] * threads))
             began = time.perf_counter()
-            list(pool.map(one, shares))
+            list(pool.map(copy_parts, shares))
             return time.perf_counter() - began
 
 
 def fresh(nbytes: int) -> float:
-    """Makes the pages of so much fresh memory, huge ones, in two threads, and gives them back; the seconds.
+    """Allocates and frees `nbytes` of fresh huge pages with two threads; returns the seconds.
 
-    A second call just after it gets the same pages: then a hypervisor that takes free memory from its guests has nothing to do,
-    and what is left is the guest's own work, mostly zeros.
+    A second call right after the first gets the same pages. Then a hypervisor that takes free
+    memory from its guests has nothing to do. The guest's own work remains, mostly zeroing.
     """
     from reft.client.memory.huge_pages import HugePageBuffer
 
     began = time.perf_counter()
-    room = HugePageBuffer(nbytes)
-    room.make_pages()
-    room.wait()
+    buffer = HugePageBuffer(nbytes)
+    buffer.make_pages()
+    buffer.wait()
     return time.perf_counter() - began
 
 
 def backed(nbytes: int) -> None:
-    """Returns when so much free memory has the host's behind it, as all memory has that no hypervisor shares out.
+    """Returns once the host backs `nbytes` of free memory.
 
-    A guest gives free huge pages back to its host (free page reporting), in cycles of 2 s for as long as more become free: so
-    first until what a process before this one has left is given back, then until two times the same pages come. Half as many
-    again are made: the kernel does not always hand out first what was freed last, and a few that are not backed cost much.
+    All memory is backed where no hypervisor takes free memory from its guests. A guest gives free
+    huge pages back to its host (free page reporting). It does so in cycles of 2 s while more pages
+    become free. So this function first waits until the pages of earlier processes are given back.
+    Then it allocates memory until the same pages come twice. It allocates half as many again: the
+    kernel does not always hand out the pages that were freed last, and a few unbacked pages cost
+    much.
     """
     time.sleep(REPORTING_S)
-    took = [fresh(nbytes * 3 // 2) for _ in range(3)]
-    while max(took[-2:]) > 2 * min(took) and len(took) < BACKED_TRIES:
-        took.append(fresh(nbytes * 3 // 2))
+    seconds = [fresh(nbytes * 3 // 2) for _ in range(3)]
+    while max(seconds[-2:]) > 2 * min(seconds) and len(seconds) < BACKED_TRIES:
+        seconds.append(fresh(nbytes * 3 // 2))
 
 
 # Facts about processes and the machine
 
 
 def own_bytes(pid: int | str = "self") -> int:
-    """Memory of a process beside shared pages: anonymous, files, page tables."""
-    found = {}
+    """Returns a process's memory without shared pages: anonymous, files, page tables."""
+    sizes = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         key, _, value = line.partition(":")
-        found[key] = value.split()
-    return sum(int(found[key][0]) for key in ("RssAnon", "RssFile", "VmPTE")) << 10
+        sizes[key] = value.split()
+    return sum(int(sizes[key][0]) for key in ("RssAnon", "RssFile", "VmPTE")) << 10
 
 
 class Others:
-    """CPU time that other processes use: how noisy the machine is."""
+    """The CPU time of other processes: how noisy the machine is."""
 
     def __init__(self) -> None:
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -259,7 +277,7 @@ class Others:
         return time.perf_counter(), busy - mine.user - mine.system
 
     def cores(self) -> float:
-        """Cores that others used since the last call, on average."""
+        """Returns the average number of cores that others used since the last call."""
         before, self._before = self._before, self._now()
         return max(0.0, (self._before[1] - before[1]) / (self._before[0] - before[0]))
 
@@ -272,13 +290,13 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies (nearest rank)."""
+    """Returns the value below which this share of the values lies (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """What is said of a list of measurements."""
+    """Returns median, minimum, 99th percentile and count of measurements."""
     return {
         "median": median(values),
         "min": min(values, default=float("nan")),
@@ -305,7 +323,7 @@ class Goal:
         return self.value <= self.limit
 
     def result(self, p99: float | None = None) -> Row:
-        """The same for a file of results."""
+        """Returns this figure as a row for a file of results."""
         return Row(self.name, self.unit, f"<= {self.limit:g}", self.value, p99=p99)
 
     def row(self) -> list[str]:
@@ -314,7 +332,7 @@ class Goal:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
+    """Returns the rows as text; each column is as wide as its widest cell."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [head, *rows]]
     return "\n".join(line.rstrip() for line in lines)
@@ -324,14 +342,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def end_on_signals() -> None:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that what was started is ended and what was made is removed."""
+    """Turns SIGTERM and SIGHUP into SystemExit.
+
+    So context managers end their processes and remove their files.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 @contextmanager
 def folder(where: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, gone at the end."""
+    """Yields a temporary folder, and removes it at the end."""
     path = Path(tempfile.mkdtemp(prefix="reft-bench-", dir=where))
     try:
         yield path
@@ -341,7 +362,7 @@ def folder(where: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive the block."""
+    """Yields a process, and ends it with the block."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     settings = {**os.environ, "PYTHONPATH": paths, **environment}
     with open(log, "ab") as output:
@@ -359,7 +380,7 @@ def process(command: Sequence[str], log: Path, environment: dict[str, str]) -> I
 
 @contextmanager
 def daemon() -> Iterator[tuple[str, int]]:
-    """A daemon of its own; its address and pid. Everything is gone at the end."""
+    """Yields address and pid of a new daemon; at the end it and its files are removed."""
     with folder() as home, folder(SHM) as slots:
         flags = [
             "--node",
@@ -382,7 +403,7 @@ def daemon() -> Iterator[tuple[str, int]]:
 
 
 def run_role(script: str, arguments: Sequence[str], environment: dict[str, str], home: Path) -> dict[str, Any]:
-    """Runs a script of this folder in a fresh process; the JSON that it writes."""
+    """Runs a script of this folder in a fresh process; returns the JSON that it writes."""
     log, result = home / "role.log", home / "result.json"
     result.unlink(missing_ok=True)
     command = [sys.executable, str(ROOT / "bench" / script), *arguments, "--result", str(result)]
@@ -394,6 +415,9 @@ def run_role(script: str, arguments: Sequence[str], environment: dict[str, str],
 
 
 def snapshot_each(session: Session, every: int) -> None:
-    """Lets a session take each n-th step from now on; a user fixes it in `reft.attach(every=n)`."""
+    """Makes a session take every n-th step from now on.
+
+    A user fixes this number in `reft.attach(every=n)`.
+    """
     assert session._cadence is not None, "reft is switched off"
     session._cadence.due_steps = DueSteps(every, adapts=False)

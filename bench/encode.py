@@ -2,18 +2,19 @@
 
     python bench/encode.py [--quick] [--rounds N] [--slice KIB] [--json FILE]
 
-For each code (k data shards, f parities), the parities of a stripe are computed one after the other, slice by slice of
-the packets, as wide as a snapshot on the CPU does it. The bytes that this XORs are counted: an operation on n bytes
-counts as n. Beside it, in the same process, on the same one thread and by turns, one `torch.bitwise_xor(a, b, out=a)`
-runs over as many bytes (uint8), and one of numpy:
+A code has k data shards and f parities. For each code the parities of a stripe are computed one
+after the other, slice by slice of the packets. The slices are as wide as in a snapshot on the CPU.
+The XORed bytes are counted: an operation on n bytes counts as n. The same process and thread runs,
+by turns, one `torch.bitwise_xor(a, b, out=a)` over as many bytes (uint8), and one of numpy:
 
     share = seconds of torch's XOR / seconds of the encoding, the median of such pairs
 
-A plain XOR moves 3 bytes through memory for each byte that it XORs: it reads two and writes one. Encoding reads k data
-shards once and writes one parity of n bytes, for (k-1) n XORed ones: (k+1)/(k-1) bytes a byte if the targets stay in the
-cache, which is what the slices are for. So the share may be above 1. Copies that a code needs beside its XORs are not counted
-as work but take time. Ends with 1 if a share of the numpy executor, which snapshots on the CPU use, is below GOAL. The torch
-executor is for devices; it is shown here too.
+A plain XOR moves 3 bytes through memory for each byte that it XORs: it reads two and writes one.
+Encoding reads k data shards once and writes one parity of n bytes, for (k-1) n XORed bytes. That is
+(k+1)/(k-1) bytes a byte while the targets stay in the cache, hence the slices. So the share may be
+above 1. Some codes need copies beside their XORs; these take time, but do not count as work. Ends
+with 1 if the numpy executor's share is below GOAL. Snapshots on the CPU use the numpy executor. The
+torch executor is for devices; its share is printed, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -m", the plain path works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script also runs by its path
 
 import numpy as np
 import torch
@@ -58,12 +59,15 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
-    """The same memory."""
+    """Returns torch tensors on the same memory."""
     return [torch.from_numpy(each) for each in arrays]
 
 
 class Encoding:
-    """A stripe with room for its parities, cut into the slices that the programs run on."""
+    """A stripe and the memory for its parities.
+
+    Both are cut into the slices that the programs run on.
+    """
 
     def __init__(self, k: int, f: int, stripe_bytes: int, slice_bytes: int) -> None:
         code = erasure.code_for(k, f)
@@ -97,7 +101,7 @@ class Encoding:
 
 
 def measure(k: int, f: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Figures of one code, for each executor."""
+    """Returns the figures of one code, for each executor."""
     encoding = Encoding(k, f, (16 if options.quick else 32) << 20, (options.slice or 0) << 10)
     left, right = np.ones(encoding.xored, np.uint8), np.ones(encoding.xored, np.uint8)
     ours, theirs = torch.from_numpy(left), torch.from_numpy(right)
@@ -135,17 +139,18 @@ def main() -> int:
     options.rounds = options.rounds or (5 if options.quick else 25)
     torch.set_num_threads(1)
     others = Others()
-    found = [each for k, f in CODES for each in measure(k, f, options)]
+    figures = [each for k, f in CODES for each in measure(k, f, options)]
     goals = [
         Goal(f"{each['kind']} {each['k']}+{each['f']}", 1 / each["share"], 1 / GOAL, "XORs",
              "encode / torch.bitwise_xor of as many bytes")
-        for each in found if each["executor"] == "numpy"
+        for each in figures if each["executor"] == "numpy"
     ]  # fmt: skip
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
     print()
     print(
         table(
-            ["executor", "code", "k+f", "encode GB/s", "torch's XOR", "numpy's", "share"], [row(each) for each in found]
+            ["executor", "code", "k+f", "encode GB/s", "torch's XOR", "numpy's", "share"],
+            [row(each) for each in figures],
         )
     )
     busy = others.cores()
@@ -154,11 +159,11 @@ def main() -> int:
         rows = [
             Row(f"{each['kind']} {each['k']}+{each['f']}, {each['executor']}", "of the XOR's rate",
                 f">= {GOAL}" if each["executor"] == "numpy" else None, each["share"])
-            for each in found
+            for each in figures
         ]  # fmt: skip
         notes = [f"One thread each. Other processes used {busy:.1f} cores."]
         result.write(options.json, __file__, "Parity on the CPU, against one XOR of as many bytes", rows, notes,
-                     {"figures": found})  # fmt: skip
+                     {"figures": figures})  # fmt: skip
     return 0 if all(goal.passed for goal in goals) else 1
 
 

@@ -1,12 +1,17 @@
-"""What attach exchanges on thousands of ranks, and how long one rank works on it: simulated in one process, without a network.
+"""What attach exchanges on thousands of ranks, and how long one rank works on it.
 
     python bench/exchange.py [--quick] [--json FILE]
 
-Jobs of 16,384 ranks, 8 a node, of a Llama-like model with 2,000 leaves: FSDP2, every parameter and moment cut along its first
-dimension among all ranks; TP 8 x PP 16 x DP 128, whose norms are whole on all eight; and HSDP, 128 times the same 128
-shards. One rank's own work is done for real. What the others say of their layouts is made from their cuts alone; for 24 of
-them it is compared with what they would really say. Bytes are those that a rank receives, padding included. Seconds are of
-the CPU.
+One process simulates the exchange, without a network. The jobs have 16,384 ranks, 8 a node, and a
+Llama-like model with 2,000 leaves. There are three jobs:
+
+    FSDP2                    all ranks cut every parameter and moment along its first dimension
+    TP 8 x PP 16 x DP 128    all eight tensor parallel ranks have whole norms
+    HSDP                     128 replicas of the same 128 shards
+
+One rank's own work is real. The reports of the other ranks are made from their cuts alone. Those of
+24 ranks are compared with real reports. Bytes are those that a rank receives, with padding. Seconds
+are of the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from reft.wire.manifest import division_of, layouts_of, placement_of
 from reft.wire.v1 import daemon_pb2 as pb
 
 T = TypeVar("T")
-RANKS = 8  # a node
+RANKS = 8  # ranks on a node
 WIDTH, INNER, WORDS, KV = 16384, 53248, 128256, 1024
 MiB = 1 << 20
 # name, shape, dimension that tensor parallelism cuts (-1: none)
@@ -56,11 +61,13 @@ STATE = ("", "exp_avg", "exp_avg_sq", "step")
 
 @dataclass
 class Job:
-    """A job, by what a rank holds.
+    """A job, described by the leaves of its ranks.
 
     Attributes:
-        cut: (name, shape, tp dimension, rank) → for each dimension begin and size.
-        layers: rank → the layers that it has.
+        name: of the job.
+        world: number of ranks.
+        cut: (shape, tp dimension, rank) → begin and size for each dimension.
+        layers: rank → the layers that it holds.
     """
 
     name: str
@@ -69,7 +76,7 @@ class Job:
     layers: Callable[[int], range]
 
     def leaves(self, rank: int) -> Iterator[Leaf]:
-        """All leaves of a rank, parameters first."""
+        """Yields all leaves of a rank, parameters first."""
         layers = self.layers(rank)
         named = [(f"layers.{layer}.{name}", shape, dim) for layer in layers for name, shape, dim in BLOCK]
         named += [("embed", (WORDS, WIDTH), 0)] if 0 in layers else []
@@ -95,14 +102,17 @@ LAYERS = 55  # (55 x 9 + 3) parameters x 4
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and size of a part, as torch.chunk makes them: the last ones may be short or empty."""
+    """Returns begin and size of a part, in the way of torch.chunk.
+
+    The last parts may be short or empty.
+    """
     step = -(-length // parts)
     begin = min(index * step, length)
     return begin, min(step, length - begin)
 
 
 def fsdp2(shards: int, replicas: int, layers: int = LAYERS) -> Job:
-    """Every first dimension is cut among so many neighbours."""
+    """Returns a job that cuts every first dimension among `shards` neighbours."""
 
     def cut(shape: tuple[int, ...], dim: int, rank: int) -> list[tuple[int, int]]:
         return [chunk(size, shards, rank % shards) if d == 0 else (0, size) for d, size in enumerate(shape)]
@@ -112,7 +122,10 @@ def fsdp2(shards: int, replicas: int, layers: int = LAYERS) -> Job:
 
 
 def hybrid(world: int) -> Job:
-    """TP 8, within a node, under PP 16 under data parallelism; no rank has more than its stage."""
+    """Returns a job of TP 8 within a node, PP 16, and data parallelism.
+
+    Each rank holds only its stage.
+    """
 
     def cut(shape: tuple[int, ...], dim: int, rank: int) -> list[tuple[int, int]]:
         return [chunk(size, 8, rank % 8) if d == dim else (0, size) for d, size in enumerate(shape)]
@@ -126,7 +139,7 @@ def hybrid(world: int) -> Job:
 
 @dataclass
 class Clock:
-    """CPU seconds by what they were spent on."""
+    """CPU seconds by purpose."""
 
     spent: dict[str, float] = field(default_factory=dict)
 
@@ -138,7 +151,7 @@ class Clock:
 
 
 def received(messages: list[str]) -> int:
-    """Bytes that a rank receives in one exchange: sizes, messages and their padding."""
+    """Returns the bytes that a rank receives in one exchange: sizes, messages, padding."""
     widths = [len(message) for message in messages]
     alone = spoken_alone(widths)
     rest = max((width for rank, width in enumerate(widths) if rank not in alone), default=0)
@@ -146,10 +159,10 @@ def received(messages: list[str]) -> int:
 
 
 def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
-    """What every rank says at first; and the table of each rank."""
+    """Returns the first report of every rank, and the table of each rank."""
     kinds: dict[object, tuple[symbolic.PatternTable, dict[str, Any], list[Leaf]]] = {}
     digests: dict[object, str] = {}
-    found, tables = [], []
+    facts_by_rank, tables = [], []
     agreed = agreed_facts(AttachArguments(None, (), None, {}, None, "auto", 1), Config())
     checked = {0, 1, 7, 8, 127, 128, job.world - 1, *range(5, job.world, job.world // 16)}
     for rank in range(job.world):
@@ -160,72 +173,76 @@ def facts(job: Job) -> tuple[list[dict[str, Any]], list[symbolic.PatternTable]]:
             axes = [next(leaf for leaf, p in zip(leaves, form.table.patterns, strict=True) if i in p.axes)
                     for i in range(len(form.table.axes))]  # fmt: skip
             kinds[kind] = (form.table, layout_facts(pack(leaves), form), axes)
-        table, said, axes = kinds[kind]
+        table, described, axes = kinds[kind]
         cuts: list[int] = []
         for i, leaf in enumerate(axes):
             dim = next(p.axes.index(i) for p in table.patterns if p.name == leaf.name)
             name = leaf.name.rsplit(".", 2)[-2]
             cuts += job.cut(leaf.global_shape, {n: d for n, _, d in BLOCK}.get(name, 0), rank)[dim]
-        place = kind, *cuts
-        if place not in digests:  # the first is real; the others only have to be as distinct
-            made = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
-            digests[place] = made if rank else said["layout"]
-        mine = {"layout": digests[place], "table": said["table"], "cuts": cuts}
+        layout_key = kind, *cuts
+        if layout_key not in digests:  # rank 0 has a real digest; the others only need distinct ones
+            digest = hashlib.blake2b(repr((kind, cuts)).encode(), digest_size=16).hexdigest()
+            digests[layout_key] = digest if rank else described["layout"]
+        layout_report = {"layout": digests[layout_key], "table": described["table"], "cuts": cuts}
         if rank in checked:
             leaves = list(job.leaves(rank))
             form = symbolic.of(leaves)
             real = layout_facts(pack(leaves), form)
-            if (real["table"], real["cuts"]) != (mine["table"], mine["cuts"]) or form.leaves() != leaves:
-                raise RuntimeError(f"{job.name}: rank {rank} would say something else of its layout")
+            if (real["table"], real["cuts"]) != (
+                layout_report["table"],
+                layout_report["cuts"],
+            ) or form.leaves() != leaves:
+                raise RuntimeError(f"{job.name}: rank {rank} would report another layout")
         node = rank // RANKS
-        found.append({
+        facts_by_rank.append({
             "node": f"node-{node:05}", "node_id": f"{node:032x}", "addresses": [f"10.{node >> 8}.{node & 255}.7:29401"],
             "domain": f"rack-{node // 16:04}", "threads": 14, "cpus": "f" * 28,
             "job": "", "run_id": "run-2026-11-21", "slurm": "", "user": 1000,
             "script": "/" + "opt/training/pretrain/train.py", "launch": "f" * 32, "unnamed": "", "pid": 100_000 + rank,
-            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **mine, **agreed,
+            **({"ident": secrets.token_hex(80), "token": secrets.token_hex(32)} if rank == 0 else {}), **layout_report, **agreed,
         })  # fmt: skip
         tables.append(table)
-    return found, tables
+    return facts_by_rank, tables
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Bytes and seconds of one rank, the first."""
+    """Returns bytes and seconds of the first rank."""
     clock = Clock()
     leaves = list(job.leaves(0))
     form = clock("own layout", lambda: symbolic.of(leaves))
     clock("own layout", lambda: layout_facts(pack(leaves), form))
-    said, tables = facts(job)
-    sent = [json.dumps({"ok": each}) for each in said]
+    reports, tables = facts(job)
+    sent = [json.dumps({"ok": each}) for each in reports]
     nbytes = received(sent)
     rank_table = clock("facts", lambda: RankTable([json.loads(each)["ok"] for each in sent]))
     nodes = clock("facts", lambda: (rank_table.job(), rank_table.nodes())[1])
-    first = {each["table"]: rank for rank, each in reversed(list(enumerate(said)))}
+    first = {each["table"]: rank for rank, each in reversed(list(enumerate(reports)))}
     clock("facts", lambda: rank_table.describes(job.world - 1))
     described = [{"table": text_of(symbols.table_to(tables[rank]))} if first[each["table"]] == rank else {}
-                 for rank, each in enumerate(said)]  # fmt: skip
+                 for rank, each in enumerate(reports)]  # fmt: skip
     sent = [json.dumps({"ok": each}) for each in described]
     nbytes += received(sent)
     described = clock("tables", lambda: [json.loads(each)["ok"] for each in sent])
-    found, layouts, index = clock("tables", lambda: rank_table.layouts(described))
+    distinct_tables, layouts, index = clock("tables", lambda: rank_table.layouts(described))
     manifest = pb.Manifest(
-        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=found,
+        job="run", world=job.world, nodes=nodes, protect="auto", tolerate=-1, chunk_bytes=256 << 10, tables=distinct_tables,
         layouts=layouts, layout_of=index,
     )  # fmt: skip
     held, index = clock("tables", lambda: layouts_of(manifest))
     if held[index[0]] != pack(leaves):
-        raise RuntimeError(f"{job.name}: the layout of rank 0 is not what it said")
+        raise RuntimeError(f"{job.name}: the layout of rank 0 differs from its report")
     division = clock("cells", lambda: division_of(manifest, RIDERS_MAX, ()))
     cells = [[f"{cell:016x}" for cell in division.cells_of[digest]] for digest in division.layout_of]
     sent = [json.dumps({"ok": {"cells": each}}) for each in cells]
     nbytes += received(sent)
     if not clock("cells", lambda: all_match(division, [json.loads(each)["ok"]["cells"] for each in sent])):
-        raise RuntimeError(f"{job.name}: equal cells are not alike")
+        raise RuntimeError(f"{job.name}: equal cells do not match")
     placement = clock("placement", lambda: placement_of(manifest, division))
     part = clock("placement", lambda: placement.part(0))
     lost = clock("placement", lambda: exposed(placement))
     return {
-        "job": job.name, "leaves": len(leaves), "tables": len(found), "layouts": len(layouts), "cells": len(division.cells),
+        "job": job.name, "leaves": len(leaves), "tables": len(distinct_tables), "layouts": len(layouts),
+        "cells": len(division.cells),
         "MB": nbytes / 1e6, "manifest_MB": manifest.ByteSize() / 1e6, "seconds": sum(clock.spent.values()),
         "kept_GiB": part.unreplicated.payload_bytes / 1024**3, "exposed": [each.what for each in lost], "parts": clock.spent,
     }  # fmt: skip

@@ -1,9 +1,10 @@
-"""What attach and each mark spend on finding the state, for FSDP2 with AdamW.
+"""How long attach and each mark take to find the state, for FSDP2 with AdamW.
 
     python bench/extract.py [PARAMETERS] [--json FILE]
 
-One process that believes to be rank 0 of 8 (torch's fake process group), so nothing is sent: names, bindings, the state
-foreseen on `meta`, the layout; and at a mark, whether the bindings still hold. CPU seconds of one thread, the least of three.
+One process takes the part of rank 0 of 8 (torch's fake process group), so nothing is sent. attach
+finds the names, the tensors, the state predicted on `meta`, and the layout. A mark checks whether
+the index of the tensors is still current. CPU seconds of one thread, the least of three.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from reft.core.layout.layout import pack
 
 
 def least(work: Callable[[], Any]) -> float:
-    """CPU seconds."""
+    """Returns the least CPU seconds of three runs."""
     times = []
     for _ in range(3):
         began = time.process_time()
@@ -70,20 +71,20 @@ def main() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = tracked.bind()
+    tensor_index = tracked.bind()
     mark = {
-        "holds": 1000 * least(found.is_current),
-        "versions": 1000 * least(found.versions),
+        "holds": 1000 * least(tensor_index.is_current),
+        "versions": 1000 * least(tensor_index.versions),
         "host state": 1000 * least(lambda: host.capture(0)),
     }
     print(
-        f"each mark, {len(found.tensors)} leaves: "
+        f"each mark, {len(tensor_index.tensors)} leaves: "
         + ", ".join(f"{name} {value:.1f} ms" for name, value in mark.items())
     )
     if options.json:
         rows = [Row(f"attach: {name}", "s of a core", None, value) for name, value in attach.items()]
         rows += [Row(f"each mark: {name}", "ms of a core", None, value) for name, value in mark.items()]
-        notes = [f"{len(found.tensors)} leaves. The least of three measurements each."]
+        notes = [f"{len(tensor_index.tensors)} leaves. The least of three measurements each."]
         result.write(options.json, __file__, f"Finding the state, FSDP2, {parameters} parameters", rows, notes)
     dist.destroy_process_group()
 

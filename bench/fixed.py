@@ -1,10 +1,11 @@
-"""What a snapshot costs beside its bytes: processor time of the trainer and of the daemon, with a state of 0.3 MB.
+"""What a snapshot costs beside its bytes: CPU time of trainer and daemon, for a state of 0.3 MB.
 
     python bench/fixed.py [--steps N] [--layers L] [--json FILE]
 
-Blocks of steps with and without snapshots take turns; the difference is the snapshot's. Read from the CPU clocks of both
-processes and of the training thread, so what else runs on the machine makes it somewhat larger, but not by its own time.
-Between two snapshots training rests for 50 ms, so that caches are as cold as in a real step.
+Blocks of steps with and without snapshots take turns. The difference is the cost of a snapshot. It
+comes from the CPU clocks of both processes and of the training thread. So other processes on the
+machine make it somewhat larger, but not by their own time. Between two snapshots training rests for
+50 ms, so that caches are as cold as in a real step.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ TITLE = "What a snapshot costs beside its bytes, in processor time"
 
 
 def cpu_ms(pid: int) -> float:
-    """Processor time of all threads of a process, also of those that have ended."""
+    """Returns the CPU time of all threads of a process, also of ended threads."""
     return 1000 * time.clock_gettime(~pid << 3 | 2)
 
 
 def switches(pid: int) -> int:
-    """How often threads of a process that are alive went to sleep."""
-    found = 0
+    """Returns how often the living threads of a process went to sleep."""
+    count = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        found += sum(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("volunt"))
-    return found
+        count += sum(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("volunt"))
+    return count
 
 
 class Measured:
@@ -57,7 +58,11 @@ class Measured:
         self.x = torch.randn(8, WIDTH)
 
     def block(self, every: int, steps: int) -> list[float]:
-        """Of each step: ms at the mark, of the whole trainer, of the daemon; switches of both."""
+        """Trains `steps` steps; returns averages for a step.
+
+        These are ms at the mark, ms of the whole trainer, ms of the daemon, and the switches of
+        both.
+        """
         common.snapshot_each(self.session, every)
         before, mark_ms = self.clocks(), 0.0
         for _ in range(steps):
@@ -102,16 +107,16 @@ def main() -> None:
         for name, unit, values in zip(names, units, zip(*costs, strict=True), strict=True)
     ]
     print(common.table(["a snapshot takes", "median", "blocks", ""], rows))
-    said = (
+    conditions = (
         f"{options.layers} layers, {BLOCKS} blocks of {options.steps} steps each; {skipped:.0f} snapshots were skipped"
     )
-    print(said)
+    print(conditions)
     if options.json:
         lines = [
             Row(name, f"{unit} a snapshot".strip(), None, common.median(values), min=min(values), max=max(values))
             for name, unit, values in zip(names, units, zip(*costs, strict=True), strict=True)
         ]
-        result.write(options.json, __file__, TITLE, lines, [f"{said}."])
+        result.write(options.json, __file__, TITLE, lines, [f"{conditions}."])
 
 
 if __name__ == "__main__":

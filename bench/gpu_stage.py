@@ -1,27 +1,32 @@
-"""What a snapshot of every step costs one pipeline stage, on one device, with its neighbours emulated.
+"""What a snapshot of every step costs one pipeline stage; its neighbours are emulated.
 
-    python bench/gpu_stage.py [--device cuda|cpu] [--stages P --stage p --microbatches M] [--replicas D --tolerate F]
-                              [--width W --inner I --heads H --layers L --length T --batch B] [--steps N] [--json FILE]
+    python bench/gpu_stage.py [--device cuda|cpu] [--stages P --stage p --microbatches M]
+                              [--replicas D --tolerate F] [--width W --inner I --heads H]
+                              [--layers L --length T --batch B] [--steps N] [--json FILE]
 
-    stage p of P, 1F1B       F F F ░░░░ B F B F … B ░ B ░ B ░░░░ optimizer     ░ a wait in the place of a receive
+    stage p of P, 1F1B   F F F ░░░░ B F B F … B ░ B ░ B ░░░░ optimizer   ░ a wait, not a receive
 
-The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp32 master weights. Its state is these 12 bytes
-a parameter; it takes part in a group of D replicas that survives the loss of F, so each snapshot writes |P|/(D-F) bytes.
-Waits last as long as the closed form says, from forwards and backwards that are measured first; on CUDA they are kernels
-that do nothing. Everything else is what a session uses: the share and its parity, the engine, the rhythm of the hooks,
-pinned slots (three). What a session has more is a capsule and the connection to its daemon.
+The stage is a stack of Llama's blocks: weights and gradients bf16, AdamW on fp32 master weights.
+Its state is these 12 bytes a parameter. It belongs to a group of D replicas that survives F losses,
+so each snapshot writes |P|/(D-F) bytes. The closed formula gives the length of the waits, from
+forwards and backwards that are measured first. On CUDA a wait is a kernel that does nothing.
+Everything else is the code of a session: the save plan and its parity, the copy engine, the
+profiler of the iteration, pinned slots (three). Only the capsule and the connection to the daemon
+are missing.
 
-Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by the schedule; and the
-same engine without regard to it, which copies at once. The first block of each kind is left out.
+Steps of three kinds take turns in blocks, in one run: training alone; reft, which places copies by
+the pacing plan; and the same engine without a pacing plan, which copies at once. The first block of
+each kind does not count.
 
     step        from mark to mark, in the device's time
     overhead    of the medians, against training alone
-    stall       for which the optimizer waited at the fence, a snapshot
+    stall       time for which the optimizer waited at the fence, a snapshot
     in gaps     share of the bytes whose copy was placed into a wait
 
-Beside torch and numpy nothing must be installed: without xxhash and protobuf there are substitutes (bench/plain.py), and the
-output says so. This was not run on a GPU yet; on the CPU it shows that it works, not what it costs. Ends with 1 if a goal is
-missed; there is none on the CPU, where copies and compute share the cores.
+Only torch and numpy must be installed. Without xxhash and protobuf there are substitutes
+(bench/plain.py), and the output names them. This program has not run on a GPU yet. On the CPU it
+shows that it works, not what it costs. Ends with 1 if a goal is missed. There is no goal on the
+CPU, where copies and compute share the cores.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # beside "python -m", the plain path works too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script also runs by its path
 
 import torch
 from torch import nn
@@ -91,7 +96,7 @@ def parse() -> argparse.Namespace:
             setattr(args, name[:-1], default if getattr(args, name[:-1]) is None else getattr(args, name[:-1]))
             delattr(args, name)
     if not 0 <= args.stage < args.stages or not 0 <= args.tolerate < args.replicas:
-        parser.error("a stage is one of the stages, and fewer replicas may be lost than there are")
+        parser.error("--stage must be from 0 to --stages - 1, and --tolerate from 0 to --replicas - 1")
     return args
 
 
@@ -110,23 +115,23 @@ class Clock:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments; waits for the second."""
+        """Waits for the second moment; returns the seconds between both."""
         if not self.is_cuda:
             return end - begin
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
     def timed(self, work: Callable[[], object], times: int) -> float:
-        """The median of some runs, in seconds."""
-        found = []
+        """Returns the median of some runs, in seconds."""
+        seconds = []
         for _ in range(times):
             begin = self.now()
             work()
-            found.append(self.seconds(begin, self.now()))
-        return statistics.median(found)
+            seconds.append(self.seconds(begin, self.now()))
+        return statistics.median(seconds)
 
     def wait(self, seconds: float) -> None:
-        """An idle time of this length, in the place of a receive."""
+        """Idles for this time, in the place of a receive."""
         if self.is_cuda:
             torch.cuda._sleep(int(seconds * self._spin_per_s))
         else:
@@ -162,7 +167,7 @@ class Stage:
         self.gaps: dict[int, float] = {}
 
     def run(self, action: Action) -> None:
-        """A forward or a backward of one microbatch."""
+        """Runs a forward or a backward of one microbatch."""
         if action.kind is ActionKind.FORWARD:
             x = self.x.detach().requires_grad_()
             y = x
@@ -174,7 +179,7 @@ class Stage:
             y.backward(self.grad)
 
     def update(self) -> None:
-        """The optimizer on the master weights, and the weights rounded from them."""
+        """Runs the optimizer on the master weights, and rounds the weights from them."""
         for weight, master in zip(self.weights, self.master, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -185,23 +190,23 @@ class Stage:
                 weight.copy_(master)
 
     def state(self) -> TensorIndex:
-        """What a snapshot holds; call it after the first update."""
-        found: dict[str, torch.Tensor] = {}
+        """Returns the tensors of a snapshot; call it after the first update."""
+        tensors: dict[str, torch.Tensor] = {}
         for i, master in enumerate(self.master):
             kept = self.optimizer.state[master]
-            found |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
-        return TensorIndex(found)
+            tensors |= {f"{i}.master": master.detach(), f"{i}.m": kept["exp_avg"], f"{i}.v": kept["exp_avg_sq"]}
+        return TensorIndex(tensors)
 
     def calibrate(self, args: argparse.Namespace) -> ActionTimes:
-        """Measures forward and backward, and foresees the waits that stages like this one have."""
+        """Measures forward and backward, and computes the waits of such a stage."""
         forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
-        found: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
+        seconds: dict[ActionKind, list[float]] = {ActionKind.FORWARD: [], ActionKind.BACKWARD: []}
         for _ in range(12):
             for action in (forward, backward):
                 begin = self.clock.now()
                 self.run(action)
-                found[action.kind].append(self.clock.seconds(begin, self.clock.now()))
-        times = ActionTimes(median(found[ActionKind.FORWARD][4:]), median(found[ActionKind.BACKWARD][4:]))
+                seconds[action.kind].append(self.clock.seconds(begin, self.clock.now()))
+        times = ActionTimes(median(seconds[ActionKind.FORWARD][4:]), median(seconds[ActionKind.BACKWARD][4:]))
         gaps = bubbles.one_f_one_b(args.stage, args.stages, args.microbatches, times)
         self.gaps = {gap.place: gap.length for gap in gaps}
         return times
@@ -209,7 +214,7 @@ class Stage:
 
 @dataclass
 class Snapshotting:
-    """The engine with its slots and its rhythm, as a session has them."""
+    """The engine with its slots and its profiler, as in a session."""
 
     copy_engine: Any
     save_plan: SavePlan
@@ -275,7 +280,7 @@ class Snapshotting:
 
 @dataclass
 class Kept:
-    """What was measured of one kind of step."""
+    """The measurements of one kind of step."""
 
     seconds: list[float] = field(default_factory=list)
     stall_s: float = 0.0
@@ -285,7 +290,7 @@ class Kept:
 
 
 def one_step(stage: Stage, snapshotting: Snapshotting, step: int, mode: str) -> None:
-    """From a mark to the next."""
+    """Runs one step, from a mark to the next."""
     profiler, copy_engine = snapshotting.profiler, snapshotting.copy_engine
     pacing_plan = profiler.mark(step)
     if mode != "alone":
@@ -307,7 +312,10 @@ def wait(stage: Stage, profiler: IterationProfiler, place: int) -> None:
 
 
 def blocks(steps: int) -> Iterator[tuple[str, bool]]:
-    """The kind of each block, and whether it counts; each kind comes after each other one as often."""
+    """Yields the kind of each block, and whether it counts.
+
+    Each kind follows each other kind equally often.
+    """
     count = -(-steps // BLOCK)
     for index in range(count + 1):
         for turn in range(len(MODES)):
@@ -331,10 +339,10 @@ def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) 
             step += 1
         marks.append(stage.clock.now())
         seconds = [stage.clock.seconds(begin, end) for begin, end in pairwise(marks)]
-        snapshotting.profiler.mark(step)  # takes what the device has measured meanwhile into account
+        snapshotting.profiler.mark(step)  # also reads what the device has measured meanwhile
         if counts:
             found = kept[mode]
-            found.seconds += seconds[1:]  # the first one's mark lies before the snapshot of another kind has ended
+            found.seconds += seconds[1:]  # the first mark of a block comes before another kind's snapshot has ended
             found.stall_s += copy_stats.stall_s - before[0]
             for tier in Tier:
                 found.written[tier] += copy_stats.written(tier) - before[1][tier]
@@ -344,7 +352,10 @@ def measure(args: argparse.Namespace, stage: Stage, snapshotting: Snapshotting) 
 
 
 def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
-    """Bytes a second of one large copy from the device into memory that is there (and pinned, on CUDA)."""
+    """Returns the bytes a second of one large copy from the device.
+
+    The target memory is allocated, and pinned on CUDA.
+    """
     nbytes = (1 << 30) if clock.is_cuda else (64 << 20)
     source = torch.ones(nbytes, dtype=torch.uint8, device=args.device)
     target = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=clock.is_cuda)
@@ -352,7 +363,10 @@ def plain_copy_rate(args: argparse.Namespace, clock: Clock) -> float:
 
 
 def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
-    """To compute all parity of a snapshot, where its inputs lie ready; not to copy it."""
+    """Returns the seconds to compute all parity of a snapshot.
+
+    The inputs are ready; the time of copying is not included.
+    """
     total, known = 0.0, dict[tuple[int, int], float]()
     for column in save_plan.columns:
         key = id(column.program), column.nbytes
@@ -365,12 +379,12 @@ def encode_seconds(save_plan: SavePlan, device: str, clock: Clock) -> float:
 
 
 def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
-    found = [mode, f"{1000 * median(kept.seconds):.3f}", f"{1000 * quantile(kept.seconds, 0.99):.3f}"]
+    cells = [mode, f"{1000 * median(kept.seconds):.3f}", f"{1000 * quantile(kept.seconds, 0.99):.3f}"]
     if kept is alone:
-        return [*found, "", "", "", ""]
+        return [*cells, "", "", "", ""]
     written = sum(kept.written.values())
     return [
-        *found,
+        *cells,
         f"{100 * (median(kept.seconds) / median(alone.seconds) - 1):.2f} %",
         f"{1000 * kept.stall_s / max(kept.taken, 1):.3f}",
         f"{100 * kept.written[Tier.GAP] / max(written, 1):.0f} %",
@@ -379,7 +393,10 @@ def row(mode: str, kept: Kept, alone: Kept) -> list[str]:
 
 
 def result_rows(kept: dict[str, Kept], goal: float | None) -> list[Row]:
-    """The table for a file of results; the goal is that of reft's overhead, in percent."""
+    """Returns the table for a file of results.
+
+    The goal limits reft's overhead, in percent.
+    """
     rows, alone = [], median(kept["alone"].seconds)
     for mode in MODES:
         each, written = kept[mode], sum(kept[mode].written.values())
@@ -413,17 +430,17 @@ def figures(
     }  # fmt: skip
 
 
-def show(args: argparse.Namespace, kept: dict[str, Kept], found: dict[str, Any]) -> None:
+def show(args: argparse.Namespace, kept: dict[str, Kept], data: dict[str, Any]) -> None:
     alone = median(kept["alone"].seconds)
     print(
-        f"{found['device']}, torch {found['torch']}: stage {args.stage} of {args.stages}, {args.microbatches} microbatches, "
-        f"{found['parameters'] / 1e6:.1f} M parameters, state {found['state_bytes'] / 1e9:.3f} GB\n"
-        f"forward {found['forward_ms']:.2f} ms, backward {found['backward_ms']:.2f} ms, "
-        f"idle {found['idle_ms']:.2f} ms of a step ({found['idle_ms'] / alone / 10:.0f} %)\n"
-        f"a snapshot writes {found['snapshot_bytes'] / 1e9:.4f} GB ({found['share_of_state']:.4f} of the state; "
+        f"{data['device']}, torch {data['torch']}: stage {args.stage} of {args.stages}, {args.microbatches} microbatches, "
+        f"{data['parameters'] / 1e6:.1f} M parameters, state {data['state_bytes'] / 1e9:.3f} GB\n"
+        f"forward {data['forward_ms']:.2f} ms, backward {data['backward_ms']:.2f} ms, "
+        f"idle {data['idle_ms']:.2f} ms of a step ({data['idle_ms'] / alone / 10:.0f} %)\n"
+        f"a snapshot writes {data['snapshot_bytes'] / 1e9:.4f} GB ({data['share_of_state']:.4f} of the state; "
         f"1/(D-F) = {1 / (args.replicas - args.tolerate):.4f})\n"
-        f"copies: {found['gap_gb_per_s']:.1f} GB/s in gaps, {found['beside_compute_gb_per_s']:.1f} beside compute, "
-        f"plain copy {found['plain_gb_per_s']:.1f}; parity is computed in {found['encode_ms']:.2f} ms\n"
+        f"copies: {data['gap_gb_per_s']:.1f} GB/s in gaps, {data['beside_compute_gb_per_s']:.1f} beside compute, "
+        f"plain copy {data['plain_gb_per_s']:.1f}; parity is computed in {data['encode_ms']:.2f} ms\n"
     )
     head = ["steps", "p50 ms", "p99 ms", "overhead", "stall ms", "in gaps", "snapshots"]
     print(table(head, [row(mode, kept[mode], kept["alone"]) for mode in MODES]))
@@ -434,21 +451,21 @@ def show(args: argparse.Namespace, kept: dict[str, Kept], found: dict[str, Any])
 def main() -> int:
     args = parse()
     if args.device == "cpu":
-        torch.set_num_threads(1)  # the copying thread needs a core of its own to show anything
+        torch.set_num_threads(1)  # without its own core the copy thread would show nothing
     clock = Clock(args.device)
     stage = Stage(args, clock)
     times = stage.calibrate(args)
     stage.update()
     snapshotting = Snapshotting.of(args, stage.state())
     kept = measure(args, stage, snapshotting)
-    found = figures(args, stage, snapshotting, times, clock)
+    measurements = figures(args, stage, snapshotting, times, clock)
     snapshotting.copy_engine.close()
-    show(args, kept, found)
+    show(args, kept, measurements)
     overhead = median(kept["reft"].seconds) / median(kept["alone"].seconds) - 1
     if args.json:
         seconds = {mode: kept[mode].seconds for mode in MODES}
-        details = {**found, "arguments": vars(args) | {"json": None}, "overhead": overhead, "seconds": seconds}
-        notes = [f"Device: {found['device']}.", *(f"Not installed: {each}." for each in SUBSTITUTED)]
+        details = {**measurements, "arguments": vars(args) | {"json": None}, "overhead": overhead, "seconds": seconds}
+        notes = [f"Device: {measurements['device']}.", *(f"Not installed: {each}." for each in SUBSTITUTED)]
         rows = result_rows(kept, 100 * GOALS["gaps" if stage.gaps else "no gaps"] if clock.is_cuda else None)
         result.write(args.json, __file__, "Snapshots of one pipeline stage on a device", rows, notes, details)
     if snapshotting.errors:

@@ -1,17 +1,20 @@
-"""What loading from peers costs: REFT-load without loss and with lost nodes, beside plain gloo messages of the same bytes
-between the same processes, torch.distributed.checkpoint.load from disk, and a plain copy of a rank's state.
+"""What loading from peers costs: reft's load, without loss and with lost nodes.
 
     python bench/load.py [--quick] [--rounds N] [--ranks 2,4] [--cases TEXT] [--mib N] [--json FILE]
 
-Each node is one rank, each rank one process on this machine; their slots lie in a tmpfs and are mapped. In each round the
-ways take turns in random order, on all ranks at once; a way's time is that of its slowest rank.
+It is compared with plain gloo messages of the same bytes between the same processes, with
+torch.distributed.checkpoint.load from disk, and with a plain copy of a rank's state. Each node is
+one rank, and each rank is one process on this machine. Their slots lie in a tmpfs and are mapped.
+In each round these ways take turns in random order, on all ranks at once. A way's time is that of
+its slowest rank.
 
     ratio = median over rounds of (time of plain moving / time of REFT-load) of the same round
 
-Plain moving brings the same bytes into the live tensors by the plainest means: isend and irecv of what the same load sends, of
-4 MiB from the mapped slot, eight under way, and between them copies of what a rank has at hand. "messages" leaves those
-copies out. REFT-load also digests what it reads, decodes, and compares what a lost node had with its digests. The same ratio
-of processor time, summed over ranks, says more where the machine is shared. Ends with 1 if a goal is missed.
+Plain moving brings the same bytes into the live tensors with isend and irecv. It sends the same
+messages of 4 MiB from the mapped slot, eight at a time. Between them it copies the bytes that the
+rank holds itself. "messages" leaves these copies out. REFT-load also digests the bytes that it
+reads, decodes, and checks the bytes of a lost node against their digests. On a shared machine the
+same ratio of processor time, summed over ranks, is more reliable. Ends with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ WINDOW = 8  # plain messages under way in each direction
 
 @dataclass(frozen=True)
 class Case:
-    """One way of losing nodes."""
+    """One set of lost nodes, for one code."""
 
     name: str
     ranks: int
@@ -67,7 +70,11 @@ class Case:
 
     @property
     def goal(self) -> float:
-        """The least ratio: lower after a loss (decoding, comparison), or where nothing is sent to hide digests behind."""
+        """The least ratio.
+
+        It is lower after a loss (decoding, comparison). It is lower, too, where no message hides
+        the time of digests.
+        """
         is_local = not self.lost and self.scheme == "arc" and self.ranks <= self.tolerate + 1
         return 0.5 if is_local or self.lost else 0.8
 
@@ -89,13 +96,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="64 MiB a rank, 2 rounds")
     parser.add_argument("--rounds", type=count, help="rounds of each case (7)")
     parser.add_argument("--ranks", type=listed(("2", "4")), default="2,4", help="numbers of ranks")
-    parser.add_argument("--cases", default="", help="only those whose name has this in it")
+    parser.add_argument("--cases", default="", help="only the cases whose name contains this text")
     parser.add_argument("--mib", type=count, help="MiB of state a rank (1024 with 2 ranks, 512 with 4)")
     parser.add_argument("--json", type=output, help="write every figure to this file")
     options = parser.parse_args()
     if not any(is_chosen(case, options) for case in CASES):
         parser.error(
-            f"argument --cases: none has {options.cases!r} in it: {', '.join(dict.fromkeys(case.name for case in CASES))}"
+            f"argument --cases: no name contains {options.cases!r}: {', '.join(dict.fromkeys(case.name for case in CASES))}"
         )
     options.rounds = options.rounds or (2 if options.quick else 7)
     return options
@@ -106,16 +113,19 @@ def is_chosen(case: Case, options: argparse.Namespace) -> bool:
 
 
 def state(mib: int) -> dict[str, torch.Tensor]:
-    """Tensors as a model of that size has them: large matrices, and a small vector beside each."""
+    """Returns tensors like those of a model: large matrices, each with a small vector."""
     width = 1024
     count = max(mib // 16, 1)
     generator = torch.Generator().manual_seed(0)
-    found = {f"layer{i}.weight": torch.rand((4 * width, width), generator=generator) for i in range(count)}
-    return found | {f"layer{i}.norm": torch.rand((width,), generator=generator) for i in range(count)}
+    matrices = {f"layer{i}.weight": torch.rand((4 * width, width), generator=generator) for i in range(count)}
+    return matrices | {f"layer{i}.norm": torch.rand((width,), generator=generator) for i in range(count)}
 
 
-def held(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
-    """A sealed slot in a file, mapped and with its descriptor, as a restore has it; processes forked later share both."""
+def make_sealed_slot(placement: Placement, rank: int, tensors: Any, file: IO[bytes]) -> SlotMap:
+    """Returns a sealed slot in a file, mapped and with its descriptor, as in a restore.
+
+    Processes that are forked later share both.
+    """
     mapped = []
 
     def pages(nbytes: int) -> np.ndarray:
@@ -146,19 +156,23 @@ class Rank:
         return [piece for group in sequencer.groups(0) for piece in group.pieces]
 
     def reft(self) -> None:
-        found = load(
+        damaged_ranks = load(
             GlooTransport(self.group, DEADLINE_S), self.placement, self.rank, self.have,
             {old: old for old in self.have}, self.slots, self.live, (), self.lost, lambda chunk: None,
         )  # fmt: skip
-        if found != ():
-            raise RuntimeError(f"rank {self.rank}: {found}")
+        if damaged_ranks != ():
+            raise RuntimeError(f"rank {self.rank}: slots of ranks {damaged_ranks} are damaged")
 
     def plain(self) -> None:
-        """The same bytes: messages from a mapping into the live tensors, and copies of what is at hand."""
+        """Moves the same bytes with plain messages and copies.
+
+        Messages go from a mapping into the live tensors. The rank copies the bytes that it holds
+        itself.
+        """
         self.messages(copies=True)
 
     def messages(self, copies: bool = False) -> None:
-        """The same messages, and nothing else unless `copies`."""
+        """Sends the same messages; copies the rank's own bytes only with `copies`."""
         under_way: deque[Any] = deque()
         into = [tensor.view(-1).view(torch.uint8) for tensor in self.live.values() if tensor.nbytes >= 4 << 20]
         data, read, written = torch.from_numpy(self.data), 0, 0
@@ -182,16 +196,16 @@ class Rank:
             under_way.popleft().wait()
 
     def copy(self) -> None:
-        """One copy of the state."""
+        """Copies the state once."""
         for name, tensor in self.live.items():
             np.copyto(tensor.numpy(), self.source[name].numpy())
 
     def dcp(self) -> None:
-        """Every rank reads its share from disk, as a job of replicas does."""
+        """Reads the rank's share from disk, as a job of replicas does."""
         dcp.load({"state": self.live}, checkpoint_id=self.disk, process_group=self.group)
 
     def timed(self, way: str) -> tuple[float, float]:
-        """Seconds of the slowest rank, and processor seconds of all."""
+        """Returns the seconds of the slowest rank, and the processor seconds of all."""
         dist.barrier(self.group)
         began, used = time.perf_counter(), time.process_time()
         getattr(self, way)()
@@ -206,7 +220,7 @@ class Rank:
 
 
 def work(rank: int, case: Case, placement: Placement, slots: list[Any], tensors: Any, home: str, rounds: int) -> None:
-    """The process of one rank."""
+    """Runs the process of one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{home}/store", rank=rank, world_size=case.ranks)
     it = Rank(rank, case, placement, slots, tensors, Path(home) / "dcp")
@@ -231,26 +245,29 @@ def work(rank: int, case: Case, placement: Placement, slots: list[Any], tensors:
 
 
 def measure(case: Case, mib: int, rounds: int) -> dict[str, Any]:
-    """One case, in fresh processes."""
+    """Measures one case in fresh processes."""
     tensors = state(mib)
     placement = placed([tensors] * case.ranks, list(range(case.ranks)), case.scheme, case.tolerate, CHUNK)
     with common.folder() as home, contextlib.ExitStack() as files:
         nameless = [files.enter_context(tempfile.TemporaryFile(dir=common.SHM)) for _ in range(case.ranks)]
-        slots = [held(placement, rank, tensors, file) for rank, file in enumerate(nameless)]
+        slots = [make_sealed_slot(placement, rank, tensors, file) for rank, file in enumerate(nameless)]
         arguments = (case, placement, slots, tensors, str(home), rounds)
         processes.start_processes(work, arguments, nprocs=case.ranks, start_method="fork")
         return dict(json.loads((home / "result").read_text()))
 
 
 def ratio_of(times: dict[str, list[tuple[float, float]]], way: str, clock: int = 0) -> float:
-    """How many times as long a way takes as REFT-load, by the clock (0) or in processor time (1)."""
+    """Returns the time of a way in units of REFT-load's time.
+
+    By the clock (0) or in processor time (1).
+    """
     pairs = zip(times[way], times["reft"], strict=True)
     return statistics.median(other[clock] / own[clock] for other, own in pairs)
 
 
-def result_rows(case: Case, found: dict[str, Any]) -> list[Row]:
-    """The same figures for a file of results."""
-    name, times = f"{case.ranks} ranks, {case.name}", found["times"]
+def result_rows(case: Case, figures: dict[str, Any]) -> list[Row]:
+    """Returns the same figures for a file of results."""
+    name, times = f"{case.ranks} ranks, {case.name}", figures["times"]
     rows = [Row(f"{name}: plain messages and copies", "x REFT-load", f">= {case.goal:g}", ratio_of(times, "plain"))]
     ways = {
         "messages": "plain messages alone",
@@ -264,14 +281,14 @@ def result_rows(case: Case, found: dict[str, Any]) -> list[Row]:
     return [*rows, Row(f"{name}: REFT-load", "s", None, statistics.median(seconds), min=min(seconds), max=max(seconds))]
 
 
-def row(case: Case, found: dict[str, Any]) -> tuple[list[str], bool]:
-    """A line of the table, and whether the goal is met."""
-    times = found["times"]
+def row(case: Case, figures: dict[str, Any]) -> tuple[list[str], bool]:
+    """Returns a line of the table, and whether the goal is met."""
+    times = figures["times"]
     ratio = partial(ratio_of, times)
     passed = ratio("plain") >= case.goal
-    gib = found["state"] * case.ranks / 2**30
+    gib = figures["state"] * case.ranks / 2**30
     cells = [
-        "pass" if passed else "MISS", str(case.ranks), case.name, f"{gib:.2f}", f"{found['sent'] / 2**30:.2f}",
+        "pass" if passed else "MISS", str(case.ranks), case.name, f"{gib:.2f}", f"{figures['sent'] / 2**30:.2f}",
         f"{statistics.median(seconds for seconds, _ in times['reft']):.2f}", f"{ratio('plain'):.2f}", f">= {case.goal:g}",
         f"{ratio('plain', 1):.2f}", f"{ratio('messages'):.2f}", f"{ratio('copy'):.2f}",
         f"{ratio('dcp'):.1f}" if "dcp" in times else "-",
@@ -287,12 +304,12 @@ def main() -> int:
     for case in CASES:
         if is_chosen(case, options):
             mib = options.mib or (64 if options.quick else 2048 // case.ranks)
-            found = measure(case, mib, options.rounds)
-            cells, passed = row(case, found)
+            figures = measure(case, mib, options.rounds)
+            cells, passed = row(case, figures)
             rows.append(cells)
             all_passed &= passed
-            lines += result_rows(case, found)
-            results[f"{case.ranks} ranks, {case.name}"] = found
+            lines += result_rows(case, figures)
+            results[f"{case.ranks} ranks, {case.name}"] = figures
             print(" ".join(cells), file=sys.stderr, flush=True)
     head = ["goal", "ranks", "case", "GiB restored", "GiB sent", "s", "plain/reft", "limit", "processor", "messages/reft",
             "copy/reft", "dcp/reft"]  # fmt: skip

@@ -1,4 +1,7 @@
-"""What may be given to the benchmarks: a slip must not measure something else for an hour, or nothing."""
+"""Checks the options of the benchmarks before they measure.
+
+A wrong option must not measure something else for an hour, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 
 def listed(known: Iterable[str]) -> Callable[[str], str]:
-    """For argparse: some of these words, with commas between them."""
+    """Returns an argparse type: some of these words, with commas between them."""
     words = tuple(known)
 
     def check(text: str) -> str:
@@ -22,14 +25,14 @@ def listed(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def count(text: str) -> int:
-    """For argparse: a whole number from 1 on."""
+    """Converts an argparse value into a whole number from 1 on."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
 
 
 def output(text: str) -> Path:
-    """For argparse: a file that can be written once all has been measured."""
+    """Converts an argparse value into a file that can be written at the end."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(

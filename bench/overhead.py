@@ -1,27 +1,32 @@
-"""What a snapshot after every step costs a pipeline, by the way in which it is copied; all in one interleaved run.
+"""What a snapshot after every step costs a pipeline, by the way of copying, in one interleaved run.
 
-    python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--earlier FILE…] [--trace FILE]
+    python bench/overhead.py [--quick] [--stages P] [--rounds N] [--json FILE] [--earlier FILE…]
+                             [--trace FILE]
 
-A 1F1B pipeline of torch's, one process a stage, over gloo, each pinned to a core of its own where there are enough. The
-ways take turns in blocks of a few steps, in the same random order on all stages, each between two blocks of training alone:
+A 1F1B pipeline of torch's, one process a stage, over gloo. Each process is pinned to its own core
+where there are enough cores. The ways take turns in blocks of a few steps, in the same random order
+on all stages. Each block lies between two blocks of training alone:
 
     plain       training alone, without a hook of reft's
     blocking    a copy into mapped memory after the step, while training waits
-    checkfreq   the host copies in a thread beside training, and the next optimizer step waits for it (CheckFreq, FAST '21)
-    side        reft's engine, without regard to the schedule
-    reft        reft, along the schedule: gaps first
+    checkfreq   a host thread copies; the next optimizer step waits for it (CheckFreq, FAST '21)
+    side        reft's copy engine, without a pacing plan
+    reft        reft with its pacing plan: gaps first
     dcp         torch.distributed.checkpoint.async_save
-    dlrover     only named: why it does not run here
+    dlrover     not run; the output says why
 
-Every way copies the whole state of the stage in each step; reft and side also digest it, seal it, and agree on it. A step's
-time is the largest of all stages'. What a way costs is the median of its block over the mean of the medians of the two plain
-blocks beside it, so that what drifts cancels out; of these ratios the table has the median with a 95 % interval (of medians
-of resampled blocks). Figures of a loaded machine are ratios at best. `--earlier` adds the blocks of runs that wrote `--json`.
+Every way copies the whole state of the stage in each step. reft and side also digest it, seal it,
+and agree on it. A step's time is the largest of all stages'. The cost of a way is the median of its
+block over the mean of the medians of the two plain blocks beside it. So slow drifts cancel out. The
+table has the median of these ratios with a 95 % interval (of medians of resampled blocks). On a
+loaded machine the figures are ratios at best. `--earlier` adds the blocks of runs that wrote
+`--json`.
 
-How much state a step of so many milliseconds has decides who wins: with little of it only the fixed cost of a snapshot is
-seen, with much only the bytes. Each stage has 76 MB (6.3 M parameters in fp32, AdamW) and a step takes 0.4 s on two cores of a
-Xeon: 0.2 GB for each second of a step and core. The Llama of bench/save.py (125 M parameters, 128 tokens a step, 1.5 GB) takes
-0.65 s on two cores and 1.5 s on one: 1.0 to 1.2 GB. Batches larger than these have less.
+The result depends on the bytes of state for each millisecond of a step. With few bytes the fixed
+cost of a snapshot dominates, with many the bytes. Each stage has 76 MB (6.3 M parameters in fp32,
+AdamW), and a step takes 0.4 s on two cores of a Xeon: 0.2 GB for each second of a step and core.
+The Llama of bench/save.py (125 M parameters, 128 tokens a step, 1.5 GB) takes 0.65 s on two cores
+and 1.5 s on one: 1.0 to 1.2 GB. Larger batches have fewer bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +60,9 @@ from reft.cli.demo.cluster import free_port
 from reft.client.schedule import hooks
 
 NEVER = 1 << 40  # as `every`: no snapshot
-STEPS = 8  # of a block; the first have nothing of the block's own under way, or no course yet, so they do not count
+# Steps of a block. The first ones do not count: no copy of the block is under way, or there is no
+# pacing plan yet.
+STEPS = 8
 WARM = 3
 FIGURES = ("steps", "stall")  # of each step, in seconds
 WAYS = ("plain", "blocking", "checkfreq", "side", "reft", "dcp")
@@ -67,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=count, default=2)
     parser.add_argument("--microbatches", type=count, default=8)
     parser.add_argument("--rounds", type=count, help="rounds of blocks (4)")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after so many seconds")
     parser.add_argument("--ways", type=listed(WAYS), default=",".join(WAYS))
     parser.add_argument("--json", type=output, help="write every figure to this file")
     parser.add_argument("--earlier", type=Path, nargs="*", default=[], help="files of --json, to pool with this run")
@@ -82,7 +89,7 @@ def parse() -> argparse.Namespace:
 
 
 class Part(nn.Module):
-    """One stage: linear layers, named after their place in the whole model."""
+    """One stage: linear layers, named by their place in the whole model."""
 
     def __init__(self, stage: int, width: int, layers: int) -> None:
         super().__init__()
@@ -106,7 +113,7 @@ class Stage:
             os.sched_setaffinity(0, {cores[self.rank]})
         url = f"tcp://127.0.0.1:{options.port}"
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=self.stages)
-        self.group = dist.new_group(backend="gloo")  # of the background saves: collectives of two threads must not mix
+        self.group = dist.new_group(backend="gloo")  # for background saves: collectives of two threads must not mix
         width, layers, rows = (256, 4, 16) if options.quick else (1024, 6, 16)
         self.model = Part(self.rank, width, layers)
         stage = PipelineStage(self.model, self.rank, self.stages, torch.device("cpu"))
@@ -132,13 +139,16 @@ class Stage:
         self.mapped.copy()
         assert self.session._profiler is not None
         self.profiler = self.session._profiler
-        self.along = self.profiler._pacing_plan  # "side" is the same engine, told nothing of gaps
+        self.along = self.profiler._pacing_plan  # "side" is the same engine, without a pacing plan
         self.blocks: list[dict[str, Any]] = []
         self.trace: dict[str, Any] = {}
         self.tiers: dict[str, dict[str, float]] = {way: {} for way in ("side", "reft")}
 
     def train(self) -> None:
-        """One step of the pipeline; all stages meet before the optimizer, as they do for the norm of all gradients."""
+        """Trains one step of the pipeline.
+
+        All stages meet before the optimizer, as they do for the norm of all gradients.
+        """
         self.optimizer.zero_grad()
         target = {"target": self.x} if self.rank == self.stages - 1 else {}
         self.schedule.step(*((self.x,) if self.rank == 0 else ()), **target)
@@ -146,7 +156,7 @@ class Stage:
         self.optimizer.step()
 
     def wait_for_copy(self) -> None:
-        """CheckFreq's fence."""
+        """Waits for the copy: CheckFreq's fence."""
         if self.copied is not None:
             began = time.perf_counter()
             self.copied.result()
@@ -154,7 +164,7 @@ class Stage:
             self.copied = None
 
     def after(self, way: str) -> None:
-        """What follows an optimizer step."""
+        """Runs the way's work after an optimizer step."""
         began = time.perf_counter()
         if way == "blocking":
             self.mapped.copy()
@@ -172,12 +182,15 @@ class Stage:
             self.session.step_end()
 
     def take_each(self, every: int) -> None:
-        """reft snapshots each so-many-th step from now on; attach fixes that for a session, so there is no call for it."""
+        """Makes reft snapshot each `every`-th step from now on.
+
+        attach fixes this number for a session, so the session has no method for it.
+        """
         assert self.session._cadence is not None
         self.session._cadence.due_steps.first = every
 
     def block(self, way: str) -> None:
-        """A few steps of one way."""
+        """Runs a few steps of one way."""
         is_ours = way in ("reft", "side")
         self.take_each(1 if is_ours else NEVER)
         if is_ours:
@@ -251,7 +264,7 @@ def role(options: argparse.Namespace) -> None:
 
 
 def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dict[str, Any]]:
-    """All stages, each in a process of its own; what they found."""
+    """Runs all stages, each in its own process; returns their results."""
     passed = ["--stages", str(options.stages), "--microbatches", str(options.microbatches), "--ways", options.ways]
     passed += [
         "--rounds",
@@ -273,16 +286,16 @@ def run_stages(options: argparse.Namespace, daemon: str, home: Path) -> list[dic
     return [json.loads((home / f"{rank}.json").read_text()) for rank in range(options.stages)]
 
 
-def merged(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The blocks, each figure the largest of all stages'."""
+def merged(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the blocks; each figure is the largest of all stages."""
     return [
         {"way": same[0]["way"], **{key: [max(e) for e in zip(*(b[key] for b in same), strict=True)] for key in FIGURES}}
-        for same in zip(*(stage["blocks"] for stage in found), strict=True)
+        for same in zip(*(stage["blocks"] for stage in stages), strict=True)
     ]
 
 
 def overheads(blocks: list[dict[str, Any]], way: str) -> list[float]:
-    """For each block of a way, what its median step takes over those of the plain blocks before and behind it."""
+    """Returns for each block of a way its median step over those of its two plain neighbours."""
     medians = [median(block["steps"]) for block in blocks]
     return [
         medians[i] / ((medians[i - 1] + medians[i + 1]) / 2) - 1
@@ -292,17 +305,17 @@ def overheads(blocks: list[dict[str, Any]], way: str) -> list[float]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Where 95 % of the medians of resampled values lie."""
+    """Returns the interval of 95 % of the medians of resampled values."""
     dice = random.Random(0)
     drawn = sorted(median(dice.choices(values, k=len(values))) for _ in range(2000))
     return quantile(drawn, 0.025), quantile(drawn, 0.975)
 
 
 def rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[list[str]]:
-    """One row a way: step times over all stages, overhead, stall, bytes.
+    """Returns one row a way: step times over all stages, overhead, stall, bytes.
 
     Args:
-        runs: what the stages of each run found.
+        runs: the results of the stages of each run.
     """
     each, written = [merged(found) for found in runs], sum(stage["bytes"] for stage in runs[-1])
     table = []
@@ -320,19 +333,19 @@ def rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[list[str]]:
 
 
 def result_rows(runs: list[list[dict[str, Any]]], ways: list[str]) -> list[Row]:
-    """For each way: its cost with the 95 % interval, its steps, for how long it held training up."""
+    """Returns for each way its cost with the 95 % interval, its steps, and its stall."""
     each = [merged(found) for found in runs]
-    made = []
+    table_rows = []
     for way in ways:
         own = [block for blocks in each for block in blocks if block["way"] == way]
         steps, stall = ([1000 * value for block in own for value in block[key]] for key in FIGURES)
         cost = [100 * value for blocks in each for value in overheads(blocks, way)] if way != "plain" else []
         if cost:
             low, high = interval(cost)
-            made.append(Row(f"{way}: over training alone, 95 %", "%", None, median(cost), min=low, max=high))
-        made.append(Row(f"{way}: step", "ms", None, median(steps), p99=quantile(steps, 0.99)))
-        made.append(Row(f"{way}: training held up", "ms a step", None, median(stall)))
-    return made
+            table_rows.append(Row(f"{way}: over training alone, 95 %", "%", None, median(cost), min=low, max=high))
+        table_rows.append(Row(f"{way}: step", "ms", None, median(steps), p99=quantile(steps, 0.99)))
+        table_rows.append(Row(f"{way}: training held up", "ms a step", None, median(stall)))
+    return table_rows
 
 
 def main() -> None:
@@ -343,11 +356,11 @@ def main() -> None:
     common.end_on_signals()
     ways = options.ways.split(",")
     with common.daemon() as (address, _), common.folder() as home:
-        found = run_stages(options, address, home)
+        stages = run_stages(options, address, home)
     head = ["way", "step p50 ms", "p99 ms", "overhead", "95 %", "stall ms", "MB a step", "steps"]
-    runs = [*(json.loads(file.read_text())["details"]["stages"] for file in options.earlier), found]
+    runs = [*(json.loads(file.read_text())["details"]["stages"] for file in options.earlier), stages]
     print(common.table(head, rows(runs, [way for way in WAYS if way in ways])))
-    for rank, stage in enumerate(found):
+    for rank, stage in enumerate(stages):
         counted = stage["tiers"]["reft"]
         shares = ", ".join(
             f"{name} {100 * value / max(sum(counted.values()), 1):.0f} %" for name, value in counted.items()
@@ -358,16 +371,16 @@ def main() -> None:
     if importlib.util.find_spec("dlrover") is None:
         print("dlrover: not run, it is not installed here")
     else:
-        print("dlrover: not run, its agent saves by rank of a job of its own and not by stage of this one")
+        print("dlrover: not run, its agent saves by rank of its own job, not by stage of this job")
     if options.trace:
-        events = [event for stage in found for event in stage["trace"]["traceEvents"]]
+        events = [event for stage in stages for event in stage["trace"]["traceEvents"]]
         options.trace.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    for stage in found:
+    for stage in stages:
         del stage["trace"]
     if options.json:
         title = f"Snapshots of a pipeline, {options.stages} stages, {options.microbatches} microbatches"
         notes = [f"Blocks of {len(options.earlier)} earlier runs are counted too."] if options.earlier else []
-        result.write(options.json, __file__, title, result_rows(runs, ways), notes, {"stages": found})
+        result.write(options.json, __file__, title, result_rows(runs, ways), notes, {"stages": stages})
 
 
 if __name__ == "__main__":

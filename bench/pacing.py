@@ -1,8 +1,9 @@
-"""How long it takes to plan where 10,000 chunks of a snapshot go: gaps first, then beside compute.
+"""How long it takes to plan the places of a snapshot's 10,000 chunks: gaps first, then compute.
 
     python bench/pacing.py [--chunks N] [--gaps N] [--json FILE]
 
-The time is this process's own, the median and the largest of 50 plans: the goal is 10 ms of a core.
+The time is that of this process: the median and the largest of 50 plans. The goal is 10 ms of a
+core.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ def main() -> None:
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     gap_s = STEP_S / options.gaps
-    found = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
+    copy_windows = windows([Gap(i, None, gap_s * i, gap_s / 2) for i in range(options.gaps)], STEP_S)
     chunks, parity = [CHUNK] * options.chunks, [CHUNK] * (options.chunks // 20)
-    speed = 1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S  # so that gaps hold half of it, and compute the rest
+    speed = (
+        1.2 * CHUNK * (options.chunks + len(parity)) / STEP_S
+    )  # so that gaps hold half of the chunks, and compute the rest
     rates = CopyRates(speed, speed, speed, speed)
     took = []
     for _ in range(50):
         began = time.process_time()
-        made = plan(chunks, parity, found, rates, GUARD_S, STEP_S)
+        task_plan = plan(chunks, parity, copy_windows, rates, GUARD_S, STEP_S)
         took.append(time.process_time() - began)
-    tiers = made.bytes_by_tier([*chunks, *parity])
+    tiers = task_plan.bytes_by_tier([*chunks, *parity])
     shares = ", ".join(f"{tier.name.lower()} {100 * tiers[tier] / sum(tiers.values()):.0f} %" for tier in Tier)
     print(f"{options.chunks} chunks, {len(parity)} columns of parity, {options.gaps} gaps: {shares}")
     print(f"median {1000 * common.median(took):.1f} ms, longest {1000 * max(took):.1f} ms of a core (goal: 10 ms)")

@@ -1,11 +1,12 @@
-"""What pages cost: of slots, small and huge, and of fresh memory that is made ahead while another thread computes in Python.
+"""What pages cost: pages of slots, small and huge, and fresh memory allocated in advance.
 
-    slot    make | first and later memcpy into it, through a mapping | read back from its file, and through a new mapping
-    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy, in blocks of some sizes;
-            the longest time for which that thread waited when it mapped memory
+    slot    make | first and later memcpy into it, through a mapping | read back from its file, and
+            through a new mapping
+    room    make, alone | make beside a thread that computes in Python, by the kernel and by numpy,
+            in blocks of some sizes; the longest wait of that thread when it mapped memory
 
-`python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the least and the most.
-A first one is not counted: a hypervisor must back the memory then.
+`python bench/pages.py [--gib 1] [--json FILE]`. Each figure is the median of five rounds, with the
+least and the most. The first round is not counted: a hypervisor must back the memory then.
 """
 
 from __future__ import annotations
@@ -51,49 +52,53 @@ def copy(to: Bytes, source: Bytes) -> None:
 
 
 def slot(memory: Bytes, is_huge: bool) -> dict[str, float]:
-    """One slot's life: made, mapped by a trainer, written twice, read back."""
+    """Measures one slot: it is made, mapped by a trainer, written twice, and read back."""
     geometry = Geometry(table_capacity=0, data_capacity=len(memory), chunk_bytes=256 << 10)
     descriptor = os.open(SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
     os.ftruncate(descriptor, geometry.file_bytes)
     _, whole = map_file(descriptor, geometry.file_bytes)
-    made = 0
+    huge_bytes = 0
 
     def make() -> None:
-        nonlocal made
-        made = make_huge(descriptor, whole, 0) if is_huge else 0
+        nonlocal huge_bytes
+        huge_bytes = make_huge(descriptor, whole, 0) if is_huge else 0
         os.posix_fallocate(descriptor, 0, geometry.file_bytes)
 
-    found = {"make": seconds(make), "huge": made / geometry.file_bytes}
+    times = {"make": seconds(make), "huge": huge_bytes / geometry.file_bytes}
     SlotMap.create(whole, geometry, "bench", 0)
     mapped = MappedSlot.open(0, "slot", os.dup(descriptor), geometry.file_bytes, keeps=True)
-    found["touch"] = seconds(mapped.touch)
+    times["touch"] = seconds(mapped.touch)
     for name in ("first copy", "copy"):
-        found[name] = seconds(lambda: copy(mapped.map.data, memory))
+        times[name] = seconds(lambda: copy(mapped.map.data, memory))
 
     def read() -> None:
         for at in range(0, len(memory), UNIT):
             mapped.map.read(at, memory[at : at + UNIT])
 
-    found["read"] = seconds(read)
+    times["read"] = seconds(read)
     fresh = map_file(descriptor, geometry.file_bytes)[1][geometry.data_offset :]
-    found["new mapping"] = seconds(lambda: copy(memory, fresh[: len(memory)]))
+    times["new mapping"] = seconds(lambda: copy(memory, fresh[: len(memory)]))
     mapped.close()
     os.close(descriptor)
-    return found
+    return times
 
 
 def room(nbytes: int, is_busy: bool, mib: int = prefault.BLOCK_BYTES >> 20, by_numpy: bool = False) -> dict[str, float]:
-    """Makes fresh memory in two threads; `is_busy`: while this one computes in Python, and maps memory."""
-    advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 refuses both
+    """Allocates fresh memory in two threads.
+
+    Args:
+        is_busy: whether this thread computes in Python meanwhile, and maps memory.
+    """
+    advice = 9999 if by_numpy else prefault._POPULATE_WRITE  # a kernel before 5.14 supports neither
     with mock.patch.multiple(prefault, BLOCK_BYTES=mib << 20, _POPULATE_WRITE=advice):
         began = time.perf_counter()
-        made = HugePageBuffer(nbytes)
-        waited = seconds(made.make_pages)  # a thread's stack is a mapping, too
-        pages = made._pages
+        buffer = HugePageBuffer(nbytes)
+        waited = seconds(buffer.make_pages)  # a thread's stack is a mapping, too
+        pages = buffer._pages
         while is_busy and pages and any(thread.is_alive() for thread in pages._threads):
             sum(range(100))
             waited = max(waited, seconds(lambda: mmap.mmap(-1, mmap.PAGESIZE)))
-        made.wait()
+        buffer.wait()
         return {"make": time.perf_counter() - began, "a mapping waits": waited}
 
 
@@ -104,22 +109,22 @@ def main() -> int:
     options = parser.parse_args()
     nbytes = int(options.gib * 1024) << 20
     whole = np.ones(nbytes + 64, np.uint8)
-    begin = -whole.ctypes.data % 64  # as torch's tensors lie: else the kernel copies at half the speed
+    begin = -whole.ctypes.data % 64  # aligned like torch's tensors; otherwise the kernel copies at half the speed
     memory = whole[begin : begin + nbytes]
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for is_huge in (False, True):
         slot(memory, is_huge)
         for _ in range(ROUNDS):
             for name, value in slot(memory, is_huge).items():
-                found[f"slot, {'huge' if is_huge else 'small'}: {name}"].append(value)
+                times[f"slot, {'huge' if is_huge else 'small'}: {name}"].append(value)
     room(nbytes, False)
     for _ in range(ROUNDS):
-        found["room, alone: make"].append(room(nbytes, False)["make"])
+        times["room, alone: make"].append(room(nbytes, False)["make"])
         for by_numpy, mib in ((False, 2), (False, 16), (False, 64), (False, nbytes >> 20), (True, 16)):
             way = f"room, beside Python, {'numpy' if by_numpy else 'kernel'}, {mib} MiB"
             for name, value in room(nbytes, True, mib, by_numpy).items():
-                found[f"{way}: {name}"].append(value)
-    for name, values in found.items():
+                times[f"{way}: {name}"].append(value)
+    for name, values in times.items():
         print(f"{name:56} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
     if options.json:
         rows = [
@@ -131,7 +136,7 @@ def main() -> int:
                 min=min(values),
                 max=max(values),
             )
-            for name, values in found.items()
+            for name, values in times.items()
         ]
         result.write(options.json, __file__, f"Pages of slots and of fresh memory, {options.gib:g} GiB", rows)
     return 0

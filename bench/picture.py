@@ -1,10 +1,11 @@
-"""One step of a trace as text: what each stage did, and in which tier it copied.
+"""Prints one step of a trace as text: the work of each stage, and the tier of each copy.
 
     python bench/overhead.py --quick --stages 4 --ways plain,reft --trace trace.json
     python bench/picture.py trace.json [--step N] [--width 100]
 
-or of a living job: `reft-cli timeline JOB --output trace.json`. Two lines a rank: training (F forward, B backward, · idle, ?
-what nobody told), and copying (1 in a gap, 2 beside compute, 3 beside a collective, 4 while the optimizer waits).
+For a running job: `reft-cli timeline JOB --output trace.json`. Each rank has two lines. Training: F
+forward, B backward, · idle, ? unknown. Copying: 1 in a gap, 2 beside compute, 3 beside a
+collective, 4 while the optimizer waits.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ IDLE = ("gap", "idle", "wait")
 
 
 def letter(event: dict[str, Any]) -> str:
-    """Of a stretch of training."""
+    """Returns the letter of a phase of training."""
     name = event["name"]
     return "·" if name.startswith(IDLE) else name[0] if name[0] in "FBIW" else "?"
 
 
 def drawn(events: Sequence[tuple[float, float, str]], begin: float, end: float, width: int) -> str:
-    """A line of characters; each shows what lasted longest in its time."""
+    """Returns a line of characters; each shows the longest event in its time."""
     cell = (end - begin) / width
     shares: list[dict[str, float]] = [{} for _ in range(width)]
     for first, last, char in events:
@@ -48,7 +49,7 @@ def spans(events: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--step", type=int, help="the window after this step; the newest")
+    parser.add_argument("--step", type=int, help="show the window after this step (the newest)")
     parser.add_argument("--width", type=count, default=100)
     options = parser.parse_args()
     events = [event for event in json.loads(options.trace.read_text())["traceEvents"] if event["ph"] == "X"]

@@ -1,8 +1,9 @@
-"""Lets a bench run from a plain checkout: substitutes for packages that the copying engine needs but its cost does not.
+"""Lets a bench run in a plain checkout, with substitutes for two packages.
 
-The engine digests what it wrote with xxhash, and describes slots with protobuf. On a machine that has torch and numpy only,
-digests are made with zlib's crc32 here (a quarter of the speed, beside training), and a slot's table is empty. Nothing that
-is made with these can be read by reft, so only benches that keep their slots to themselves may use them.
+The copy engine digests its bytes with xxhash, and describes slots with protobuf. Neither changes
+the cost of copying. On a machine with torch and numpy only, zlib's crc32 makes the digests (at a
+quarter of the speed, beside training), and a slot's table is empty. reft cannot read such slots. So
+only benches that keep their slots to themselves may use this module.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 class _Crc:
-    """Of xxhash.xxh3_64 what the engine uses."""
+    """The part of xxhash.xxh3_64 that the engine uses."""
 
     def __init__(self, data: Any = b"") -> None:
         self._value = zlib.crc32(data)
@@ -28,7 +29,7 @@ class _Crc:
 
 
 def substitute() -> list[str]:
-    """Puts substitutes in the place of what is missing; their names, for the bench to say."""
+    """Installs substitutes for missing packages; returns their names for the output."""
     missing = []
     if importlib.util.find_spec("xxhash") is None:
         module: Any = types.ModuleType("xxhash")
@@ -52,5 +53,5 @@ def substitute() -> list[str]:
 def _has_protobuf() -> bool:
     try:
         return importlib.util.find_spec("google.protobuf") is not None
-    except ModuleNotFoundError:  # not even the namespace
+    except ModuleNotFoundError:  # the package google is missing, too
         return False

@@ -1,10 +1,11 @@
-"""How long the recovery plan and the verdicts on losses take, by the number of nodes.
+"""How long the recovery plan and the analysis of losses take, by the number of nodes.
 
     python bench/plan.py [--quick] [--json FILE]
 
-The job: 8 ranks a node, 128 model-parallel coordinates with 64 cells each, every cell held by all replicas of its
-coordinate. So there are 8,192 lanes, and D = nodes / 16 members in each. One node is lost, and one newer version is torn.
-Seconds are of the CPU: the work has one thread, and on a shared machine the clock says more about the others.
+The job has 8 ranks a node, and 128 model-parallel coordinates with 64 cells each. All replicas of a
+coordinate hold its cells. So there are 8,192 lanes, each with D = nodes / 16 members. One node is
+lost, and one newer version is torn. Seconds are of the CPU: the work has one thread, and on a
+shared machine the clock also shows the load of others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ T = TypeVar("T")
 
 
 def placement_for(nodes: int) -> Placement:
-    """Lanes of 128 coordinates; no two ranks of a coordinate share a node."""
+    """Returns a placement with the lanes of 128 coordinates.
+
+    No two ranks of a coordinate share a node.
+    """
     world = nodes * RANKS
     D = world // COORDINATES
     code = code_for(min(D, WIDTH_MAX) - F, F)
@@ -56,7 +60,10 @@ def placement_for(nodes: int) -> Placement:
 
 
 def evidence(nodes: int, lost: int) -> tuple[list[HeldSlot], list[HeldCapsule]]:
-    """Two whole versions and a torn one, two holders of each capsule; node `lost` is gone."""
+    """Returns the held slots and capsules after the loss of node `lost`.
+
+    There are two whole versions and a torn one, and two holders of each capsule.
+    """
     held, copies = [], []
     for rank in range(nodes * RANKS):
         node = rank // RANKS
@@ -72,7 +79,7 @@ def evidence(nodes: int, lost: int) -> tuple[list[HeldSlot], list[HeldCapsule]]:
 
 
 def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
-    """Median seconds of the CPU, and what it returned."""
+    """Returns the median CPU seconds of some runs, and the last result."""
     seconds = []
     for _ in range(repeats):
         began = time.process_time()
@@ -82,19 +89,21 @@ def timed(work: Callable[[], T], repeats: int) -> tuple[float, T]:
 
 
 def measure(nodes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of the plan and of the verdicts for one size."""
+    """Returns the seconds of plan and loss analysis for one size."""
     lost = nodes // 3
     placement = placement_for(nodes)
     held, copies = evidence(nodes, lost)
     decision = Decision(EPOCH, None)
-    plan_s, found = timed(lambda: plan(held, copies, {EPOCH: placement}, decision), repeats)
-    if found.base != Version(EPOCH, 2) or len(found.capsules) != RANKS:
-        raise RuntimeError(f"{nodes} nodes: the plan found {found.base} and {len(found.capsules)} capsules")
+    plan_s, recovery_plan = timed(lambda: plan(held, copies, {EPOCH: placement}, decision), repeats)
+    if recovery_plan.base != Version(EPOCH, 2) or len(recovery_plan.capsules) != RANKS:
+        raise RuntimeError(
+            f"{nodes} nodes: the plan has base {recovery_plan.base} and {len(recovery_plan.capsules)} capsules"
+        )
     keepers: dict[int, list[str]] = {}
     for copy in copies:
         keepers.setdefault(copy.rank, []).append(copy.node)
-    slots = {rank: slot.node for rank, slot in found.sources.items()}
-    # A fresh LossAnalysis for each figure: it remembers what it worked out.
+    slots = {rank: slot.node for rank, slot in recovery_plan.sources.items()}
+    # Each figure needs a fresh LossAnalysis, because it caches its results.
     verdicts_s, verdicts = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).nodes(), repeats)
     tolerated_s, tolerated = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).tolerated(), repeats)
     pairs_s, _ = timed(lambda: LossAnalysis(placement, slots, keepers, {}, {}).pairs(), 1)
@@ -113,19 +122,21 @@ def main() -> None:
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
     sizes = (256, 512) if options.quick else (256, 512, 1024, 2048)
-    found = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
-    head = list(found[0])
+    figures = [measure(nodes, 1 if options.quick else 3) for nodes in sizes]
+    head = list(figures[0])
     print(
-        table(head, [[f"{row[key]:.3f}" if key.endswith("_s") else f"{row[key]:.0f}" for key in head] for row in found])
+        table(
+            head, [[f"{row[key]:.3f}" if key.endswith("_s") else f"{row[key]:.0f}" for key in head] for row in figures]
+        )
     )
-    last = found[-1]
-    growth = (last["plan_s"] / found[0]["plan_s"]) / (last["nodes"] / found[0]["nodes"])
+    last = figures[-1]
+    growth = (last["plan_s"] / figures[0]["plan_s"]) / (last["nodes"] / figures[0]["nodes"])
     goals = [
         Goal(f"plan, {last['nodes']} nodes", last["plan_s"], 2, "s", "headers to plan, one core"),
         Goal("peak memory", last["rss_mb"], 1024, "MiB", "of this process, job and headers included"),
         Goal("growth", growth, 1.3, "x", "plan's seconds over nodes, largest by smallest; 1 is linear"),
         Goal(f"each node's loss, {last['nodes']} nodes", last["nodes_s"], 2, "s", "LossAnalysis.nodes"),
-        Goal("pairs, 256 nodes", found[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
+        Goal("pairs, 256 nodes", figures[0]["pairs_s"], 2, "s", "LossAnalysis.pairs, all 32,640"),
     ]
     print(table(["", "goal", "value", "limit", "unit", "formula"], [goal.row() for goal in goals]))
     if options.json:
@@ -135,7 +146,7 @@ def main() -> None:
             __file__,
             f"Recovery plan and verdicts, up to {last['nodes']} nodes",
             lines,
-            details={"rows": found},
+            details={"rows": figures},
         )
     sys.exit(0 if all(goal.passed for goal in goals) else 1)
 

@@ -20,7 +20,8 @@ from bench.options import output
 
 WIDTH = 128  # columns of the drawn terminal
 DEMO = [sys.executable, "-m", "reft.cli.main", "demo"]
-# rich writes colours into a pipe only if it is told to. The fonts come from the reader's own machine.
+# rich writes colours into a pipe only with FORCE_COLOR. The fonts are those of the reader's
+# machine.
 COLOURED = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(WIDTH)}
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -46,16 +47,19 @@ FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http
 
 
 def drawn(text: str) -> str:
-    """The SVG of what a program wrote to a terminal. Of a row that was written again, the last form counts."""
+    """Returns an SVG of a program's terminal output.
+
+    Of a row that was written several times, the last text counts.
+    """
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere)
-        for line in text.split("\n"):  # a row that moves ends with a return of the carriage, and is one line
+        for line in text.split("\n"):  # an updated row ends with a carriage return, and is one line
             console.print(Text.from_ansi(line.rstrip("\r")))
         return console.export_svg(title="reft-cli demo", code_format=FRAME)
 
 
 def main() -> int:
-    """Writes the file if the demo passed; the demo's exit code."""
+    """Writes the file if the demo passed; returns the demo's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=output)
     path = parser.parse_args().path

@@ -1,14 +1,17 @@
-"""What a recovery is made of, under reft's rendezvous and under torchrun's own, in one run: a table, and a trace for Perfetto.
+"""The phases of a recovery, under reft's rendezvous and under torchrun's own, in one run.
 
-    python bench/recovery.py [--nodes 4] [--rounds 1] [--cases worker,node] [--backends c10d,reft,warm]
-        [--trace FILE] [--json FILE]
+    python bench/recovery.py [--nodes 4] [--rounds 1] [--cases worker,node]
+        [--backends c10d,reft,warm] [--trace FILE] [--json FILE]
 
     worker   SIGKILL of one trainer
     node     a node vanishes silently with agent, workers and daemon, and a spare stands by
-    warm     as backend: reft's rendezvous with --rdzv-conf=warm=yes, so workers are forked from a process that has imported torch
+    warm     a backend: reft's rendezvous with --rdzv-conf=warm=yes, which forks workers from a
+             process that has imported torch
 
-Nodes are namespaces on this machine, with torchrun's real agents; trainers hold a small state in reft under both rendezvous, so
-only what finds the loss and restarts the workers differs. Each phase ends when the slowest node or rank has passed it:
+Prints a table, and writes a trace for Perfetto. Nodes are namespaces on this machine, with
+torchrun's real agents. Trainers hold a small state in reft under both rendezvous. So only the parts
+differ that find the loss and restart the workers. Each phase ends when the slowest node or rank has
+passed it:
 
     detect       until the first agent begins to stop its workers
     stop         … all have stopped them
@@ -53,7 +56,7 @@ RENDEZVOUS = {
     "last_call_timeout": "1",
     "keep_alive_interval": "5",
     "keep_alive_max_attempt": "3",
-}  # torch's own but the first
+}  # all but the first are log lines of torch
 
 
 BACKENDS = {"c10d": ("c10d", {}), "reft": ("reft", {}), "warm": ("reft", {"warm": "yes"})}
@@ -71,7 +74,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Recovery:
-    """One loss and what followed: seconds by phase, and what each node did."""
+    """One loss and its recovery: seconds by phase, and the work of each node."""
 
     case: str
     backend: str
@@ -80,8 +83,11 @@ class Recovery:
 
 
 def agent_moments(log: Path, after: float) -> dict[str, float]:
-    """When an agent first did what AGENT names, after a moment; by torchrun's own log."""
-    found: dict[str, float] = {}
+    """Returns when an agent first did each action of AGENT, after a moment.
+
+    The times are those of torchrun's own log.
+    """
+    moments: dict[str, float] = {}
     for line in log.read_text(errors="replace").splitlines():
         stamp = STAMP.match(line)
         if not stamp:
@@ -90,30 +96,33 @@ def agent_moments(log: Path, after: float) -> dict[str, float]:
         at = datetime(datetime.now().year, month, day, hour, minute, second, micro).timestamp()
         for name, text in AGENT.items():
             if at >= after and text in line:
-                found.setdefault(name, at)
-    return found
+                moments.setdefault(name, at)
+    return moments
 
 
 def marks(out: Path, after: float) -> dict[tuple[str, int], dict[str, float]]:
-    """(node, rank) → mark → moment, of processes that began after a moment. Steps count as "step", the first one."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+    """Returns (node, rank) → mark → moment, of processes that began after a moment.
+
+    The first step counts as "step".
+    """
+    marks_by_rank: dict[tuple[str, int], dict[str, float]] = {}
     lines = (out / "marks").read_text().splitlines() if (out / "marks").exists() else []
     for line in map(json.loads, lines):
         if line["mark"] == "born" and line["at"] > after:
-            found[line["node"], line["rank"]] = {"pid": line["pid"]}
-        mine = found.get((line["node"], line["rank"]), {})
-        if mine.get("pid") == line["pid"]:
-            mine.setdefault(line["mark"].split(" ")[0], line["at"])
-    return found
+            marks_by_rank[line["node"], line["rank"]] = {"pid": line["pid"]}
+        marks_of_rank = marks_by_rank.get((line["node"], line["rank"]), {})
+        if marks_of_rank.get("pid") == line["pid"]:
+            marks_of_rank.setdefault(line["mark"].split(" ")[0], line["at"])
+    return marks_by_rank
 
 
 def completed(out: Path, world: int, after: float) -> bool:
-    """Whether all ranks have made a step in processes that began after a moment."""
+    """Decides whether all ranks have made a step in processes that began after a moment."""
     return sum("step" in each for each in marks(out, after).values()) >= world
 
 
 def measure(case: str, backend: str, count: int, number: int) -> Recovery:
-    """One job, one loss."""
+    """Runs one job with one loss; returns its recovery."""
     rendezvous, conf = BACKENDS[backend]
     with Nodes(count, ranks_per_node=1) as nodes:
         nodes.launch(
@@ -126,7 +135,7 @@ def measure(case: str, backend: str, count: int, number: int) -> Recovery:
         nodes.until(lambda: completed(out, count, 0), "the first step of all ranks")
         before = (out / "marks").read_text().count('"step ')
         nodes.until(lambda: (out / "marks").read_text().count('"step ') > before + STEADY * count, "some steps")
-        if case == "node":  # the spare must be there
+        if case == "node":  # the spare must wait already
             logs = sorted(out.glob("node-*.log"))
             nodes.until(lambda: "Rendezvous'ing" in logs[-1].read_text(errors="replace"), "the spare")
         trainer = nodes.trainers()[1]
@@ -142,7 +151,7 @@ def measure(case: str, backend: str, count: int, number: int) -> Recovery:
 
 
 def account(case: str, backend: str, living: list[Machine], out: Path, lost_at: float) -> Recovery:
-    """Where the time between a loss and the first new step went."""
+    """Splits the time between a loss and the first new step into phases."""
     agents = {each.name: agent_moments(out / f"{each.name}.log", lost_at) for each in living}
     ranks = marks(out, lost_at)
 
@@ -173,7 +182,10 @@ def account(case: str, backend: str, living: list[Machine], out: Path, lost_at: 
 
 
 def trace(recoveries: list[Recovery]) -> dict[str, Any]:
-    """Chrome's JSON form, which ui.perfetto.dev opens: one process a recovery, one thread a node or rank; microseconds."""
+    """Returns Chrome's JSON format, which ui.perfetto.dev opens.
+
+    It has one process a recovery, and one thread a node or rank, in microseconds.
+    """
     events: list[dict[str, Any]] = []
     for pid, recovery in enumerate(recoveries):
         zero = min(span.begin for span in recovery.spans)
@@ -192,7 +204,7 @@ def trace(recoveries: list[Recovery]) -> dict[str, Any]:
 
 
 def table(recoveries: list[Recovery]) -> str:
-    """Seconds by phase, one row a recovery."""
+    """Returns the seconds by phase, one row a recovery."""
     rows = [["case", "rendezvous", *PHASES, "all", "without import"]]
     for each in recoveries:
         total = sum(each.seconds.values())
@@ -203,7 +215,7 @@ def table(recoveries: list[Recovery]) -> str:
 
 
 def main() -> int:
-    """Prints each row as it is measured; 1 if a goal is missed in the medians."""
+    """Prints each row after its measurement; returns 1 if the medians miss a goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=count, default=4)
     parser.add_argument("--rounds", type=count, default=1)
@@ -229,7 +241,10 @@ def main() -> int:
 
 
 def result_rows(recoveries: list[Recovery]) -> list[Row]:
-    """Medians by case, rendezvous and phase, for a file of results; with the goals of a lost node."""
+    """Returns medians by case, rendezvous and phase, for a file of results.
+
+    The rows of a lost node have goals.
+    """
     rows = []
     for case, backend in dict.fromkeys((each.case, each.backend) for each in recoveries):
         same = [each.seconds for each in recoveries if (each.case, each.backend) == (case, backend)]
@@ -248,22 +263,22 @@ def result_rows(recoveries: list[Recovery]) -> list[Row]:
 
 
 def judge(recoveries: list[Recovery]) -> int:
-    """Says which goals were met."""
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    """Prints which goals were met; returns 1 if one is missed."""
+    seconds_by_case: dict[tuple[str, str], list[dict[str, float]]] = {}
     for each in recoveries:
-        found.setdefault((each.case, each.backend), []).append(each.seconds)
+        seconds_by_case.setdefault((each.case, each.backend), []).append(each.seconds)
 
     def median(case: str, backend: str, phases: tuple[str, ...]) -> float:
-        sums = sorted(sum(seconds[phase] for phase in phases) for seconds in found[case, backend])
+        sums = sorted(sum(seconds[phase] for phase in phases) for seconds in seconds_by_case[case, backend])
         return sums[len(sums) // 2]
 
     missed = 0
     for backend in ("reft", "warm"):
-        if {("worker", backend), ("worker", "c10d")} <= set(found):
+        if {("worker", backend), ("worker", "c10d")} <= set(seconds_by_case):
             extra = median("worker", backend, PHASES[:4]) - median("worker", "c10d", PHASES[:4])
             print(f"worker lost, {backend}, until user code: {extra:+.2f} s over torchrun's own (goal: at most +1.00)")
             missed += extra > 1.0
-        if ("node", backend) in found:
+        if ("node", backend) in seconds_by_case:
             knows = median("node", backend, PHASES[:1])
             rest = median("node", backend, tuple(phase for phase in PHASES if phase != "import"))
             print(f"node lost, {backend}, until survivors act: {knows:.2f} s (goal: 1.5)")

@@ -1,7 +1,7 @@
-"""What bench/recovery.py trains: a small DDP model, and a line for each phase of a start.
+"""The trainer of bench/recovery.py: a small DDP model, and a line for each phase of a start.
 
-Appends to OUT/marks, one line of JSON each: {"node", "rank", "pid", "mark", "at"}; `at` is by the clock of the machine
-(seconds since 1970), like torchrun's log.
+Appends to OUT/marks, one line of JSON each: {"node", "rank", "pid", "mark", "at"}. `at` is the time
+of the machine's clock (seconds since 1970), like in torchrun's log.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ STARTED = time.time()
 
 
 def born() -> float:
-    """When this process began, to a clock tick."""
+    """Returns when this process began, to a clock tick."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     up = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """One rank; ends when a file `done` lies in OUT, looked for by rank 0 alone."""
+    """Trains one rank until a file `done` lies in OUT; only rank 0 looks for it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True, help="at most")

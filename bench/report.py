@@ -2,8 +2,9 @@
 
     python bench/report.py [--results FOLDER] [--page FILE]
 
-The page keeps all text outside two marker comments. What stands between them is made anew. Runs with the same title share
-a table, with a column for each run. bench/result.py says what a file of results holds.
+The text outside the two marker comments of the page stays. The text between them is generated. Runs
+with the same title share a table, with a column for each run. bench/result.py describes a file of
+results.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ OF_VENV = re.compile(r"^((?:\w+=\S* )*)(python|pytest)(?= )")
 
 
 def results(folder: Path) -> list[Result]:
-    """All results of a folder, by the names of their files."""
+    """Returns all results of a folder, in the order of their file names."""
     return [read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def tables(found: Sequence[Result]) -> str:
-    """A section for each title, in the order of the files' names."""
+    """Returns a section for each title, in the order of the file names."""
     titles = list(dict.fromkeys(each.title for each in found))
     return "\n".join(section(title, [each for each in found if each.title == title]) for title in titles)
 
 
 def section(title: str, runs: Sequence[Result]) -> str:
-    """Heading, facts and command of each run, the table, notes."""
+    """Returns heading, facts and command of each run, the table, and notes."""
     parts = [f"### {title}\n"]
     for run in runs:
         parts.append(wrapped(facts(run), ""))
@@ -56,7 +57,7 @@ def section(title: str, runs: Sequence[Result]) -> str:
 
 
 def facts(run: Result) -> str:
-    """When, where and by what a run was measured; what the file does not know is left out."""
+    """Returns when, where and by which program a run was measured."""
     machine = run.machine
     known = [
         run.date or "date not written down",
@@ -75,7 +76,7 @@ def facts(run: Result) -> str:
 
 
 def shown(command: str) -> str:
-    """A command that works as it is printed, without an activated environment."""
+    """Returns a command in a form that works without an activated environment."""
     return OF_VENV.sub(r"\1.venv/bin/\2", command)
 
 
@@ -85,7 +86,7 @@ def goal(row: Row) -> str:
 
 
 def cell(row: Row | None) -> str:
-    """The figures of a row, as one cell of a table."""
+    """Returns the figures of a row, as one cell of a table."""
     if row is None:
         return ""
     spread = {
@@ -102,21 +103,21 @@ def cell(row: Row | None) -> str:
 
 
 def wrapped(text: str, mark: str = "* ") -> str:
-    """A paragraph, or one point of a list, in lines that a diff can show."""
+    """Returns a paragraph, or one point of a list, in lines of at most WIDTH columns."""
     indent = " " * len(mark)
     return textwrap.fill(
         text, WIDTH, initial_indent=mark, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
-def page(text: str, made: str) -> str:
-    """The page with these tables between its marker comments."""
+def page(text: str, generated: str) -> str:
+    """Returns the page with these tables between its marker comments."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         missing = END if begin else BEGIN
         raise ResultError(f"The page lacks the line {missing!r}. The tables need two marker lines. Put the line back.")
-    return f"{before}{BEGIN}\n\n{made.rstrip()}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{generated.rstrip()}\n\n{END}{after}"
 
 
 def main() -> int:

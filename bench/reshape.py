@@ -1,11 +1,12 @@
-"""How long one rank works on the plan of another shape, by the number of ranks: fully sharded ranks become half as many.
+"""How long one rank works on the plan of another shape, by the number of ranks.
 
     python bench/reshape.py [--quick] [--json FILE]
 
-Every parameter and moment is cut along its first dimension among all ranks, as FSDP2 does it, and every shard has one holder:
-the dearest case, for no two ranks have the same. What is timed is what each rank does by itself before the first byte moves:
-it writes down all leaves of both shapes, matches them, and makes the list of what travels. Seconds are of the CPU, in one
-thread; a restart in the same shape pays none of them.
+Fully sharded ranks become half as many. All ranks cut every parameter and moment along its first
+dimension, like FSDP2, and every shard has one holder. This is the most expensive case, because no
+two ranks hold the same shards. The time is that of each rank's own work before the first byte
+moves. The rank lists all leaves of both shapes, matches them, and plans the transfers. Seconds are
+of the CPU, in one thread. A restart in the same shape has none of this work.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from reft.core.layout.layout import Leaf
 from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
 from reft.core.recovery.shard_matching import UnforeseenLeaves, match, pieces_of, wanted_leaves
 
-LAYERS = 4  # of the model: (4 x 9 + 3) parameters, four leaves each
+LAYERS = 4  # layers of the model: (4 x 9 + 3) parameters, four leaves each
 CHUNK = 256 << 10
 
 
 def measure(world: int) -> dict[str, Any]:
-    """Seconds of the first of `world` ranks, by what they were spent on."""
+    """Returns the seconds of the first of `world` ranks, by purpose."""
     old, new, clock = fsdp2(world, 1, LAYERS), fsdp2(world // 2, 1, LAYERS), Clock()
     before = [symbolic.of(old.leaves(rank)) for rank in range(world)]
     after = [symbolic.of(new.leaves(rank)) for rank in range(world // 2)]
@@ -43,25 +44,25 @@ def measure(world: int) -> dict[str, Any]:
     domains = [rank // RANKS for rank in range(world)]
     placement = place(divide(dict(zip(digests, before, strict=True)), digests), domains, "auto", None, CHUNK)
 
-    held = clock("leaves", lambda: [form.leaves() for form in before])
-    wanted = clock("leaves", lambda: [form.leaves() for form in after])
+    leaves_before = clock("leaves", lambda: [form.leaves() for form in before])
+    leaves_after = clock("leaves", lambda: [form.leaves() for form in after])
 
     def leaves_of(rank: int) -> dict[str, Leaf]:
-        return {leaf.name: leaf for leaf in held[rank]}
+        return {leaf.name: leaf for leaf in leaves_before[rank]}
 
     owns = {rank: UnforeseenLeaves() for rank in range(world)}
     pieces, problems = clock("pieces", lambda: pieces_of(placement, leaves_of, owns))
-    wished = clock("match", lambda: wanted_leaves(wanted, pieces))
-    found = clock("match", lambda: match(pieces, wished))
-    if problems or found.problems:
-        raise RuntimeError(f"{world} ranks: {(problems + found.problems)[:3]}")
+    wanted = clock("match", lambda: wanted_leaves(leaves_after, pieces))
+    shard_match = clock("match", lambda: match(pieces, wanted))
+    if problems or shard_match.problems:
+        raise RuntimeError(f"{world} ranks: {(problems + shard_match.problems)[:3]}")
     nodes = {f"node-{node}": list(range(node * RANKS, (node + 1) * RANKS)) for node in range(world // 2 // RANKS)}
     readers = readers_of({rank: f"node-{rank // RANKS}" for rank in range(world)}, nodes, world // 2)
     names = [f"node-{rank // RANKS}" for rank in range(world // 2)]
-    reshard_plan = ReshardPlan(found.needs, placement, readers, readers, names, TransferSizes())
+    reshard_plan = ReshardPlan(shard_match.needs, placement, readers, readers, names, TransferSizes())
     entries = clock("list", lambda: sum(1 for _ in reshard_plan.entries(0)))
     return {
-        "ranks": world, "leaves": len(held[0]), "needs": len(found.needs), "entries": entries,
+        "ranks": world, "leaves": len(leaves_before[0]), "needs": len(shard_match.needs), "entries": entries,
         "seconds": sum(clock.spent.values()), "parts": clock.spent,
         "MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000,
     }  # fmt: skip

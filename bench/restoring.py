@@ -1,10 +1,11 @@
-"""The restores of bench/save.py: each in a fresh process, from slots that a trainer before it has left.
+"""The restores of bench/save.py, each in a fresh process, from slots of an earlier trainer.
 
-A restore needs fresh pages for an optimizer's state that there is none of before its first step, and they cost more than the
-copy into them where a hypervisor backs them anew. So a third of the restores goes into state that exists, as frameworks with
-optimizers of their own have it (Megatron, DeepSpeed); one into fresh pages; one into fresh pages that the host backs already, as
-on a machine without a hypervisor. Beside the latter two stands what else that would cost, in the same process: so many fresh
-pages in two threads, and then the memcpy.
+Before its first step an optimizer has no state, so a restore allocates fresh pages for that state.
+Where a hypervisor backs pages anew, they cost more than the copy into them. So there are three
+kinds of restores, a third each. One kind fills existing state, like frameworks with their own
+optimizers (Megatron, DeepSpeed). One fills fresh pages. One fills fresh pages that the host backs
+already, like on a machine without a hypervisor. For the latter two, the same process also measures
+the necessary cost: as many fresh pages in two threads, and then the memcpy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ INTO = {
 
 
 def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
-    """Attaches to what is held, and times the way from the slot into live tensors; then the memcpy, and fresh pages alone."""
+    """Attaches, and times the way from the slot into live tensors.
+
+    Then times the memcpy, and fresh pages alone.
+    """
     from reft.client.restore.restore import Restore
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -67,11 +71,11 @@ def restore(options: argparse.Namespace, job: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def goals(found: Sequence[dict[str, Any]]) -> list[Goal]:
-    """What is asked of restores, with what was measured."""
+def goals(restores: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Returns the goals of restores, with the measurements."""
     made = []
     for into, name in INTO.items():
-        some = [each for each in found if each["into"] == into]
+        some = [each for each in restores if each["into"] == into]
         if some:
             ratio = median([each["load_s"] / each["memcpy_2_s"] for each in some])
             made.append(Goal(name, ratio, 1.6, "memcpy", "slot to live tensors, digests checked / memcpy with two threads"
@@ -80,7 +84,10 @@ def goals(found: Sequence[dict[str, Any]]) -> list[Goal]:
 
 
 def _pages_first(into: str, some: Sequence[dict[str, Any]]) -> str:
-    """What as many fresh pages and then the memcpy cost, in words; nothing of restores that need none."""
+    """Returns, as text, the cost of allocating as many fresh pages and then of the memcpy.
+
+    Returns nothing for restores into existing state.
+    """
     if into == "existing":
         return ""
     pages = "fresh_backed_s" if into == "backed" else "fresh_s"

@@ -1,22 +1,26 @@
-"""Results of benchmarks as JSON: one file holds one run. Programs write them, bench/report.py reads them.
+"""Results of benchmarks as JSON; one file holds one run.
+
+Programs write these files, and bench/report.py reads them.
 
     {
-      "title":   "Attach with 2,000 leaves"   heading of the table; runs with the same title share one table
+      "title":   "Attach with 2,000 leaves"   heading of a table; runs of one title share one table
       "run":     "before"                     heading of this run's column; null: "measured"
       "program": "bench/attach.py"            the program that measured
-      "command": "python bench/attach.py"     as typed, without --json and without folders of the machine
+      "command": "python bench/attach.py"     as typed, without --json and without folders
       "date":    "2026-11-24"                 ISO 8601, a time of day may follow
-      "machine": {"cpu": "AMD EPYC", "cores": 2, "memory_gib": 8.0, "kernel": "6.1.0", "python": "3.11.2", "torch": "2.13.0"}
+      "machine": {"cpu": "AMD EPYC", "cores": 2, "memory_gib": 8.0, "kernel": "6.1.0",
+                  "python": "3.11.2", "torch": "2.13.0"}
       "commit":  "7f3928b"                    "-dirty" follows where files were changed
-      "source":  null                         for figures copied from a text: which text of which commit
+      "source":  null                         for figures copied from a text: text and commit
       "rows":    [{"name": "fresh", "unit": "s", "goal": "<= 2", "value": 1.22}]
       "notes":   ["Nothing else ran."]        sentences for the reader of the table
-      "details": {}                           optional: all that the program measured; the report leaves it out
+      "details": {}                           optional: all measurements; not in the report
     }
 
-A fact that nobody wrote down is null: run, command, date, commit, source, each fact of the machine, goal and value may be.
-A row may also have p50, p99, min, max (numbers) and each (a list: the figures of single measurements).
-A goal is "<=", "<" or ">=" with a number. Numbers are printed with the digits that the file has.
+An unknown fact is null: run, command, date, commit, source, each fact of the machine, goal and
+value may be. A row may also have p50, p99, min, max (numbers) and each (a list: single
+measurements). A goal is "<=", "<" or ">=" with a number. Numbers are printed with the digits that
+the file has.
 """
 
 from __future__ import annotations
@@ -54,7 +58,10 @@ Number = int | float | Decimal
 
 
 class ResultError(ValueError):
-    """A file that is no result; the message names the value, what is allowed, and what to change."""
+    """A file that is no result.
+
+    The message names the value, what is allowed, and what to change.
+    """
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,10 @@ class Row:
 
     @property
     def is_missed(self) -> bool:
-        """Whether one of the figures that count is outside the goal: the value, else single ones, else the ends."""
+        """Whether a figure is outside the goal.
+
+        Checks the value, or else the single measurements, or else minimum and maximum.
+        """
         if self.goal is None:
             return False
         sign, limit = self.goal.split(" ")
@@ -85,7 +95,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One run, as its file says."""
+    """One run, as its file describes it."""
 
     file: str
     title: str
@@ -110,9 +120,9 @@ def write(
 
     Args:
         program: `__file__` of the program.
-        details: whatever else was measured, for other programs.
+        details: all other measurements, for other programs.
     """
-    made = {
+    document = {
         "title": title,
         "run": None,
         "program": f"bench/{Path(program).name}",
@@ -124,25 +134,33 @@ def write(
         "rows": [row_to_json(row) for row in rows],
         "notes": list(notes),
     }
-    path.write_text(json.dumps(made if details is None else {**made, "details": details}, indent=1) + "\n")
+    path.write_text(json.dumps(document if details is None else {**document, "details": details}, indent=1) + "\n")
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
-    """A row without the fields that it does not have; three digits of each number."""
-    made: dict[str, Any] = {"name": row.name, "unit": row.unit, "goal": row.goal, "value": rounded(row.value)}
-    made |= {key: rounded(getattr(row, key)) for key in ("p50", "p99", "min", "max") if getattr(row, key) is not None}
-    return made | ({"each": [rounded(each) for each in row.each]} if row.each else {})
+    """Returns a row without its missing fields, and with three digits of each number."""
+    document: dict[str, Any] = {"name": row.name, "unit": row.unit, "goal": row.goal, "value": rounded(row.value)}
+    document |= {
+        key: rounded(getattr(row, key)) for key in ("p50", "p99", "min", "max") if getattr(row, key) is not None
+    }
+    return document | ({"each": [rounded(each) for each in row.each]} if row.each else {})
 
 
 def rounded(value: Number | None) -> int | float | None:
-    """Three digits: what lies behind them is noise. NaN stands for nothing measured, which JSON calls null."""
+    """Returns three digits of a number: more digits are noise.
+
+    NaN means that nothing was measured; it becomes null in JSON.
+    """
     if value is None or math.isnan(value):
         return None
     return round(value) if abs(float(value)) >= 100 else float(f"{value:.3g}")
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """The command as it was typed, without --json; of a path only the name stays, so that no folder is published."""
+    """Returns the typed command, without --json.
+
+    Only the file name of a path stays, so that no folder is published.
+    """
     kept, is_file = [], False
     for each in arguments:
         if not is_file and not each.startswith("--json="):
@@ -154,7 +172,7 @@ def command_line(program: str, arguments: Sequence[str]) -> str:
 
 
 def this_machine() -> dict[str, Any]:
-    """Facts about this machine that decide how fast it is; no name and no path."""
+    """Returns facts that decide how fast this machine is; no name and no path."""
     models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return {
         "cpu": models[0] if models else None,
@@ -167,7 +185,7 @@ def this_machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this checkout is at; None where it is no checkout, or git is missing."""
+    """Returns the commit of this checkout, or None without a checkout or git."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -179,25 +197,29 @@ def commit() -> str | None:
 
 
 def read(path: Path) -> Result:
-    """The result in a file; ResultError where it is none."""
+    """Reads a result from a file.
+
+    Raises:
+        ResultError: The file holds no result.
+    """
     try:
-        found = json.loads(path.read_text(), parse_float=Decimal, parse_constant=_no_constant)
+        document = json.loads(path.read_text(), parse_float=Decimal, parse_constant=_no_constant)
     except ValueError as error:
         raise ResultError(
             f"{path.name} is no JSON: {error}. Write it with --json FILE of a program in bench, or correct it there."
         ) from error
-    _check(path.name, found, RESULT, {"details": OBJECT})
-    _check(f"{path.name}, machine", found["machine"], MACHINE)
-    for i, row in enumerate(found["rows"]):
+    _check(path.name, document, RESULT, {"details": OBJECT})
+    _check(f"{path.name}, machine", document["machine"], MACHINE)
+    for i, row in enumerate(document["rows"]):
         where = f"{path.name}, rows[{i}]"
         _check(where, row, ROW, MAY_FOLLOW)
         _check_figures(where, row)
-    for i, note in enumerate(found["notes"]):
+    for i, note in enumerate(document["notes"]):
         _check_type(f"{path.name}, notes[{i}]", note, TEXT)
-    _check_date(path.name, found["date"])
-    rows = tuple(Row(**{**row, "each": tuple(row.get("each", ()))}) for row in found["rows"])
-    facts = {key: found[key] for key in RESULT}
-    return Result(file=path.name, **{**facts, "rows": rows, "notes": tuple(found["notes"])})
+    _check_date(path.name, document["date"])
+    rows = tuple(Row(**{**row, "each": tuple(row.get("each", ()))}) for row in document["rows"])
+    facts = {key: document[key] for key in RESULT}
+    return Result(file=path.name, **{**facts, "rows": rows, "notes": tuple(document["notes"])})
 
 
 def _no_constant(name: str) -> None:
@@ -205,7 +227,7 @@ def _no_constant(name: str) -> None:
 
 
 def _check(where: str, value: Any, fields: dict[str, str], may_follow: dict[str, str] | None = None) -> None:
-    """Refuses what is no object with these fields, or has others."""
+    """Refuses anything but an object with exactly these fields."""
     _check_type(where, value, OBJECT)
     for name, kind in fields.items():
         if name not in value:

@@ -1,21 +1,23 @@
-"""What snapshots cost: training alone, reft at every step, torch.distributed.checkpoint.async_save at every step, and a
-plain blocking copy into mapped memory, with a core free and with every core busy.
+"""What snapshots cost, with a core free and with every core busy.
 
     python bench/save.py [--quick] [--rounds N] [--json FILE]
 
-One run, one daemon a mode, real `reft.attach`. In each round, the ways take turns in blocks of a few steps, in
-random order; what counts is the difference to the plain blocks of the same round, in memcpys of the state:
+Compares training alone, reft at every step, torch.distributed.checkpoint.async_save at every step,
+and a blocking copy into mapped memory. One run, one daemon a mode, real `reft.attach`. In each
+round the ways take turns in blocks of a few steps, in random order. The figure is the difference to
+the plain blocks of the same round, in memcpys of the state:
 
     extra = median over rounds of (median step with - median step without) / median memcpy
 
-What others do on the machine disturbs it: a block waits until they are quiet (--patience), and steps in which they were
-not count only where a round has no others.
+Other processes on the machine disturb the figures. So a block waits until they are quiet
+(--patience). A disturbed step counts only if the round has no others.
 
-`--ways plain,read,bare,reft` adds threads that do nothing else beside training: `bare` copies and digests the same bytes, which
-is what any snapshot on another core costs; `read` digests them only, for which each byte is looked at once.
+`--ways plain,read,bare,reft` adds threads with nothing else to do beside training. `bare` copies
+and digests the same bytes: the cost of any snapshot on another core. `read` only digests them, so
+it reads each byte once.
 
-Fresh processes take a first snapshot each, others restore what is held (bench/restoring.py), and one measures the memory that
-reft takes.
+Fresh processes take a first snapshot each, others restore it (bench/restoring.py), and one measures
+the memory that reft needs.
 
 Ends with 1 if a goal is missed.
 """
@@ -46,20 +48,20 @@ from bench.common import Goal, Mapped, Others, Training, median, quantile, summa
 from bench.options import count, listed, output
 from bench.result import Row
 
-STEPS_OF_MEMORY = 12  # before attach and after: the heap of training alone goes up and down by tens of megabytes
+# Steps before attach, and after it. Many, because the heap of training alone varies by tens of
+# megabytes.
+STEPS_OF_MEMORY = 12
 NEVER = 1 << 40  # as `every`: no snapshot
 WAYS = ("plain", "reft", "copy", "dcp", "bare", "read")
-STEPS = 4  # of a block; the first has nothing of the block's own under way, so it does not count
-QUIET_CORES = 0.15  # a step while others used more than this is called disturbed
+STEPS = 4  # of a block; the first does not count, because no copy of the block is under way
+QUIET_CORES = 0.15  # a step is disturbed if other processes used more cores than this
 CALM_S = 0.25
 JOB = "bench-save"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="a model of 21 M parameters, 2 rounds, 2 firsts, 2 restores"
-    )
+    parser.add_argument("--quick", action="store_true", help="21 M parameters, 2 rounds, 2 first snapshots, 2 restores")
     parser.add_argument("--rounds", type=count, help="rounds of each mode (12)")
     parser.add_argument("--firsts", type=int, help="fresh processes of each mode that take a first snapshot (5)")
     parser.add_argument("--restores", type=int, help="fresh processes that restore, of each kind (5)")
@@ -70,9 +72,11 @@ def parse() -> argparse.Namespace:
         help="free: one core is left alone; busy: all compute",
     )
     parser.add_argument(
-        "--ways", type=listed(WAYS), default="plain,reft,copy,dcp", help="what takes turns; bare and read are others"
+        "--ways", type=listed(WAYS), default="plain,reft,copy,dcp", help="the ways that take turns; also bare and read"
     )
-    parser.add_argument("--patience", type=float, default=120, help="seconds a mode may wait for others to be quiet")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds a mode may wait for other processes to be quiet"
+    )
     parser.add_argument(
         "--keep-heap", action="store_true", help="let malloc keep freed memory (no page faults in a step)"
     )
@@ -99,7 +103,7 @@ def set_threads(mode: str) -> None:
 
 
 class Bench:
-    """One training process: the ways of saving take turns in it."""
+    """One training process; the ways of saving take turns in it."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.ways = options.ways.split(",")
@@ -123,7 +127,10 @@ class Bench:
         }
 
     def _watch_fence(self) -> None:
-        """Called before and after attach: reft's own hook then runs between these two, and is all that does."""
+        """Installs a hook; called before and after attach.
+
+        reft's own hook then runs between these two, and nothing else does.
+        """
         self.hooked_s: list[float] = []
         self.training.optimizer.register_step_pre_hook(lambda *_: self.hooked_s.append(time.perf_counter()))
 
@@ -136,7 +143,7 @@ class Bench:
         if self.group is not None:
             dist.destroy_process_group()
 
-    # What follows an optimizer step
+    # The work after an optimizer step
 
     def after_plain(self) -> None:
         self.session.step_end()
@@ -174,7 +181,10 @@ class Bench:
     # Blocks
 
     def time_to_sealed(self) -> tuple[float, float]:
-        """A step, then nothing until its snapshot is sealed; seconds from the mark, and those of the mark itself."""
+        """Runs a step, and then waits until its snapshot is sealed.
+
+        Returns the seconds from the mark, and those of the mark itself.
+        """
         common.snapshot_each(self.session, 1)
         self.training.step()
         began = time.perf_counter()
@@ -194,7 +204,7 @@ class Bench:
             time.sleep(0.0005)
 
     def calm(self) -> None:
-        """Waits until other processes leave the machine alone, for as long as there is patience left."""
+        """Waits until other processes are quiet, while there is patience left."""
         others = Others()
         while self.patience_s > 0:
             time.sleep(CALM_S)
@@ -203,7 +213,10 @@ class Bench:
                 return
 
     def block(self, way: str) -> None:
-        """A few steps of one way; only the later ones count, in which the way's earlier copy is under way."""
+        """Runs a few steps of one way.
+
+        Only the later steps count, because the way's earlier copy is under way in them.
+        """
         before, first = self.session.stats(), self.session.step
         after: Callable[[], None] = getattr(self, f"after_{way}")
         common.snapshot_each(self.session, 1 if way == "reft" else NEVER)
@@ -238,7 +251,7 @@ class Bench:
     def _note_blocked(self) -> None:
         fence = self.hooked_s[1] - self.hooked_s[0]
         self.times["fence"].append(fence)
-        # The mark of the step before and the fence of this one belong to one snapshot.
+        # A snapshot begins at the mark of one step, and ends at the fence of the next.
         self.times["blocked"].append(fence + self.times["mark"][-2])
 
     def round(self) -> None:
@@ -256,12 +269,12 @@ class Bench:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one mode."""
+    """Runs all rounds of one mode."""
     set_threads(options.mode)
     with common.folder(common.SHM) as scratch:
         bench = Bench(options, scratch)
         for way in bench.ways:
-            bench.block(way)  # warm: allocators, caches, files
+            bench.block(way)  # warms up allocators, caches and files
         for kept in (bench.times, bench.steps, bench.quiet):
             for values in kept.values():
                 values.clear()
@@ -269,7 +282,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             bench.round()
             print(f"round {i + 1}", bench.session.stats(), flush=True)
         stats = bench.session.stats()
-        found = {
+        measurements = {
             "mode": options.mode,
             "rounds": options.rounds,
             "state_bytes": bench.mapped.nbytes,
@@ -280,14 +293,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             "daemon_bytes": common.own_bytes(options.daemon_pid),
         }
         bench.close()
-    return found
+    return measurements
 
 
 # Roles: first, memory; restore: bench/restoring.py
 
 
 def first(options: argparse.Namespace) -> dict[str, Any]:
-    """The first snapshot of a fresh process, and the later ones of the same."""
+    """Takes the first snapshot of a fresh process, and later ones."""
     set_threads(options.mode)
     with common.folder(common.SHM) as scratch:
         bench = Bench(options, scratch)
@@ -297,7 +310,10 @@ def first(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """What a trainer takes more once it is attached and has taken snapshots; slots and state not counted."""
+    """Measures the memory that attach and snapshots add to a trainer.
+
+    Slots and state do not count.
+    """
     set_threads("busy")
     training = Training(common.QUICK if options.quick else common.FULL)
     peaks = []
@@ -320,39 +336,48 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 # Figures
 
 
-def extra(found: dict[str, Any], way: str) -> dict[str, float]:
-    """Extra time per step of a way, in memcpys: paired by round, and by medians, quiet steps and minima overall."""
-    memcpy = median(found["times"]["memcpy"])
+def extra(measurements: dict[str, Any], way: str) -> dict[str, float]:
+    """Returns the extra time per step of a way, in memcpys.
+
+    Paired by round; and over all rounds by medians, quiet steps and minima.
+    """
+    memcpy = median(measurements["times"]["memcpy"])
     flat, quiet, pairs = {}, {}, []
     for name in ("plain", way):
-        both = [list(zip(s, q, strict=True)) for s, q in zip(found["steps"][name], found["quiet"][name], strict=True)]
+        both = [
+            list(zip(s, q, strict=True))
+            for s, q in zip(measurements["steps"][name], measurements["quiet"][name], strict=True)
+        ]
         flat[name] = [step for block in both for step, _ in block]
         quiet[name] = [step for block in both for step, is_quiet in block if is_quiet]
-    for i in range(found["rounds"]):
-        pairs.append(median(_of_round(found, way, i)) - median(_of_round(found, "plain", i)))
+    for i in range(measurements["rounds"]):
+        pairs.append(median(_of_round(measurements, way, i)) - median(_of_round(measurements, "plain", i)))
     return {
         "paired": median(pairs) / memcpy,
         "medians": (median(flat[way]) - median(flat["plain"])) / memcpy,
         "quiet": (median(quiet[way]) - median(quiet["plain"])) / memcpy,
-        "minima": (min(flat[way]) - min(flat["plain"])) / min(found["times"]["memcpy"]),
+        "minima": (min(flat[way]) - min(flat["plain"])) / min(measurements["times"]["memcpy"]),
         "p99_s": quantile(flat[way], 0.99),
         "step_s": median(flat[way]),
     }
 
 
-def _of_round(found: dict[str, Any], way: str, index: int) -> list[float]:
-    """The steps of one way in one round, the undisturbed ones if there are any; a way may have several blocks in it."""
-    share = len(found["steps"][way]) // found["rounds"]
+def _of_round(measurements: dict[str, Any], way: str, index: int) -> list[float]:
+    """Returns the steps of one way in one round, the undisturbed ones if there are any.
+
+    A way may have several blocks in a round.
+    """
+    share = len(measurements["steps"][way]) // measurements["rounds"]
     blocks = slice(index * share, (index + 1) * share)
-    steps = [step for block in found["steps"][way][blocks] for step in block]
-    quiet = [is_quiet for block in found["quiet"][way][blocks] for is_quiet in block]
+    steps = [step for block in measurements["steps"][way][blocks] for step in block]
+    quiet = [is_quiet for block in measurements["quiet"][way][blocks] for is_quiet in block]
     return [step for step, is_quiet in zip(steps, quiet, strict=True) if is_quiet] or steps
 
 
-def goals(found: dict[str, Any]) -> list[Goal]:
-    """Every goal of this benchmark, with what was measured."""
+def goals(measurements: dict[str, Any]) -> list[Goal]:
+    """Returns every goal of this benchmark, with its measurement."""
     made = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         times = data["times"]
         memcpy, digest, sealed = (median(times[key]) for key in ("memcpy", "digest", "sealed"))
         limit = 0.15 if mode == "free" else 1.25
@@ -366,12 +391,12 @@ def goals(found: dict[str, Any]) -> list[Goal]:
             Goal(f"{mode}: time to sealed", sealed / (memcpy + digest), 1.25, "of copy+digest",
                  "median mark to SEALED, trainer idle / (memcpy + xxh3 of the same bytes)"),
         ]  # fmt: skip
-    made += restoring.goals(found["restores"])
-    if found["memory"]:
+    made += restoring.goals(measurements["restores"])
+    if measurements["memory"]:
         made.append(
             Goal(
                 "daemon's memory beside slots",
-                found["memory"]["daemon_bytes"] / 1e6,
+                measurements["memory"]["daemon_bytes"] / 1e6,
                 100,
                 "MB",
                 "RssAnon + RssFile + VmPTE",
@@ -380,7 +405,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
         made.append(
             Goal(
                 "trainer's memory beside slots",
-                found["memory"]["trainer_bytes"] / 1e6,
+                measurements["memory"]["trainer_bytes"] / 1e6,
                 50,
                 "MB",
                 "the same, after - before attach",
@@ -389,10 +414,10 @@ def goals(found: dict[str, Any]) -> list[Goal]:
     return made
 
 
-def result_rows(found: dict[str, Any]) -> list[Row]:
-    """Goals with what was measured, then each way's cost, then what the restores took."""
-    rows = [goal.result() for goal in goals(found)]
-    for mode, data in found["modes"].items():
+def result_rows(measurements: dict[str, Any]) -> list[Row]:
+    """Returns goals with measurements, then each way's cost, then the restores."""
+    rows = [goal.result() for goal in goals(measurements)]
+    for mode, data in measurements["modes"].items():
         memcpy_ms = 1000 * median(data["times"]["memcpy"])
         rows.append(Row(f"{mode}: the memcpy", "ms", None, memcpy_ms))
         blocked = data["times"]["blocked"]
@@ -414,27 +439,27 @@ def result_rows(found: dict[str, Any]) -> list[Row]:
                 rows += [Row(f"{mode}, {way}: extra, {name}", "memcpy", None, e[key]) for key, name in names.items()]
     for into, name in restoring.INTO.items():
         for key, what in {"load_s": "state is back", "attach_s": "attach"}.items():
-            some = [each[key] for each in found["restores"] if each["into"] == into]
+            some = [each[key] for each in measurements["restores"] if each["into"] == into]
             if some:
                 rows.append(Row(f"{name}: {what}", "s", None, median(some), min=min(some), max=max(some)))
     return rows
 
 
-def disturbed(found: dict[str, Any]) -> str:
-    """How noisy the machine was, as a sentence."""
-    said = []
-    for mode, data in found["modes"].items():
+def disturbed(measurements: dict[str, Any]) -> str:
+    """Returns a sentence on how noisy the machine was."""
+    percentages = []
+    for mode, data in measurements["modes"].items():
         quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
-        said.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} %")
-    return f"Steps that other processes disturbed: {', '.join(said)}."
+        percentages.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} %")
+    return f"Steps that other processes disturbed: {', '.join(percentages)}."
 
 
-def report(found: dict[str, Any]) -> str:
-    """The tables that a person reads."""
-    rows = [goal.row() for goal in goals(found)]
+def report(measurements: dict[str, Any]) -> str:
+    """Returns the tables for a person."""
+    rows = [goal.row() for goal in goals(measurements)]
     parts = [common.table(["", "goal", "measured", "limit", "unit", "formula"], rows)]
     lines = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         for way in data["steps"]:
             e = extra(data, way)
             lines.append([mode, way, f"{e['step_s']:.3f}", f"{e['p99_s']:.3f}", *(f"{e[key]:.2f}" for key in
@@ -442,7 +467,7 @@ def report(found: dict[str, Any]) -> str:
     head = ["mode", "way", "step s", "p99 s", "extra/memcpy: paired", "medians", "quiet steps", "minima"]
     parts.append(common.table(head, lines))
     times = []
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         for name, values in data["times"].items():
             if values:
                 s = summary(values)
@@ -453,12 +478,12 @@ def report(found: dict[str, Any]) -> str:
             cells = (f"{1000 * s[key]:.3f}" for key in ("min", "median", "p99"))
             times.append([mode, name.removesuffix("_s"), *cells, str(s["count"])])
     parts.append(common.table(["mode", "time, ms", "min", "median", "p99", "count"], times))
-    for each in found["restores"]:
+    for each in measurements["restores"]:
         parts.append(
             f"restore, {each['into']}: "
             + ", ".join(f"{key} {value:.3f}" for key, value in each.items() if key != "into")
         )
-    for mode, data in found["modes"].items():
+    for mode, data in measurements["modes"].items():
         quiet = [each for blocks in data["quiet"].values() for block in blocks for each in block]
         stats = data["stats"]
         parts.append(f"{mode}: {100 * (1 - sum(quiet) / len(quiet)):.0f} % of the steps were disturbed by other processes; "
@@ -474,7 +499,7 @@ def main() -> int:
         role = {"train": train, "first": first, "restore": restore, "memory": memory}[options.role]
         options.result.write_text(json.dumps(role(options)))
         return 0
-    found: dict[str, Any] = {"modes": {}, "restores": [], "memory": {}}
+    measurements: dict[str, Any] = {"modes": {}, "restores": [], "memory": {}}
     shared = ["--quick"] * options.quick + ["--rounds", str(options.rounds), "--ways", options.ways,
               "--patience", str(options.patience)]  # fmt: skip
     keep = {
@@ -496,20 +521,20 @@ def main() -> int:
             with common.daemon() as (address, pid):
                 firsts.append(run("first", address, pid, mode))
         with common.daemon() as (address, pid):
-            found["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
+            measurements["modes"][mode] = {**run("train", address, pid, mode), "firsts": firsts}
             if mode == modes[-1]:
                 kinds = [into for _ in range(options.restores) for into in restoring.INTO]
-                found["restores"] = [run("restore", address, pid, more=["--into", into]) for into in kinds]
+                measurements["restores"] = [run("restore", address, pid, more=["--into", into]) for into in kinds]
     if options.restores:
         with common.daemon() as (address, pid):
             several = [run("memory", address, pid) for _ in range(3)]
-            found["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
-    found["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(found)]
+            measurements["memory"] = {key: median([each[key] for each in several]) for key in several[0]}
+    measurements["goals"] = [{**vars(goal), "passed": goal.passed} for goal in goals(measurements)]
     if options.json:
         title = "Snapshots at every step" + ", a model of 21 M parameters" * options.quick
-        result.write(options.json, __file__, title, result_rows(found), [disturbed(found)], found)
-    print(report(found))
-    return 0 if all(goal["passed"] for goal in found["goals"]) else 1
+        result.write(options.json, __file__, title, result_rows(measurements), [disturbed(measurements)], measurements)
+    print(report(measurements))
+    return 0 if all(goal["passed"] for goal in measurements["goals"]) else 1
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What `reft-daemon --spare` saves when a node is promoted: making slots, and the first write to each of their pages.
+"""What `reft-daemon --spare` saves when a spare node joins the job.
 
     python bench/spare.py [--gib 1] [--rounds 3] [--json FILE]
 
-Each round makes the slots of a fresh arena twice, once anew and once out of a pool, in an order that alternates. How slow new
-memory is depends on the machine; on one whose memory was in use before, as after the first round here, it is at hand.
+It saves the time of making slots, and of the first write to each of their pages. Each round makes
+the slots of a fresh arena twice, once anew and once from a pool, in alternating order. How slow new
+memory is depends on the machine. It is fast on a machine whose memory was in use before, like here
+after the first round.
 """
 
 from __future__ import annotations
@@ -34,26 +36,29 @@ PARTS = ("fill the pool", "make slots", "first write of all pages")
 
 
 def measure(gib: float, is_spare: bool) -> tuple[float, float, float]:
-    """Seconds for: filling the pool, making the slots, writing to each page of them through a mapping of its own."""
+    """Returns the seconds for filling the pool, making the slots, and writing to each page.
+
+    The pages are written through a new mapping.
+    """
     folder = Path(tempfile.mkdtemp(prefix="reft-bench-", dir="/dev/shm"))
     geometry = Geometry(PAGE, int(gib * (1 << 30)) // SLOTS // PAGE * PAGE, 4 << 20)
     try:
         arena = Arena(folder, 0, SpareFiles(SLOTS, geometry.file_bytes) if is_spare else SpareFiles())
-        begin = time.perf_counter()
+        begun_at = time.perf_counter()
         arena.pool.refill()
-        filled = time.perf_counter()
+        filled_at = time.perf_counter()
         slots = arena.create("bench", 0, [f"rank-0.slot-{i}" for i in range(SLOTS)], geometry, [])
-        made = time.perf_counter()
+        made_at = time.perf_counter()
         for slot in slots:
             pages = np.frombuffer(mmap.mmap(slot.descriptor, slot.file_bytes), np.uint8)
             pages[geometry.data_offset :: PAGE] = 0
-        written = time.perf_counter()
+        written_at = time.perf_counter()
         for slot in slots:
             arena.free(slot)
         arena.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return filled - begin, made - filled, written - made
+    return filled_at - begun_at, made_at - filled_at, written_at - made_at
 
 
 def main() -> None:
@@ -63,24 +68,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args()
-    found: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+    seconds_by_kind: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
     for number in range(options.rounds):
         for is_spare in (bool(number % 2), not number % 2):
-            found[is_spare].append(measure(options.gib, is_spare))
-            print(line("spare" if is_spare else "anew", found[is_spare][-1]), flush=True)
-    for is_spare, rows in found.items():
+            seconds_by_kind[is_spare].append(measure(options.gib, is_spare))
+            print(line("spare" if is_spare else "anew", seconds_by_kind[is_spare][-1]), flush=True)
+    for is_spare, rows in seconds_by_kind.items():
         print("median", line("spare" if is_spare else "anew", tuple(map(statistics.median, zip(*rows, strict=True)))))
     if options.json:
         lines = [
             Row(f"{'spare' if is_spare else 'anew'}: {part}", "s", None, statistics.median(s), min=min(s), max=max(s))
-            for is_spare, rows in found.items()
+            for is_spare, rows in seconds_by_kind.items()
             for part, s in zip(PARTS, zip(*rows, strict=True), strict=True)
         ]
         result.write(options.json, __file__, f"Slots out of a spare pool, {options.gib:g} GiB", lines)
 
 
 def line(name: str, seconds: tuple[float, ...]) -> str:
-    """One measurement."""
+    """Returns one measurement as a line."""
     fill, make, write = seconds
     return f"{name:>5}: fill the pool {fill:.2f} s, make slots {make:.2f} s, first write of all pages {write:.2f} s"
 

@@ -1,7 +1,8 @@
 """A loop on Accelerate with reft: three lines.
 
 python examples/accelerate_loop.py                                        one process
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/accelerate_loop.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/accelerate_loop.py
 """
 
 import argparse
@@ -28,9 +29,9 @@ model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, sched
 
 losses = []
 batches = Batches(loader)
-session = attach(accelerator, model, optimizer, batches, schedule)  # brings back what is held
+session = attach(accelerator, model, optimizer, batches, schedule)  # restores the state, if reft holds one
 while session.step < total:
-    x, y = next(batches)  # before accumulate, which asks the loader whether this batch is its last
+    x, y = next(batches)  # the batch comes first: accumulate asks the loader whether it is the last
     with accelerator.accumulate(model):
         loss = nn.functional.mse_loss(model(x), y)
         accelerator.backward(loss)

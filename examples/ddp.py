@@ -1,4 +1,4 @@
-"""Your own training with reft: the lines that name it are all that it takes.
+"""Your own training with reft: only the lines that name reft are new.
 
 python examples/ddp.py                                                    one process
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/ddp.py
@@ -15,7 +15,7 @@ import reft
 
 
 class Data:
-    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+    """Batches that continue after a restart, by state_dict and load_state_dict."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -45,7 +45,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 data = Data(seed=rank)
 
-session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # brings back what is held
+session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # restores the state, if reft holds one
 for step in session.steps(steps):
     x, y = data.next()  # inside the loop: zip(data, session.steps(n)) would lose a batch at a restart
     loss = nn.functional.mse_loss(model(x), y)

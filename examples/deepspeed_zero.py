@@ -2,7 +2,8 @@
 
 --stage 0 to 3; --accumulate fp32 with stage 1 runs DeepSpeed's BF16_Optimizer.
 
-DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/deepspeed_zero.py
+DS_ACCELERATOR=cpu torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/deepspeed_zero.py
 """
 
 import argparse
@@ -15,7 +16,7 @@ from reft.integrations.deepspeed import attach
 
 
 class Data:
-    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+    """Batches that continue after a restart, by state_dict and load_state_dict."""
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
@@ -52,7 +53,7 @@ engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer,
 
 losses = []
 data = Data(seed=torch.distributed.get_rank())
-session = attach(engine, state={"data": data})  # brings back what is held
+session = attach(engine, state={"data": data})  # restores the state, if reft holds one
 for step in session.steps(options.steps):
     for _ in range(engine.gradient_accumulation_steps()):
         x, y = data.next()

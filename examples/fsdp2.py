@@ -1,9 +1,9 @@
-"""FSDP2: every rank holds its shards of parameters and optimizer state, and nobody else does.
+"""FSDP2: only its own rank holds a shard of parameters and optimizer state.
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/fsdp2.py
 
-reft brings the shards back after lost processes. A lost node takes its shards with it, and attach says so: for that, let
-replicas of the shards lie on other nodes, as examples/hsdp.py does.
+reft restores the shards after lost processes. A lost node takes its shards with it, and attach says
+so. To survive a lost node, keep replicas of the shards on other nodes, as examples/hsdp.py does.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import reft
 
 
 class Data:
-    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+    """Batches that continue after a restart, by state_dict and load_state_dict."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 data = Data(seed=rank)
 
-session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # brings back what is held
+session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # restores the state, if reft holds one
 for step in session.steps(steps):
     x, y = data.next()
     loss = nn.functional.mse_loss(model(x), y)

@@ -1,7 +1,10 @@
-"""Hugging Face's Trainer with reft: one callback. A tiny GPT-2 learns the bytes of a text that comes with Python.
+"""Hugging Face's Trainer with reft: one callback.
+
+A tiny GPT-2 learns the bytes of a text that comes with Python.
 
 python examples/hf_trainer.py                                             one process
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/hf_trainer.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/hf_trainer.py
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""HSDP: shards within a node, replicas of them on every node. So any node may be lost, and no tensor byte is sent for that.
+"""HSDP: each node holds all shards, so any node may be lost. reft sends no tensor byte for that.
 
-torchrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-endpoint=storehost:29400 examples/hsdp.py
+torchrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft
+--rdzv-endpoint=storehost:29400 examples/hsdp.py
 
-reft finds from the shards' places in the whole which ranks hold the same bytes: here rank i of each node. daemon/README.md
-and reft/elastic/README.md say how to start the daemons and the store for several nodes.
+reft knows each shard's place in its tensor. So it finds the ranks with the same bytes: here rank i
+of each node. daemon/README.md and reft/elastic/README.md explain how to start the daemons and the
+store for several nodes.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import reft
 
 
 class Data:
-    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+    """Batches that continue after a restart, by state_dict and load_state_dict."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -54,7 +56,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 data = Data(seed=rank)
 
-session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # brings back what is held
+session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # restores the state, if reft holds one
 for step in session.steps(steps):
     x, y = data.next()
     loss = nn.functional.mse_loss(model(x), y)

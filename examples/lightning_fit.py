@@ -1,7 +1,10 @@
-"""Lightning with reft: one callback. A small net learns a sine, in batches of an order drawn anew each epoch.
+"""Lightning with reft: one callback.
+
+A small net learns a sine, in batches shuffled anew each epoch.
 
 python examples/lightning_fit.py                                          one process
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/lightning_fit.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/lightning_fit.py
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Megatron-core 0.16 without a GPU: import this before anything of megatron.
+"""Megatron-core 0.16 without a GPU: import this module before anything of megatron.
 
-It makes its buffers on "cuda" whatever it is told, asks tensors for their `.type()`, and keeps random states of CUDA
-generators. Here all of that means the CPU. Not covered: CUDA graphs, overlap of communication, fused kernels.
+Megatron-core makes its buffers on "cuda" in any case. It asks tensors for their `.type()`, and
+keeps random states of CUDA generators. Here all of these calls use the CPU. Not covered: CUDA
+graphs, overlap of communication, fused kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Calls of torch with another idea of "cuda"."""
+    """Calls of torch, with "cuda" replaced by the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -31,7 +32,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Nothing:
-    """A stream, or an event."""
+    """A stream or an event that does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -41,7 +42,7 @@ class _Nothing:
 
 
 class _Generators:
-    """One generator, whatever the device."""
+    """One generator for all devices."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -59,7 +60,8 @@ def _install() -> None:
     cuda._lazy_init = lambda: None
     cuda._lazy_call = lambda call, **_: call()
     cuda.default_generators = _Generators()
-    # Dropout draws from the one generator there is, which the tracker of random states complains about.
+    # There is only one generator, and dropout draws from it. The tracker of random states would
+    # complain.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     _OnCpu().__enter__()
 
@@ -68,6 +70,4 @@ if not torch.cuda.is_available():
     _install()
     from megatron.core.transformer.moe import moe_utils
 
-    vars(moe_utils).setdefault(
-        "te_general_gemm", None
-    )  # a router asks for it, and 0.16.1 has it with Transformer Engine only
+    vars(moe_utils).setdefault("te_general_gemm", None)  # a router needs it; 0.16.1 has it only with Transformer Engine

@@ -1,8 +1,10 @@
 """Megatron-core with reft: a small GPT in bf16 with fp32 masters, and one line.
 
---tp, --pp and --ep split it by tensors, stages and experts; --vp gives each rank so many stages.
+--tp, --pp and --ep split the model by tensors, stages and experts; --vp sets the stages of each
+rank.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/megatron_gpt.py --tp 2
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/megatron_gpt.py --tp 2
 """
 
 import argparse
@@ -37,7 +39,11 @@ LENGTH, WORDS, MICROBATCHES = 16, 64, 4
 
 
 class Data:
-    """Micro batches without end. Its place is how many all ranks have taken, which means the same for any number of them."""
+    """Endless micro batches.
+
+    The position is the number of micro batches that all ranks have taken. So it has the same
+    meaning for any number of ranks.
+    """
 
     taken = 0
 
@@ -99,7 +105,7 @@ train = get_forward_backward_func()
 
 losses = []
 data = [Data() for _ in model]
-session = attach(model, optimizer, scheduler, data)  # brings back what is held
+session = attach(model, optimizer, scheduler, data)  # restores the state, if reft holds one
 for step in session.steps(options.steps):
     optimizer.zero_grad()
     for each in model:

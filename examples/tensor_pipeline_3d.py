@@ -1,6 +1,7 @@
 """Tensor, pipeline and data parallel training at once: TP 2 x PP 2 x DP 2, 1F1B, on eight ranks.
 
-torchrun --nproc-per-node=8 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/tensor_pipeline_3d.py
+torchrun --nproc-per-node=8 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/tensor_pipeline_3d.py
 """
 
 import argparse
@@ -28,7 +29,10 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """What one stage has of the model, under the names that it has in the whole model: that is what reft knows it by."""
+    """One stage of the model.
+
+    Its parameters have the names that they have in the whole model: reft identifies them by name.
+    """
 
     def __init__(self, stage, stages):
         super().__init__()
@@ -56,7 +60,7 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))  # tp pairs are neighbours: one node
 dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
 stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
-torch.manual_seed(stage)  # data and tensor parallel ranks begin alike
+torch.manual_seed(stage)  # the same seed on all data and tensor parallel ranks
 model = Part(stage, stages)
 for layer in model.layers.values():
     parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -67,7 +71,7 @@ schedule = Schedule1F1B(
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)  # plain tensors and DTensors in one group
 data = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
 
-session = reft.attach(model, optimizer, schedule, state={"data": data})  # brings back what is held
+session = reft.attach(model, optimizer, schedule, state={"data": data})  # restores the state, if reft holds one
 for step in session.steps(steps):
     words = torch.randint(WORDS, (BATCH, LENGTH), generator=data)
     target, losses = (words + 1) % WORDS, []

@@ -1,6 +1,7 @@
 """torchtitan with reft: a small Llama 3 with FSDP2, or --tp 2, and one line of its configuration.
 
-torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/torchtitan_llama.py
+torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1
+examples/torchtitan_llama.py
 """
 
 import argparse
@@ -21,7 +22,7 @@ from reft.integrations.torchtitan import ReftCheckpointManager
 
 
 class Tokens(IterableDataset):
-    """Counts up from random numbers; goes on where it was, because it has state_dict and load_state_dict."""
+    """Counts up from random numbers, and continues after a restart."""
 
     def __init__(self, seed, length):
         self.generator, self.length = torch.Generator().manual_seed(seed), length
@@ -68,7 +69,7 @@ spec = model_registry("debugmodel")
 spec.model.layers = spec.model.layers[:2]
 trainer = Trainer.Config(
     model_spec=spec,
-    checkpoint=ReftCheckpointManager.Config(),  # brings back what is held
+    checkpoint=ReftCheckpointManager.Config(),  # restores the state, if reft holds one
     tokenizer=NoTokenizer.Config(),
     dataloader=TokenLoader.Config(),
     loss=CrossEntropyLoss.Config(global_vocab_size=2048),
@@ -77,7 +78,7 @@ trainer = Trainer.Config(
     training=TrainingConfig(steps=options.steps, local_batch_size=2, seq_len=32, disable_cuda_graphs=True),
     parallelism=ParallelismConfig(tensor_parallel_degree=options.tp, spmd_backend="partial_dtensor"),
     metrics=MetricsProcessor.Config(log_freq=1),
-    debug=DebugConfig(seed=0),  # else each start draws one
+    debug=DebugConfig(seed=0),  # without a seed each start would draw one
 ).build()
 trainer.train()
 trainer.close()

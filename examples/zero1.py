@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-id=run1 examples/zero1.py
 
-Parameters are replicas, so they survive a lost node; optimizer state has one holder and survives lost processes only. Attach
-and `reft-cli status` say so.
+Parameters are replicas, so they survive a lost node. Optimizer state has one holder, and survives
+lost processes only. attach and `reft-cli status` say so.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import reft
 
 
 class Data:
-    """Batches that go on where they were: that is why it has state_dict and load_state_dict."""
+    """Batches that continue after a restart, by state_dict and load_state_dict."""
 
     def __init__(self, seed: int):
         self.generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 data = Data(seed=rank)
 
-session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # brings back what is held
+session = reft.attach(model, optimizer, state={"lr": schedule, "data": data})  # restores the state, if reft holds one
 for step in session.steps(steps):
     x, y = data.next()
     loss = nn.functional.mse_loss(model(x), y)

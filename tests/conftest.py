@@ -7,14 +7,14 @@ from hypothesis import settings
 
 from tests.support.daemons import DaemonProcess, Site
 
-# How long an example takes says how busy the cores are.
+# Hypothesis must not fail an example for its duration: on busy cores examples are slow.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """A fresh daemon for one test."""
+    """Yields a fresh daemon for one test."""
     process = DaemonProcess()
     yield process
     process.close()
@@ -22,7 +22,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    """Nodes for one test."""
-    made = Site()
-    yield made
-    made.close()
+    """Yields nodes for one test."""
+    nodes = Site()
+    yield nodes
+    nodes.close()

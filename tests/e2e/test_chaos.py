@@ -1,4 +1,7 @@
-"""make chaos: three crashes in a row at random points, of random ranks, with daemons that die too; bit-equal each time."""
+"""make chaos: three random crashes in a row, and the result equals an undisturbed run.
+
+Random ranks die at random points, and so do daemons.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ POINTS = ["snapshot.begin", "snapshot.chunk", "snapshot.landing", "snapshot.land
 
 
 def crash(chance: random.Random, epoch: int) -> str:
-    """A failpoint for one attach: where, when, and who."""
+    """Returns a failpoint for one attach: where, at which step, and on which rank."""
     point = chance.choice(POINTS)
     if point == "restore.chunk":
         return f"{point}:kill:epoch={epoch}:chunk={chance.randrange(14)}"

@@ -1,6 +1,7 @@
-"""One daemon for a node's containers, as in a DaemonSet with hostPID: it knows trainers and agents by other pids than they do.
+"""One daemon serves all containers of a node, as in a DaemonSet with hostPID.
 
-A container shares the folder of the sockets with the daemon; process numbers, /proc and /dev/shm are its own.
+The daemon sees trainers and agents under other pids than they see themselves. A container shares
+the folder of the sockets with the daemon. It has its own process numbers, /proc and /dev/shm.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def attaching(daemon: DaemonProcess, job: str = "one") -> subprocess.Popen[str]:
-    """A container whose trainer attaches, says so, and stays until its input ends. It is no init: that ignores SIGKILL."""
+def start_attaching(daemon: DaemonProcess, job: str = "one") -> subprocess.Popen[str]:
+    """Starts a container whose trainer attaches, prints that, and runs until its input ends.
+
+    The trainer is not the container's init process: init ignores SIGKILL.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "REFT_DAEMON": daemon.address, "REFT_JOB": job}
     return subprocess.Popen(
         [*CONTAINER, "sh", "-c", f"{sys.executable} -c '{ATTACHES}'; exit $?"], env=environment, text=True,
@@ -44,23 +48,23 @@ def attaching(daemon: DaemonProcess, job: str = "one") -> subprocess.Popen[str]:
 
 
 def trainer_in(container: subprocess.Popen[str]) -> int:
-    """The pid of a container's trainer as this test and the daemon see it."""
+    """Returns the pid of a container's trainer as this test and the daemon see it."""
     (init,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
     (trainer,) = Path(f"/proc/{init}/task/{init}/children").read_text().split()
     return int(trainer)
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_is_killed_in_a_container_and_then_the_container_is_replaced(daemon):
+def test_a_job_survives_a_killed_rank_and_a_replaced_container(daemon):
     plain = run(daemon, *TORCHRUN, REFT_JOB="plain")
     assert plain.returncode == 0, plain.stderr
-    once = killed(daemon, "once", 1, *CONTAINER, *TORCHRUN, "--max-restarts=2")
-    assert once.returncode == 0, once.stderr
-    assert restored(once) >= 1
-    assert losses(once) == losses(plain)
+    rank_killed = killed(daemon, "once", 1, *CONTAINER, *TORCHRUN, "--max-restarts=2")
+    assert rank_killed.returncode == 0, rank_killed.stderr
+    assert restored(rank_killed) >= 1
+    assert losses(rank_killed) == losses(plain)
 
-    gone = killed(daemon, "gone", 1, *CONTAINER, *TORCHRUN, "--max-restarts=0")
-    assert gone.returncode != 0 and losses(gone) == []
+    container_killed = killed(daemon, "gone", 1, *CONTAINER, *TORCHRUN, "--max-restarts=0")
+    assert container_killed.returncode != 0 and losses(container_killed) == []
     after = run(daemon, *CONTAINER, *TORCHRUN, REFT_JOB="gone")
     assert after.returncode == 0, after.stderr
     assert restored(after) >= 1
@@ -68,11 +72,11 @@ def test_a_rank_is_killed_in_a_container_and_then_the_container_is_replaced(daem
 
 
 def test_the_daemon_knows_trainers_by_its_own_pids_and_sees_them_die(daemon):
-    first = attaching(daemon)
+    first = start_attaching(daemon)
     assert first.stdout.readline() == "attached\n", first.communicate()
     pid = trainer_in(first)
     assert [each.pid for each in daemon.status("one").ranks] == [pid]
-    second = attaching(daemon)  # the same pid in its own container, another trainer
+    second = start_attaching(daemon)  # the same pid in its own container, another trainer
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1 and f"is trained by process {pid}, which lives" in errors, errors
     first.kill()
@@ -80,7 +84,7 @@ def test_the_daemon_knows_trainers_by_its_own_pids_and_sees_them_die(daemon):
     until(lambda: not daemon.status("one").ranks[0].alive, what="the trainer's death to be known")
 
 
-def test_a_daemon_that_can_not_see_its_trainers_says_what_to_do(tmp_path):
+def test_a_daemon_that_cannot_see_its_trainers_names_the_remedy(tmp_path):
     socket = tmp_path / "d.sock"
     command = [*CONTAINER, sys.executable, "-m", "reft_daemon", "--socket", str(socket), "--dir", str(tmp_path / "s")]
     packages = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])

@@ -1,4 +1,7 @@
-"""SIGKILL at each named point of a snapshot and of a restore, of one rank and of all: bit-equal to an undisturbed run."""
+"""SIGKILL at each failpoint of a snapshot and of a restore, of one rank and of all ranks.
+
+The restarted run must equal an undisturbed run bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.support.trainers import Spec, Trainers, run
 
 CHUNK = {"REFT_CHUNK_BYTES": "4096"}  # so that the small model has several chunks
 KILLED = -9
-# What dies at step 5 of the first attach (epoch 1); the newest version that may then be restored.
+# Failpoint at step 5 of the first attach (epoch 1) → the newest step that may be restored then.
 SNAPSHOT_POINTS = {
     "snapshot.begin:kill:step=5:epoch=1": 4,
     "snapshot.chunk:kill:step=5:epoch=1": 4,
@@ -28,14 +31,15 @@ SNAPSHOT_POINTS = {
 
 
 def spec(daemon: DaemonProcess, job: str, failpoints: str = "") -> Spec:
-    # Steps of a millisecond outrun the round; each of the first is waited for, so that none is skipped.
+    # Steps take a millisecond, and the round is slower. Sealing the first steps keeps them from
+    # being skipped.
     options = {"seal_at": [1, 2, 3, 4]}
     return Spec(daemon=daemon.address, job=job, failpoints=failpoints, environment=CHUNK, options=options)
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    """One for all, since it is not what dies here; each test has a job of its own."""
+    """Yields one daemon for all tests: no test kills it, and each test has its own job."""
     process = DaemonProcess()
     yield process
     process.close()
@@ -43,7 +47,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def make(daemon: DaemonProcess) -> Iterator[Callable[..., Spec]]:
-    """A spec of this test's job."""
+    """Yields a function that makes specs of this test's job."""
     job = f"job-{uuid.uuid4().hex[:12]}"
     yield partial(spec, daemon, job)
     daemon.call("Purge", pb.PurgeRequest(job=job))
@@ -51,7 +55,7 @@ def make(daemon: DaemonProcess) -> Iterator[Callable[..., Spec]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(daemon: DaemonProcess) -> dict[int, list[dict]]:
-    """Results of runs that nobody disturbed, by number of ranks."""
+    """Returns the results of undisturbed runs, by number of ranks."""
     return {world: run(spec(daemon, f"plain-{world}"), world) for world in (1, 2)}
 
 
@@ -77,10 +81,10 @@ def test_ranks_killed_in_a_snapshot(make, undisturbed, point, ranks):
 
 @pytest.mark.parametrize("chunk", [0, 7])
 @pytest.mark.parametrize("ranks", ["one", "all"])
-def test_killed_in_mid_load(make, undisturbed, chunk, ranks):
+def test_ranks_killed_during_a_restore(make, undisturbed, chunk, ranks):
     Trainers(make("snapshot.chunk:kill:step=5:epoch=1"), world=2).wait()
-    which = ":rank=0" if ranks == "one" else ""
-    assert KILLED in Trainers(make(f"restore.chunk:kill:epoch=2:chunk={chunk}{which}"), world=2).wait()
+    rank_filter = ":rank=0" if ranks == "one" else ""
+    assert KILLED in Trainers(make(f"restore.chunk:kill:epoch=2:chunk={chunk}{rank_filter}"), world=2).wait()
     after = run(make(), world=2)
     assert after[0]["began"] == after[1]["began"] == 4
     assert_equal(after, undisturbed[2])

@@ -1,4 +1,7 @@
-"""Daemons that die, stop or lose messages, and ranks whose snapshots fail: training never waits, the last whole version stays."""
+"""Daemons die, stop or lose messages, and snapshots of a rank fail.
+
+Training never waits, and the last whole version stays.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from tests.support.equality import assert_equal
 from tests.support.trainers import Spec, Trainers, run
 
 STEPS = 80
-# A step that waited for a call would take as long as this deadline.
-WAITS = {"REFT_RPC_DEADLINE_S": "60"}
-WAIT_S = 3.0  # longer than any step of a millisecond takes by itself, also on busy cores
+# A step that waits for a call would last until this deadline.
+LONG_DEADLINE = {"REFT_RPC_DEADLINE_S": "60"}
+# A step takes a millisecond. Even on busy cores no step takes this long without waiting.
+WAIT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +29,16 @@ def undisturbed():
 
 @pytest.fixture
 def pair():
-    """Two daemons: two nodes."""
+    """Yields two daemons: two nodes."""
     processes = [DaemonProcess("--listen", "127.0.0.1:0") for _ in range(2)]
     yield processes
     for process in processes:
         process.close()
 
 
-def test_a_killed_daemon_stops_no_training_and_adopts_when_it_is_back(daemon, undisturbed):
-    # Steps of 2 ms are over before a busy daemon's first round, or before a channel has connected again; a seal waits for that.
+def test_training_goes_on_without_a_daemon_and_the_next_daemon_takes_over_the_slots(daemon, undisturbed):
+    # Steps take 2 ms. A busy daemon's first round, or a new connection, takes longer, so seal
+    # waits.
     options = {"pause_at": [5, 30, 60], "seal_at": [5, 45, 58]}
     trainers = Trainers(Spec(daemon.address, steps=STEPS, options=options))
     trainers.wait_for(5)
@@ -41,8 +46,8 @@ def test_a_killed_daemon_stops_no_training_and_adopts_when_it_is_back(daemon, un
     trainers.let_go(5)
     trainers.wait_for(30)  # 25 steps without a daemon
     daemon.start()
-    held = daemon.status("job").ranks[0].sealed.step
-    assert 5 <= held < 30
+    sealed_step = daemon.status("job").ranks[0].sealed.step
+    assert 5 <= sealed_step < 30
     trainers.let_go(30)
     trainers.wait_for(60)
     until(lambda: daemon.status("job").whole >= 55, what="snapshots under the restarted daemon")
@@ -53,7 +58,7 @@ def test_a_killed_daemon_stops_no_training_and_adopts_when_it_is_back(daemon, un
 
 
 def test_a_daemon_and_its_trainer_killed_together(daemon, undisturbed):
-    options = {"pause_at": [20], "seal_at": [19]}  # so that there is a slot for 20
+    options = {"pause_at": [20], "seal_at": [19]}  # step 19 is decided, so step 20 gets a slot
     trainers = Trainers(Spec(daemon.address, steps=STEPS, options=options))
     trainers.wait_for(20)
     daemon.kill()
@@ -64,8 +69,11 @@ def test_a_daemon_and_its_trainer_killed_together(daemon, undisturbed):
     assert_equal(after, undisturbed[1])
 
 
-def test_a_daemon_whose_sockets_are_removed_is_found_again(daemon, undisturbed):
-    """By a script that clears /tmp after a job: the next attach must neither begin afresh nor be shut out by a lock."""
+def test_a_job_finds_its_daemon_again_after_the_sockets_were_removed(daemon, undisturbed):
+    """A script that clears /tmp after a job removes the sockets.
+
+    The next attach must not begin afresh, and no lock may shut it out.
+    """
     trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [20, 40], "seal_at": [38]}))
     trainers.wait_for(20)
     for path in daemon.home.glob("d.sock*"):
@@ -79,8 +87,8 @@ def test_a_daemon_whose_sockets_are_removed_is_found_again(daemon, undisturbed):
     assert_equal(after, undisturbed[1])
 
 
-def test_a_stopped_daemon_makes_no_step_wait(daemon, undisturbed):
-    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 60]}, environment=WAITS))
+def test_no_step_waits_for_a_stopped_daemon(daemon, undisturbed):
+    trainers = Trainers(Spec(daemon.address, steps=STEPS, options={"pause_at": [5, 60]}, environment=LONG_DEADLINE))
     trainers.wait_for(5)
     daemon.kill(signal.SIGSTOP)
     trainers.let_go(5)
@@ -101,9 +109,9 @@ def test_attaching_to_a_stopped_daemon_ends_at_the_deadline(daemon):
     assert "DaemonUnavailable" in trainers.errors()
 
 
-def test_a_rank_whose_snapshots_fail_for_50_steps(daemon, undisturbed):
+def test_the_last_whole_step_stays_while_snapshots_of_one_rank_fail(daemon, undisturbed):
     failing = "snapshot.begin:raise:rank=1:from=10:until=60:epoch=1"
-    options = {"pause_at": [40], "seal_at": [6, 7, 8, 9]}  # so that none of these is skipped
+    options = {"pause_at": [40], "seal_at": [6, 7, 8, 9]}  # sealed, so that no step is skipped
     trainers = Trainers(Spec(daemon.address, steps=STEPS, failpoints=failing, options=options), world=2)
     trainers.wait_for(40)
     assert daemon.status("job").whole == 9
@@ -113,16 +121,19 @@ def test_a_rank_whose_snapshots_fail_for_50_steps(daemon, undisturbed):
     assert_equal(after, undisturbed[2])
 
 
-def test_snapshots_go_on_when_a_rank_works_again(daemon, undisturbed):
+def test_training_never_waits_for_a_rank_whose_snapshots_fail(daemon, undisturbed):
     failing = "snapshot.begin:raise:rank=1:from=10:until=60:epoch=1"
-    after = run(Spec(daemon.address, steps=STEPS, failpoints=failing, environment=WAITS), world=2)
+    after = run(Spec(daemon.address, steps=STEPS, failpoints=failing, environment=LONG_DEADLINE), world=2)
     assert after[1]["stats"]["skipped"] >= 51
     assert max(result["longest_step_s"] for result in after) < WAIT_S
     assert_equal(after, undisturbed[2])
 
 
-def test_lost_rounds_keep_the_last_whole_version(pair, undisturbed):
-    """The second node's answers never arrive: nothing is known to be whole, so nothing is overwritten."""
+def test_slots_stay_while_messages_of_the_round_are_lost(pair, undisturbed):
+    """The second node's answers never arrive.
+
+    No step is known to be whole, so no slot is overwritten.
+    """
     pair[1].kill()
     pair[1].environment = {"REFT_FAILPOINTS": "round.send:drop"}
     pair[1].start()
@@ -131,16 +142,19 @@ def test_lost_rounds_keep_the_last_whole_version(pair, undisturbed):
     trainers.wait_for(40)
     assert pair[0].status("job").whole == -1
     trainers.kill()
-    after = run(Spec("", steps=STEPS, options={"seal_s": 0.1}, environment=WAITS), 2, addresses)
+    after = run(Spec("", steps=STEPS, options={"seal_s": 0.1}, environment=LONG_DEADLINE), 2, addresses)
     assert [result["began"] for result in after] == [3, 3]  # three slots, three steps
     assert [result["sealed"] for result in after] == [[False, 3], [False, 3]]
-    for mine, reference in zip(after, undisturbed[2], strict=True):
-        assert mine["digests"] == reference["digests"]
-        assert mine["longest_step_s"] < WAIT_S
+    for result, reference in zip(after, undisturbed[2], strict=True):
+        assert result["digests"] == reference["digests"]
+        assert result["longest_step_s"] < WAIT_S
 
 
-def test_snapshots_go_on_once_a_daemon_gets_time_again(pair):
-    """One that gets a few milliseconds now and then hears a part of what is said, late, so ranks fill other slots."""
+def test_steps_become_whole_again_after_a_daemon_was_stopped_many_times(pair):
+    """A daemon that runs for a few milliseconds at a time hears only some messages, and late.
+
+    So ranks fill different slots meanwhile.
+    """
     trainers = Trainers(Spec("", steps=1800, options={"pause_at": [2]}), 2, [process.address for process in pair])
     trainers.wait_for(2)
     trainers.let_go(2)
@@ -150,29 +164,33 @@ def test_snapshots_go_on_once_a_daemon_gets_time_again(pair):
 
     for _ in range(20):
         pair[1].kill(signal.SIGSTOP)
-        seen = step()
-        # However long this takes, training may be over meanwhile.
-        until(lambda seen=seen: step() >= min(seen + 60, 1800), what="steps beside the stopped daemon")
+        first_step = step()
+        # Training may end while this test waits.
+        until(
+            lambda first_step=first_step: step() >= min(first_step + 60, 1800), what="steps beside the stopped daemon"
+        )
         pair[1].kill(signal.SIGCONT)
-        step()  # for as long as this takes
+        step()  # the daemon runs for the time of this call
     assert trainers.wait(120) == [0, 0], trainers.errors()
     assert [result["sealed"] for result in trainers.results()] == [[True, 1800]] * 2
 
 
-def check_two_nodes(pair, undisturbed, **where):
-    """Two nodes agree, lose all their trainers, and restore.
+def check_two_nodes(pair, undisturbed, **trainer_options):
+    """Fails unless two nodes agree, lose all their trainers, and restore.
 
     Args:
-        where: options of all trainers.
+        pair: the daemons of the two nodes.
+        undisturbed: results of undisturbed runs, by number of ranks.
+        trainer_options: more options of all trainers.
     """
     addresses = [process.address for process in pair]
-    options = {"pause_at": [40], "seal_at": [37, 38, 39, 40], **where}  # sealed, so that none of these is skipped
+    options = {"pause_at": [40], "seal_at": [37, 38, 39, 40], **trainer_options}  # sealed, so that no step is skipped
     trainers = Trainers(Spec("", steps=STEPS, options=options), 2, addresses)
     trainers.wait_for(40)
     for process in pair:
         until(lambda process=process: process.status("job").whole == 40, what="the outcome on both nodes")
     trainers.kill()
-    after = run(Spec("", steps=STEPS, options=where), 2, addresses)
+    after = run(Spec("", steps=STEPS, options=trainer_options), 2, addresses)
     assert [(r["from"], r["began"]) for r in after] == [("memory", 40)] * 2
     assert_equal(after, undisturbed[2])
 

@@ -1,4 +1,7 @@
-"""`reft-cli demo`, shortened: two nodes, two kinds of SIGKILL, bit for bit the same as undisturbed, and nothing left."""
+"""`reft-cli demo`, shortened: two nodes, and two kinds of SIGKILL.
+
+The result equals an undisturbed run bit for bit, and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class Demo:
-    """The demo in a folder for temporary files of its own.
+    """One run of the demo, in its own folder for temporary files.
 
     Args:
-        module: the demo as a person starts it, or one whose workers are forked.
+        module: the module to start: the demo itself, or a variant that forks its workers.
     """
 
     def __init__(self, *arguments: str, module: str = "reft.cli.main") -> None:
@@ -45,19 +48,19 @@ class Demo:
         )  # fmt: skip
 
     def descendants(self, containing: str = "") -> list[psutil.Process]:
-        """Every living process that inherited our TMPDIR, but the demo itself."""
-        found = []
+        """Returns every living process with our TMPDIR, without the demo itself."""
+        processes = []
         for process in psutil.process_iter():
             try:
                 is_ours = process.environ().get("TMPDIR") == str(self.folder) and process.pid != self.process.pid
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE and containing in " ".join(process.cmdline()):
-                    found.append(process)
+                    processes.append(process)
             except psutil.Error:
                 continue
-        return found
+        return processes
 
     def leftovers(self) -> list[object]:
-        """Processes and files that are still there."""
+        """Returns processes and files that still exist."""
         files = [
             path for path in self.folder.iterdir() if path.name.startswith("reft-demo") and "logs" not in path.name
         ]
@@ -72,7 +75,10 @@ class Demo:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a living process names it: then it belongs to pretend nodes of another test, which runs beside this one."""
+    """Decides whether a living process names the folder.
+
+    The folder then belongs to another test, which runs at the same time.
+    """
     for process in psutil.process_iter():
         try:
             if str(folder) in " ".join(process.cmdline()):
@@ -84,20 +90,20 @@ def is_in_use(folder: Path) -> bool:
 
 @pytest.fixture
 def demo() -> Iterator[Demo]:
-    started = Demo()
-    yield started
-    started.close()
+    demo = Demo()
+    yield demo
+    demo.close()
 
 
-# As a person starts it sixteen trainers import torch, for a minute of a core.
+# Started like this by a person, sixteen trainers import torch: a minute of one core.
 @pytest.fixture(scope="module", params=["tests.support.demo", pytest.param("reft.cli.main", marks=pytest.mark.soak)])
 def finished(request: pytest.FixtureRequest) -> Iterator[tuple[Demo, dict]]:
-    """A whole demo, and the document that it printed."""
-    started = Demo("--json", "--keep-logs", module=request.param)
-    output, errors = started.process.communicate(timeout=280)
-    assert started.process.returncode == 0, output + errors
-    yield started, json.loads(output)
-    started.close()
+    """Yields a completed demo, and the document that it printed."""
+    demo = Demo("--json", "--keep-logs", module=request.param)
+    output, errors = demo.process.communicate(timeout=280)
+    assert demo.process.returncode == 0, output + errors
+    yield demo, json.loads(output)
+    demo.close()
 
 
 @pytest.fixture
@@ -106,14 +112,14 @@ def results(finished) -> tuple[TrainingResult, TrainingResult]:
     return read_result(logs / "demo-faults", 4), read_result(logs / "demo-plain", 4)
 
 
-def test_both_kills_happen_and_nothing_is_lost(finished):
+def test_both_kills_happen_and_the_results_are_equal(finished):
     document = finished[1]
     assert next(iter(document)) == "schema_version"
     assert document["passed"] is True and document["failures"] == []
-    one, everyone = document["faults"]
-    assert list(one["pids"]) == ["1"] and list(everyone["pids"]) == ["0", "1", "2", "3"]
+    one_rank_fault, all_ranks_fault = document["faults"]
+    assert list(one_rank_fault["pids"]) == ["1"] and list(all_ranks_fault["pids"]) == ["0", "1", "2", "3"]
     assert [fault["restored_from"] for fault in document["faults"]] == ["memory", "memory"]
-    assert STEPS // 3 - 3 <= one["restored_step"] < STEPS // 3
+    assert STEPS // 3 - 3 <= one_rank_fault["restored_step"] < STEPS // 3
     assert all(0 < fault["ranks_up_s"] < fault["first_step_s"] for fault in document["faults"])
     assert all(0 < fault["load_s"] < fault["first_step_s"] - fault["ranks_up_s"] for fault in document["faults"])
     assert (document["losses_compared"], document["ranks"]) == (4 * STEPS, 4)
@@ -122,7 +128,7 @@ def test_both_kills_happen_and_nothing_is_lost(finished):
 
 
 def test_nothing_is_left_behind(finished):
-    until(lambda: not finished[0].leftovers(), what="that nothing is left")  # tests beside this one make folders, too
+    until(lambda: not finished[0].leftovers(), what="that nothing is left")  # other tests make such folders, too
     assert finished[0].descendants() == []
 
 
@@ -150,7 +156,7 @@ def test_the_comparison_fails_when_one_tensor_is_altered(results):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_however_it_ends_nothing_is_left(demo, number, code):
+def test_a_signal_ends_the_demo_and_nothing_is_left(demo, number, code):
     until(lambda: len(demo.descendants("reft.demo.train")) >= 4, 120, "the trainers' start")
     demo.process.send_signal(number)
     demo.process.communicate(timeout=100)

@@ -1,4 +1,7 @@
-"""What `examples/deploy` offers, as far as it runs without a cluster: its scripts, and the commands in its files."""
+"""Checks what `examples/deploy` offers and a test can run without a cluster.
+
+These are its scripts, and the commands in its files.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ from tests.support.daemons import ROOT, until
 DEPLOY = ROOT / "examples" / "deploy"
 BIN = Path(sys.executable).parent
 
-# Stand-ins: a step is a process for each node, and a node is an address of the loopback interface with a folder of its own.
+# Stand-ins for Slurm: a step starts one process for each node. A node is a loopback address with
+# its own folder.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 for node in $NODES; do
@@ -42,7 +46,7 @@ kill $(cat $FOLDER/daemons)
 
 @pytest.fixture
 def slurm(tmp_path) -> dict[str, str]:
-    """The environment of a batch script on three nodes."""
+    """Returns the environment of a batch script on three nodes."""
     for name, text in (("srun", SRUN), ("scancel", SCANCEL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -54,25 +58,26 @@ def slurm(tmp_path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def left(slurm: dict[str, str]) -> list[psutil.Process]:
-    """Processes of the job that still live."""
-    found = []
+def living_processes(slurm: dict[str, str]) -> list[psutil.Process]:
+    """Returns processes of the job that still live."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("FOLDER") == slurm["FOLDER"]:
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-# A node that stands by may come when a script that fails at once has ended the job; it then waits for another ten minutes.
+# A script that fails at once ends the job. A spare node that arrives later would wait for ten
+# minutes, so that case has one node.
 @pytest.mark.parametrize(
-    "script, code, there, training", [("examples/ddp.py", 0, 3, 2), ("examples/missing.py", 1, 1, 1)]
+    "script, code, nodes, training_nodes", [("examples/ddp.py", 0, 3, 2), ("examples/missing.py", 1, 1, 1)]
 )
-def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, there, training):
-    slurm["NODES"] = " ".join(slurm["NODES"].split()[:there])
-    slurm |= {"SLURM_NNODES": str(there), "TRAINING_NODES": str(training)}
+def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, nodes, training_nodes):
+    slurm["NODES"] = " ".join(slurm["NODES"].split()[:nodes])
+    slurm |= {"SLURM_NNODES": str(nodes), "TRAINING_NODES": str(training_nodes)}
     done = subprocess.run(
         ["bash", DEPLOY / "train.sbatch", ROOT / script, "--steps", "300"],
         env=slurm, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False,
@@ -80,8 +85,8 @@ def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, 
     assert done.returncode == code, done.stderr
     if not code:
         assert "job 77: nothing held, starting fresh; 2 ranks on 2 nodes" in done.stderr
-        assert "step 50: loss" in done.stdout and "was a spare" in done.stderr
-    until(lambda: not left(slurm), what="the end of all processes")
+        assert "step 50: loss" in done.stdout and "stood by" in done.stderr
+    until(lambda: not living_processes(slurm), what="the end of all processes")
     folder = Path(slurm["FOLDER"])
     assert (folder / "scancelled").read_text().split() == ["--signal=TERM", "77.0"]
     assert not list(folder.glob("arena-*")), "daemons free their memory"
@@ -92,19 +97,19 @@ def certificates(tmp_path) -> Path:
     if why_not():
         pytest.skip(why_not())
     folder = tmp_path / "certificates"
-    for hosts in (["127.0.0.1"], ["node2.example,127.0.0.3"]):  # the second call adds to the first
+    for hosts in (["127.0.0.1"], ["node2.example,127.0.0.3"]):  # the second call adds a host to the first authority
         subprocess.run([DEPLOY / "certificates.sh", folder, *hosts], check=True, capture_output=True)
     return folder
 
 
 def test_certificates_of_one_authority_for_each_host(certificates):
-    for host, said in (
+    for host, alternative_names in (
         ("127.0.0.1", "IP Address:127.0.0.1"),
         ("node2.example", "DNS:node2.example, IP Address:127.0.0.3"),
     ):
         Tls(certificates / f"{host}.pem", certificates / f"{host}.key", certificates / "ca.pem")
         command = ["openssl", "x509", "-in", certificates / f"{host}.pem", "-noout", "-ext", "subjectAltName"]
-        assert said in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert alternative_names in subprocess.run(command, check=True, capture_output=True, text=True).stdout
         verify = ["openssl", "verify", "-x509_strict", "-CAfile", certificates / "ca.pem", certificates / f"{host}.pem"]
         subprocess.run(verify, check=True, capture_output=True)
     assert all(path.stat().st_mode & 0o077 == 0 for path in certificates.iterdir())
@@ -132,21 +137,21 @@ def test_the_unit_starts_a_daemon(certificates, tmp_path):
         assert status.returncode == 0 and "no job is held" in status.stdout
     finally:
         process.terminate()
-        _, said = process.communicate(timeout=20)
-    assert "address=127.0.0.1:" in said
+        _, log = process.communicate(timeout=20)
+    assert "address=127.0.0.1:" in log
 
 
 @pytest.mark.parametrize(
     ("manifest", "listen"),
     [("kubernetes.yaml", "train-$(JOB_COMPLETION_INDEX).train:29700"), ("kubernetes-node.yaml", "$(ADDRESS):29700")],
 )
-def test_the_commands_of_the_pods(manifest, listen):
+def test_the_commands_of_the_pods_are_valid(manifest, listen):
     text = (DEPLOY / manifest).read_text()
-    commands = [json.loads(found) for found in re.findall(r"command: (\[.*?\])", text, re.S)]
+    commands = [json.loads(text_of_command) for text_of_command in re.findall(r"command: (\[.*?\])", text, re.S)]
     by_program = {command[0]: command[1:] for command in commands}
     assert set(by_program) - {"python"} == {"test", "reft-daemon", "torchrun"}
     with daemon_command.make_context("reft-daemon", list(by_program["reft-daemon"])) as context:
         assert context.params["listen"] == listen
     assert by_program.get("python", ["-m", store_host.__name__])[:2] == ["-m", store_host.__name__]
     assert parse_args(by_program["torchrun"]).rdzv_backend == "reft"
-    assert by_program["test"][-1].startswith("/run/reft/own/")  # where REFT_RUNTIME_DIR says, see the file
+    assert by_program["test"][-1].startswith("/run/reft/own/")  # the folder that the file sets as REFT_RUNTIME_DIR

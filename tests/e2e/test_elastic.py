@@ -1,6 +1,7 @@
-"""`torchrun --rdzv-backend=reft` on nodes that can be lost: who restarts, when, and under which rank.
+"""`torchrun --rdzv-backend=reft` on nodes that are lost: who restarts, when, and with which rank.
 
-Workers here are idlers without torch, where the state is not the point; agents, daemons, losses and namespaces are real.
+These workers are idlers without torch: the state does not matter here. Agents, daemons, losses and
+network namespaces are real.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from tests.support.netns import marked, why_not
 from tests.support.nodes import Machine, Nodes
 
 IDLER = str(Path(idler.__file__))
-# A keep-alive that is never over: what restarts idlers, which do not fail by themselves, are signals.
+# A keep-alive that never expires. Idlers do not fail by themselves, so only signals restart them.
 PATIENT = {"keep_alive_interval": "20", "keep_alive_max_attempt": "15"}
 REFT: dict[str, Any] = {
     "backend": "reft", "agent": "torch.distributed.run", "script": [IDLER], "conf": PATIENT,
 }  # fmt: skip
-CALM_S = 3 * MISSES * BEAT_S  # three times what it takes to call a node lost
+CALM_S = 3 * MISSES * BEAT_S  # three times the time after which a node counts as lost
 
 namespaces = pytest.mark.skipif(bool(why_not()), reason=f"processes of one machine see each other's end: {why_not()}")
 
 
 def await_workers(nodes: Nodes, world: int, after_s: float = 0.0) -> dict[str, Idler]:
-    """The newest worker of each node, once there are `world` of them that began after that moment."""
+    """Waits for `world` workers that began after that moment; returns the newest of each node."""
     folder = nodes._training.out
-    found = nodes.until(lambda: idler.newest(folder, world, after_s), f"{world} workers of a new round")
-    ranks = {node: each.rank for node, each in found.items()}
-    nodes.note(f"workers of round {max(each.round for each in found.values())} run: {ranks}")
-    return found
+    workers = nodes.until(lambda: idler.newest(folder, world, after_s), f"{world} workers of a new round")
+    ranks_by_node = {node: each.rank for node, each in workers.items()}
+    nodes.note(f"workers of round {max(each.round for each in workers.values())} run: {ranks_by_node}")
+    return workers
 
 
-def ranks(found: dict[str, Idler]) -> dict[str, int]:
-    return {node: each.rank for node, each in found.items()}
+def ranks(workers: dict[str, Idler]) -> dict[str, int]:
+    return {node: each.rank for node, each in workers.items()}
 
 
 def machine(nodes: Nodes, name: str) -> Machine:
@@ -50,20 +51,23 @@ def machine(nodes: Nodes, name: str) -> Machine:
 
 
 def daemon_of(nodes: Nodes, name: str) -> psutil.Process:
-    (found,) = [
+    (daemon,) = [
         p for p in marked(nodes._mark(name)) if "reft_daemon" in p.cmdline() and "nsenter" not in p.cmdline()[0]
     ]
-    return found
+    return daemon
 
 
-def agents_say(nodes: Nodes, text: str) -> list[str]:
-    """Names of nodes whose agents have said that."""
+def nodes_whose_agent_logged(nodes: Nodes, text: str) -> list[str]:
+    """Returns the names of nodes whose agents have logged this text."""
     logs = {each.name: nodes._training.out / f"{each.name}.log" for each in nodes.machines}
     return [name for name, log in logs.items() if log.exists() and text in log.read_text(errors="replace")]
 
 
 def suspected_s(nodes: Nodes, observer: str, *names: str) -> float:
-    """For how long that node's daemon has doubted all of these without a break; 0 if it does not."""
+    """Returns for how long the observer's daemon has suspected all named nodes without a break.
+
+    Returns 0 if one of the nodes is not suspected.
+    """
     reply = ask(machine(nodes, observer).address, "Signals", pb.SignalsRequest(job="job"), 10)
     ages = {each.node: each.age_s if each.signal == pb.SUSPECT else 0.0 for each in reply.nodes}
     return min(ages[name] for name in names)
@@ -75,7 +79,7 @@ def finish(nodes: Nodes) -> None:
 
 
 @namespaces
-def test_a_lost_node_is_replaced_by_a_spare_under_its_rank_and_a_dead_daemon_restarts_nobody():
+def test_a_spare_gets_the_rank_of_a_lost_node_and_a_dead_daemon_restarts_no_worker():
     with Nodes(3, ranks_per_node=1) as nodes:
         nodes.launch("job", 0, **REFT)
         before = await_workers(nodes, 3)
@@ -87,8 +91,9 @@ def test_a_lost_node_is_replaced_by_a_spare_under_its_rank_and_a_dead_daemon_res
         stopped.send_signal(signal.SIGSTOP)
         killed.kill()
         nodes.note("one daemon stopped, one killed")
-        # By the beats that the living daemon has missed, not by a clock of ours.
-        nodes.until(lambda: suspected_s(nodes, "node-2", "node-1", "node-3") > CALM_S, "doubts that last")
+        # The living daemon measures this time in missed heartbeats; a clock of this test would not
+        # fit.
+        nodes.until(lambda: suspected_s(nodes, "node-2", "node-1", "node-3") > CALM_S, "lasting suspicions")
         assert len(idler.idlers(nodes._training.out)) == began, nodes.story()
         stopped.send_signal(signal.SIGCONT)
         machine(nodes, "node-3").daemon = nodes.start_daemon(machine(nodes, "node-3"))
@@ -102,33 +107,34 @@ def test_a_lost_node_is_replaced_by_a_spare_under_its_rank_and_a_dead_daemon_res
             "node-3": expected["node-3"],
             spare.name: expected["node-2"],
         }
-        # Of its own daemon, or of the other agent, who was faster and told the store. The spare hears no signals.
-        assert agents_say(nodes, "OFFLINE: "), nodes.story()
-        assert agents_say(nodes, "Workers restart now") == ["node-1", "node-3"], nodes.story()
+        # Each agent hears of the loss from its own daemon, or from the other agent through the
+        # store. The spare hears no signals.
+        assert nodes_whose_agent_logged(nodes, "OFFLINE: "), nodes.story()
+        assert nodes_whose_agent_logged(nodes, "Workers restart without waiting") == ["node-1", "node-3"], nodes.story()
         finish(nodes)
 
 
 @namespaces
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
-@pytest.mark.parametrize("has_agent_some", [True, False])
-def test_an_agent_is_heard_where_daemons_ask_for_certificates(tmp_path, has_agent_some):
+@pytest.mark.parametrize("has_certificates", [True, False])
+def test_agents_hear_signals_only_with_the_certificates_that_daemons_ask_for(tmp_path, has_certificates):
     flags = certificates.Certificates(tmp_path).flags("ours")
-    given = dict(zip(("REFT_TLS_CERT", "REFT_TLS_KEY", "REFT_TLS_CA"), flags[1::2], strict=True))
+    certificate_variables = dict(zip(("REFT_TLS_CERT", "REFT_TLS_KEY", "REFT_TLS_CA"), flags[1::2], strict=True))
     with Nodes(2, ranks_per_node=1, daemon_flags=flags) as nodes:
-        nodes.launch("job", 0, environment=given if has_agent_some else {}, **REFT)
+        nodes.launch("job", 0, environment=certificate_variables if has_certificates else {}, **REFT)
         await_workers(nodes, 2)
-        if has_agent_some:
+        if has_certificates:
             nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 2, "signals of the round on all members")
             daemon_of(nodes, "node-2").kill()
-            nodes.until(lambda: suspected_s(nodes, "node-1", "node-2") > CALM_S, "a doubt that lasts, and no more")
-        said = agents_say(nodes, "the daemons use TLS, and this agent has no certificates")
-        assert said == ([] if has_agent_some else ["node-1", "node-2"]), nodes.story()
+            nodes.until(lambda: suspected_s(nodes, "node-1", "node-2") > CALM_S, "a lasting suspicion, and no restart")
+        complaining = nodes_whose_agent_logged(nodes, "the daemons ask for certificates, and this agent has none")
+        assert complaining == ([] if has_certificates else ["node-1", "node-2"]), nodes.story()
         finish(nodes)
 
 
 @namespaces
 @pytest.mark.slow
-def test_a_node_that_is_cut_off_is_given_up_and_joins_anew_when_it_is_back():
+def test_a_node_that_was_cut_off_joins_again():
     with Nodes(3, ranks_per_node=1) as nodes:
         nodes.launch("job", 0, fewest=2, **REFT)
         before = await_workers(nodes, 3)
@@ -145,19 +151,19 @@ def test_a_node_that_is_cut_off_is_given_up_and_joins_anew_when_it_is_back():
         after = await_workers(nodes, 3, after_s=back_s)
         assert sorted(ranks(after).values()) == [0, 1, 2]
         assert after["node-2"].pid != before["node-2"].pid
-        assert {node: ranks(after)[node] for node in ranks(two)} == ranks(two), "those who stayed keep their ranks"
+        assert {node: ranks(after)[node] for node in ranks(two)} == ranks(two), "the other nodes keep their ranks"
         finish(nodes)
 
 
 @namespaces
 @pytest.mark.slow
-def test_two_nodes_die_at_once_and_a_third_in_the_middle_of_the_rendezvous():
+def test_two_nodes_die_at_once_and_a_third_during_the_rendezvous():
     with Nodes(4, ranks_per_node=1) as nodes:
         nodes.launch("job", 0, fewest=1, **REFT)
         before = ranks(await_workers(nodes, 4))
         nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 4, "signals of the round on all members")
         nodes.lose(machine(nodes, "node-2"), machine(nodes, "node-3"), silently=True)
-        nodes.until(lambda: agents_say(nodes, "OFFLINE: "), "a survivor that knows")
+        nodes.until(lambda: nodes_whose_agent_logged(nodes, "OFFLINE: "), "a survivor that knows of the loss")
         lost_s = nodes.lose(machine(nodes, "node-4"), silently=True)
         alone = await_workers(nodes, 1, after_s=lost_s)
         assert ranks(alone) == {"node-1": 0} and before["node-1"] == 0
@@ -166,7 +172,7 @@ def test_two_nodes_die_at_once_and_a_third_in_the_middle_of_the_rendezvous():
 
 @namespaces
 @pytest.mark.slow
-def test_a_spare_that_comes_in_the_middle_of_a_rendezvous_takes_the_place_that_is_missing():
+def test_a_spare_that_joins_during_a_rendezvous_gets_the_rank_of_the_lost_node():
     with Nodes(3, ranks_per_node=1) as nodes:
         nodes.launch("job", 0, environment={"LOGLEVEL": "INFO"}, **REFT)
         before = ranks(await_workers(nodes, 3))
@@ -180,7 +186,7 @@ def test_a_spare_that_comes_in_the_middle_of_a_rendezvous_takes_the_place_that_i
 
 
 def agents_joining(nodes: Nodes) -> list[str]:
-    """Names of nodes whose agents have begun a second rendezvous, or a later one."""
+    """Returns the names of nodes whose agents have begun a second or later rendezvous."""
     logs = {each.name: nodes._training.out / f"{each.name}.log" for each in nodes.living}
     return [name for name, log in logs.items() if log.read_text(errors="replace").count("Rendezvous'ing worker") > 1]
 
@@ -188,11 +194,14 @@ def agents_joining(nodes: Nodes) -> list[str]:
 @namespaces
 @pytest.mark.skipif(bool(etcd.why_not()), reason=etcd.why_not())
 @pytest.mark.slow
-def test_the_host_of_the_stores_leader_is_lost_with_its_node():
-    """Each node runs a member of the etcd; no call of an agent may wait for the lost one for long."""
+def test_the_node_of_the_stores_leader_is_lost():
+    """Each node runs one member of the etcd cluster.
+
+    No call of an agent may wait long for the lost member.
+    """
     with Nodes(3, ranks_per_node=1) as nodes:
-        places = [(each.living.address, each.living.enter([])) for each in nodes.machines]
-        with etcd.EtcdCluster(3, places) as cluster:
+        hosts = [(each.living.address, each.living.enter([])) for each in nodes.machines]
+        with etcd.EtcdCluster(3, hosts) as cluster:
             nodes.launch("job", 0, endpoint=cluster.endpoint, **REFT)
             before = ranks(await_workers(nodes, 3))
             nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 3, "signals of the round on all members")

@@ -1,8 +1,9 @@
-"""`torchrun --rdzv-backend=reft` with a training that reft holds: its losses are those of an undisturbed run, whatever is lost.
+"""`torchrun --rdzv-backend=reft` with a training that reft holds.
 
-The training (`tests.support.elastic_train`) has the same losses with any number of ranks, in bits. So a run that shrinks and
-grows is compared with every schedule of worker counts at once: a state that is not the one it should be, a batch too many
-or too few, shows in all later losses.
+Its losses equal those of an undisturbed run, after any fault. The training
+(`tests.support.elastic_train`) has the same losses, bit for bit, with any number of ranks. So a run
+that shrinks and grows is compared with every schedule of worker counts at once. A wrong state, or
+one batch too many or too few, shows in all later losses.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ TRAIN: dict[str, Any] = {
     "backend": "reft", "script": ["tests.support.elastic_train"], "arguments": ["--pause", "0.05"],
     "conf": {**PATIENT, "shrink_timeout": "2"},
 }  # fmt: skip
-STEPS = 100_000  # more than are made
+STEPS = 100_000  # more than a test reaches
 MINUTE_S = 60.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def lines(out: Path) -> list[dict]:
-    """What all ranks wrote."""
-    found = []
+def read_records(out: Path) -> list[dict]:
+    """Returns the records that all ranks wrote."""
+    records = []
     for path in sorted(out.glob("rank-*.jsonl")):
-        found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return found
+        records += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return records
 
 
 def await_steps(nodes: Nodes, world: int, more: int, after_s: float) -> int:
-    """Returns the newest step when a world of this size has made so many steps after that moment."""
+    """Returns the newest step, once `world` ranks have made `more` steps after that moment."""
     out = nodes._training.out
 
-    def made() -> set[int]:
-        steps = [e for e in lines(out) if e["event"] == "step" and e["world"] == world and e["time_s"] > after_s]
+    def steps_of_world() -> set[int]:
+        steps = [e for e in read_records(out) if e["event"] == "step" and e["world"] == world and e["time_s"] > after_s]
         return {each["step"] for each in steps}
 
-    nodes.until(lambda: len(made()) >= more, f"{more} steps of {world} ranks")
+    nodes.until(lambda: len(steps_of_world()) >= more, f"{more} steps of {world} ranks")
     nodes.note(f"{world} ranks have made {more} steps")
-    return max(made())
+    return max(steps_of_world())
 
 
 def await_signals(nodes: Nodes) -> None:
@@ -56,14 +57,14 @@ def await_signals(nodes: Nodes) -> None:
     nodes.until(lambda: len(nodes.statuses_of_signals("job")) == count, "signals of the round on all members")
 
 
-def attaches(said: list[dict]) -> list[dict]:
-    return sorted((each for each in said if each["event"] == "attached"), key=lambda each: each["time_s"])
+def attaches(records: list[dict]) -> list[dict]:
+    return sorted((each for each in records if each["event"] == "attached"), key=lambda each: each["time_s"])
 
 
-def check_losses(said: list[dict]) -> None:
-    """Each step's loss, of every rank and every attempt, is that of a run that nothing disturbed."""
+def check_losses(records: list[dict]) -> None:
+    """Fails unless each loss, of every rank and attempt, equals that of an undisturbed run."""
     losses: dict[int, set[str]] = {}
-    for each in said:
+    for each in records:
         if each["event"] == "step":
             losses.setdefault(each["step"], set()).add(each["loss"])
     expected = [loss.hex() for loss in elastic_train.alone(max(losses))]
@@ -71,11 +72,11 @@ def check_losses(said: list[dict]) -> None:
 
 
 def epoch_of(machine: Machine) -> int:
-    """The epoch that a node's daemon is in."""
+    """Returns the epoch of a node's daemon."""
     return ask(machine.address, "Status", pb.StatusRequest(job="job"), 10).jobs[0].epoch.counter
 
 
-def test_a_job_shrinks_from_four_nodes_to_three_and_grows_back_and_its_losses_stay_the_same():
+def test_losses_stay_the_same_when_a_job_shrinks_from_four_nodes_to_three_and_grows_back():
     with Nodes(4, ranks_per_node=1) as nodes:
         nodes.launch("job", STEPS, fewest=3, **TRAIN)
         await_steps(nodes, 4, 5, after_s=0)
@@ -86,15 +87,18 @@ def test_a_job_shrinks_from_four_nodes_to_three_and_grows_back_and_its_losses_st
         nodes.replace()
         await_steps(nodes, 4, 10, after_s=grown_s)
         finish(nodes)
-        said = lines(nodes._training.out)
-    sources = {(each["world"], each["restored_from"] in ("memory", "peers")) for each in attaches(said)}
+        records = read_records(nodes._training.out)
+    sources = {(each["world"], each["restored_from"] in ("memory", "peers")) for each in attaches(records)}
     assert sources == {(4, False), (3, True), (4, True)}
-    check_losses(said)
+    check_losses(records)
 
 
 @namespaces
-def test_a_node_that_was_cut_off_does_not_bring_its_old_state_back():
-    """It keeps its slots and its processes, and comes back when the others are an epoch further."""
+def test_the_old_state_of_a_returning_node_is_not_used():
+    """The node keeps its slots and its processes.
+
+    It returns when the other nodes are one epoch further.
+    """
     with Nodes(3, ranks_per_node=1) as nodes:
         nodes.launch("job", STEPS, fewest=2, **TRAIN)
         await_steps(nodes, 3, 5, after_s=0)
@@ -104,25 +108,27 @@ def test_a_node_that_was_cut_off_does_not_bring_its_old_state_back():
         away = machine(nodes, "node-2")
         away.living.cut()
         nodes.note("node-2 is cut off")
-        made = await_steps(nodes, 2, 20, after_s=cut_s)
+        newest_step = await_steps(nodes, 2, 20, after_s=cut_s)
         staying = [each for each in nodes.living if each is not away]
-        nodes.until(lambda: nodes.whole("job") >= (2, made), "a version of the two that is whole")
+        nodes.until(lambda: nodes.whole("job") >= (2, newest_step), "a whole version of the two nodes")
         assert epoch_of(away) == 1 and {epoch_of(each) for each in staying} == {2}
         back_s = time.monotonic()
         away.living.heal()
-        nodes.note(f"node-2 is back; the others have made step {made}")
+        nodes.note(f"node-2 is back; the others have made step {newest_step}")
         await_steps(nodes, 3, 10, after_s=back_s)
         assert len({epoch_of(each) for each in nodes.living}) == 1
         finish(nodes)
-        said = lines(nodes._training.out)
-    joint = [each for each in attaches(said) if each["world"] == 3 and each["time_s"] > back_s]
+        records = read_records(nodes._training.out)
+    joint = [each for each in attaches(records) if each["world"] == 3 and each["time_s"] > back_s]
     assert len(joint) == 3 and len({each["step"] for each in joint}) == 1
-    assert joint[0]["step"] >= made, "the state of the two, not the older one of the node that was away"
-    check_losses(said)
+    assert joint[0]["step"] >= newest_step, (
+        "the state of the other two nodes, not the older state of the returning node"
+    )
+    check_losses(records)
 
 
 @namespaces
-def test_a_minute_with_one_daemon_stopped_and_one_killed_restarts_nobody():
+def test_no_worker_restarts_in_a_minute_with_one_daemon_stopped_and_one_killed():
     with Nodes(3, ranks_per_node=1) as nodes:
         nodes.launch("job", STEPS, **TRAIN)
         await_steps(nodes, 3, 5, after_s=0)
@@ -133,16 +139,18 @@ def test_a_minute_with_one_daemon_stopped_and_one_killed_restarts_nobody():
         nodes.note("one daemon stopped, one killed")
         end_s = time.monotonic() + MINUTE_S
         nodes.until(lambda: time.monotonic() > end_s, "the minute's end")
-        made = await_steps(nodes, 3, 10, after_s=end_s)
-        assert len([each for each in lines(nodes._training.out) if each["event"] == "started"]) == 3, nodes.story()
+        newest_step = await_steps(nodes, 3, 10, after_s=end_s)
+        assert len([each for each in read_records(nodes._training.out) if each["event"] == "started"]) == 3, (
+            nodes.story()
+        )
         stopped.send_signal(signal.SIGCONT)
         machine(nodes, "node-3").daemon = nodes.start_daemon(machine(nodes, "node-3"))
-        nodes.until(lambda: nodes.whole("job")[1] > made, "snapshots again")
+        nodes.until(lambda: nodes.whole("job")[1] > newest_step, "snapshots again")
         await_signals(nodes)
         finish(nodes)
-        said = lines(nodes._training.out)
-    assert len(attaches(said)) == 3
-    check_losses(said)
+        records = read_records(nodes._training.out)
+    assert len(attaches(records)) == 3
+    check_losses(records)
 
 
 @namespaces
@@ -155,8 +163,8 @@ def test_all_workers_die_at_once_and_go_on_from_memory():
         killed_s = nodes.kill_ranks(*range(4))
         await_steps(nodes, 4, 5, after_s=killed_s)
         finish(nodes)
-        said = lines(nodes._training.out)
-    again = [each for each in attaches(said) if each["time_s"] > killed_s]
+        records = read_records(nodes._training.out)
+    again = [each for each in attaches(records) if each["time_s"] > killed_s]
     assert len(again) == 4 and {each["restored_from"] for each in again} == {"memory"}
     assert min(each["step"] for each in again) >= whole
-    check_losses(said)
+    check_losses(records)

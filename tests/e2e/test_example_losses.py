@@ -1,7 +1,11 @@
-"""Every example loses a rank, all ranks, and a node, each in mid-copy, and ends as a run without reft does, bit for bit.
+"""Every example loses a rank, all ranks, and a node, each in the middle of a copy.
 
-make test    one run an example, with one seeded moment of each loss; ranks are forked, nodes are daemons on loopback
-make chaos   three runs an example, with other moments; and the same under torchrun, on nodes with networks of their own
+Each example must end like a run without reft, bit for bit.
+
+make test    one run an example, with one seeded moment of each loss; ranks are forked, nodes are
+             daemons on loopback
+make chaos   three runs an example, with other moments; and the same under torchrun, on nodes with
+             networks of their own
 """
 
 from __future__ import annotations
@@ -25,16 +29,24 @@ from tests.support.nodes import Machine, Nodes, stop_at
 from tests.support.recorded import Ranks
 from tests.support.trainers import Spec
 
-SPANS = ((5, 9), (11, 16), (18, 23))  # in which step the first, second, third loss comes
+SPANS = ((5, 9), (11, 16), (18, 23))  # the steps in which the first, second and third loss come
 DEADLINE_S = 200.0
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 
 
 class Example(NamedTuple):
-    """Its name, nodes, ranks on each; whether a node may be lost; for how many steps it trains.
+    """One example script and the job that runs it.
 
-    Where steps take milliseconds the round is tens of them behind, and what has no slot meanwhile is not copied: a
-    moment in mid-copy of a step may come that much later, and should still come before the end.
+    Where steps take milliseconds, the round is tens of steps behind. Steps without a free slot are
+    not copied, so a moment in the middle of a copy may come that many steps later. The job must
+    still run then, hence `steps`.
+
+    Attributes:
+        name: of the script in examples/.
+        nodes: number of nodes.
+        per_node: ranks on each node.
+        is_replicated: whether the job survives the loss of a node.
+        steps: number of steps to train.
     """
 
     name: str
@@ -63,7 +75,7 @@ each_example = pytest.mark.parametrize("example", EXAMPLES, ids=[example.name fo
 
 
 class Moment(NamedTuple):
-    """When a loss comes: while this rank stands in mid-copy of a step."""
+    """The moment of a loss: this rank stands still in the middle of a copy of a step."""
 
     kind: str
     rank: int
@@ -72,7 +84,7 @@ class Moment(NamedTuple):
 
 
 def moments(example: Example, seed: int) -> list[Moment]:
-    """What a seed says: the losses in any order."""
+    """Returns the losses of a seed, in random order."""
     chance = random.Random(f"{example.name} {seed}")
     kinds = chance.sample(example.losses, len(example.losses))
     return [
@@ -85,11 +97,13 @@ def moments(example: Example, seed: int) -> list[Moment]:
 
 
 class Run:
-    """A job of an example, over its starts.
+    """A job of an example, over all its starts.
 
     Args:
-        nodes: empty for a run without reft; the ranks are dealt out among them in turn.
-        environment: of all ranks.
+        example: the example to run.
+        folder: for the records of all ranks.
+        nodes: the daemons, each for an equal block of ranks; empty for a run without reft.
+        environment: environment variables of all ranks.
     """
 
     def __init__(self, example: Example, folder: Path, nodes: list[DaemonProcess], **environment: str) -> None:
@@ -113,24 +127,26 @@ class Run:
         return read_result(self.folder, self.example.world)
 
     def lose(self, moment: Moment, seal_at: int, site: Site) -> int:
-        """Starts, and loses what the moment says; which step was whole then."""
+        """Starts the job and causes the loss of `moment`; returns the step that was whole then."""
         point = f"snapshot.chunk:stop:rank={moment.rank}:from={moment.step}:after={moment.after}"
         ranks = self.start(point, seal_at)
         victim = ranks.processes[moment.rank]
-        stands = psutil.Process(victim.pid)
-        until(lambda: stands.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}")
+        victim_process = psutil.Process(victim.pid)
+        until(
+            lambda: victim_process.status() == psutil.STATUS_STOPPED or not victim.is_alive(), DEADLINE_S, f"{moment}"
+        )
         assert victim.is_alive(), ranks.errors()[-6000:]
         whole = max(node.status("job").whole for node in self.nodes)
-        everybody = range(self.example.world)
+        all_ranks = range(self.example.world)
         node, count = self.node_of(moment.rank), len(self.nodes)
         lost = {"node": [node], "nodes": [node, (node + 1) % count]}.get(moment.kind, [])
-        on_lost = [rank for rank in everybody if self.node_of(rank) in lost]
-        for rank in {"rank": [moment.rank], "all": everybody}.get(moment.kind, on_lost):
+        on_lost = [rank for rank in all_ranks if self.node_of(rank) in lost]
+        for rank in {"rank": [moment.rank], "all": all_ranks}.get(moment.kind, on_lost):
             os.kill(ranks.processes[rank].pid, signal.SIGKILL)
         vanish(*(self.nodes[each] for each in lost))
-        for each, fresh in zip(lost, site.add(len(lost)), strict=True):
-            self.nodes[each] = fresh
-        for process in ranks.processes:  # the launcher ends the others
+        for each, replacement in zip(lost, site.add(len(lost)), strict=True):
+            self.nodes[each] = replacement
+        for process in ranks.processes:  # as a launcher ends the remaining ranks
             process.terminate()
             process.join(60)
         return whole
@@ -138,20 +154,23 @@ class Run:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Callable[[Example], TrainingResult]:
-    """Each example without reft, once."""
-    found: dict[str, TrainingResult] = {}
+    """Yields a function that runs an example without reft, once for all tests."""
+    results: dict[str, TrainingResult] = {}
 
     def of(example: Example) -> TrainingResult:
-        if example.name not in found:
+        if example.name not in results:
             run = Run(example, tmp_path_factory.mktemp("plain") / example.name, [])
-            found[example.name] = run.finish(run.start())
-        return found[example.name]
+            results[example.name] = run.finish(run.start())
+        return results[example.name]
 
     return of
 
 
 def check(example: Example, seed: int, plain: TrainingResult, site: Site, folder: Path) -> Run:
-    """Losses of a seed, one after the other, each in a start of its own; the last start trains to the end."""
+    """Causes the losses of a seed, each in its own start of the job.
+
+    The last start trains to the end; its result must equal `plain`.
+    """
     run = Run(example, folder / f"seed{seed}", site.add(example.nodes))
     wholes = [run.lose(moment, 0 if i else 3, site) for i, moment in enumerate(moments(example, seed))]
     assert_went_on(run.finish(run.start()), wholes, plain, example.steps)
@@ -159,7 +178,11 @@ def check(example: Example, seed: int, plain: TrainingResult, site: Site, folder
 
 
 def assert_went_on(result: TrainingResult, wholes: list[int], plain: TrainingResult, steps: int) -> None:
-    """After each loss all ranks went on from one step, no older than what was whole then; and ended as without any."""
+    """Fails unless all ranks went on from one step after each loss.
+
+    That step must not be older than the step that was whole at the loss. The end result must equal
+    `plain`.
+    """
     assert 3 <= wholes[0]
     for i, whole in enumerate(wholes, 1):
         bases = {attempts[i].base for attempts in result.attempts.values()}
@@ -169,7 +192,7 @@ def assert_went_on(result: TrainingResult, wholes: list[int], plain: TrainingRes
 
 
 @each_example
-def test_it_goes_on_bit_for_bit(example, plain, site, tmp_path):
+def test_an_example_survives_losses_bit_for_bit(example, plain, site, tmp_path):
     run = check(example, 0, plain(example), site, tmp_path)
     exposed = exposures(run.nodes[0])
     if example.is_replicated:
@@ -181,9 +204,10 @@ def test_it_goes_on_bit_for_bit(example, plain, site, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_of_different_groups_are_lost_at_once(plain, site, tmp_path):
-    """HSDP, one rank on each of four nodes: 0 and 2 hold one half, 1 and 3 the other, so that each half survives one loss.
+    """HSDP, one rank on each of four nodes.
 
-    All four hold the numbers of steps of the optimizer: these must survive two.
+    Ranks 0 and 2 hold one half of the state, ranks 1 and 3 the other. So each half survives one
+    loss. All four ranks hold the optimizer's step counters, which must survive two losses.
     """
     (hsdp,) = [example for example in EXAMPLES if example.name == "hsdp"]
     run = Run(hsdp, tmp_path / "groups", site.add(hsdp.world), REFT_TOLERATE="2")
@@ -193,7 +217,10 @@ def test_two_nodes_of_different_groups_are_lost_at_once(plain, site, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_of_different_stages_are_lost_at_once(plain, site, tmp_path):
-    """TP x PP x DP on four nodes of two ranks: 0 and 2 hold one stage, 1 and 3 the other, and they have no leaf in common."""
+    """TP x PP x DP on four nodes of two ranks.
+
+    Nodes 0 and 2 hold one stage, nodes 1 and 3 the other. The stages have no leaf in common.
+    """
     (pipeline,) = [example for example in EXAMPLES if example.name == "tensor_pipeline_3d"]
     run = Run(pipeline, tmp_path / "stages", site.add(pipeline.nodes))
     whole = run.lose(Moment("nodes", rank=3, step=7, after=1), 3, site)
@@ -201,7 +228,7 @@ def test_two_nodes_of_different_stages_are_lost_at_once(plain, site, tmp_path):
 
 
 def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:
-    """What `reft-cli status` says that a lost node would take with it: reason, ranks, bytes."""
+    """Returns the state that a lost node would take with it: reason, ranks, bytes."""
     done = CliRunner().invoke(main, ["status", "--json"], env={"REFT_DAEMON": node.address}, catch_exceptions=False)
     (job,) = json.loads(done.output)["jobs"]
     return [(each["reason"], each["ranks"], each["bytes"]) for each in job["protection"]["exposed"]]
@@ -210,7 +237,7 @@ def exposures(node: DaemonProcess) -> list[tuple[str, list[int], int]]:
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @each_example
-def test_it_goes_on_from_other_moments(example, seed, plain, site, tmp_path):
+def test_an_example_survives_losses_at_other_moments(example, seed, plain, site, tmp_path):
     check(example, seed, plain(example), site, tmp_path)
 
 
@@ -237,7 +264,7 @@ LOSSES = {"rank": one_rank, "all": all_ranks, "node": a_node}
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @each_example
-def test_it_goes_on_under_torchrun(example, seed, plain):
+def test_an_example_survives_losses_under_torchrun(example, seed, plain):
     losses = moments(example, seed)
     points = [
         stop_at("snapshot.chunk", rank=each.rank, step=each.step, epoch=epoch, after=each.after)

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and go on where a killed run ended."""
+"""The examples run unchanged, and a restarted example goes on where it was killed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ STEPS = ["--steps", "100"]
 RANKS = ["--nproc-per-node=2", "--max-restarts=2", "--rdzv-id=ddp", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
          "--local-addr=127.0.0.1"]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RANKS]
-FORKED = [sys.executable, "-m", "tests.support.agent", *RANKS]  # the same losses, and torch is imported once
+FORKED = [
+    sys.executable,
+    "-m",
+    "tests.support.agent",
+    *RANKS,
+]  # the same losses; torch is imported once for all workers
 
 
-# These steps take a millisecond, and on busy cores a round takes more than all of them: so it is waited for.
-STANDS = "snapshot.chunk:stop:from=2:epoch=1"
+# These steps take a millisecond; on busy cores the round takes longer than all of them. So the copy
+# stops, and the test waits for the round.
+STOP_IN_COPY = "snapshot.chunk:stop:from=2:epoch=1"
 
 
 def started(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.Popen[str]:
@@ -50,12 +56,12 @@ def run(daemon: DaemonProcess, *command: str, **changes: str) -> subprocess.Comp
 
 
 def killed(daemon: DaemonProcess, job: str, rank: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """A run whose `rank` is killed in mid-copy of a step, once the one before is whole."""
-    process = started(daemon, *command, REFT_JOB=job, REFT_FAILPOINTS=f"{STANDS}:rank={rank}")
+    """Starts a run and kills `rank` in the middle of a copy, once the step before is whole."""
+    process = started(daemon, *command, REFT_JOB=job, REFT_FAILPOINTS=f"{STOP_IN_COPY}:rank={rank}")
 
     def victim() -> int | None:
-        found = [status for status in daemon.call("Status", pb.StatusRequest()).jobs if status.job == job]
-        ranks = [each for status in found if status.whole >= 1 for each in status.ranks if each.rank == rank]
+        jobs = [status for status in daemon.call("Status", pb.StatusRequest()).jobs if status.job == job]
+        ranks = [each for status in jobs if status.whole >= 1 for each in status.ranks if each.rank == rank]
         pids = [each.pid for each in ranks if psutil.Process(each.pid).status() == psutil.STATUS_STOPPED]
         return pids[0] if pids else None
 
@@ -72,10 +78,10 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def restored(done: subprocess.CompletedProcess[str]) -> int:
-    """The step that was restored."""
-    found = re.search(r"restored step (\d+) \(epoch 1\) from memory", done.stderr)
-    assert found, done.stderr
-    return int(found[1])
+    """Returns the step that was restored."""
+    match = re.search(r"restored step (\d+) \(epoch 1\) from memory", done.stderr)
+    assert match, done.stderr
+    return int(match[1])
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Small tmpfs, small cgroup, memlock, read-only HOME, no IPv6, two users: works, or stops at attach with value, limit, remedy."""
+"""reft works within a machine's limits, or stops at attach with value, limit and remedy.
+
+The limits: a small tmpfs, a small cgroup, memlock, a read-only HOME, no IPv6, and two users.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,11 @@ def undisturbed():
 
 
 @needs_root
-def test_dockers_64_mib_of_shm(undisturbed):
-    """Slots go to memfds; they survive their trainers, and a daemon's death while a trainer holds them."""
+def test_slots_are_memfds_in_dockers_64_mib_of_shm(undisturbed):
+    """Slots go to memfds.
+
+    Memfds survive their trainers. They survive the daemon while a trainer holds them.
+    """
     with small_tmpfs("64m") as folder:
         daemon = DaemonProcess(folder=folder)
         try:
@@ -71,14 +77,14 @@ def test_dockers_64_mib_of_shm(undisturbed):
 
 
 def memory_cgroup() -> tuple[Path, str]:
-    """A new memory cgroup, and the name of its limit's file."""
+    """Returns a new memory cgroup, and the name of the file with its limit."""
     if (CGROUPS / "memory/memory.limit_in_bytes").exists():
         return CGROUPS / "memory/reft-test", "memory.limit_in_bytes"
     return CGROUPS / "reft-test", "memory.max"
 
 
 @needs_root
-def test_a_memory_cgroup_that_is_too_small():
+def test_attach_stops_in_a_memory_cgroup_that_is_too_small():
     group, limit = memory_cgroup()
     try:
         group.mkdir(exist_ok=True)
@@ -103,7 +109,7 @@ def test_a_memory_cgroup_that_is_too_small():
         group.rmdir()
 
 
-def test_a_budget_that_is_too_small():
+def test_attach_stops_at_a_memory_budget_that_is_too_small():
     daemon = DaemonProcess("--memory", "16MiB")
     try:
         trainers = Trainers(Spec(daemon.address, options=WIDE))
@@ -126,7 +132,7 @@ def test_a_memlock_limit_does_not_matter(daemon):
 
 @pytest.fixture
 def network() -> Iterator[str]:
-    """A network namespace whose kernel refuses IPv6."""
+    """Yields a network namespace whose kernel refuses IPv6."""
     script = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6; ip link set lo up && echo ready && exec cat"
     keeper = subprocess.Popen(
         ["unshare", "--net", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -142,25 +148,26 @@ def network() -> Iterator[str]:
 
 
 @needs_root
-def test_without_ipv6(network):
-    """The test of two nodes that agree and restore, once more, in there."""
+def test_two_nodes_agree_without_ipv6(network):
+    """Two nodes agree and restore, inside that namespace."""
     pair = [DaemonProcess("--listen", "127.0.0.1:0", network=network) for _ in range(2)]
-    where = {"network": network}
+    trainer_options = {"network": network}
     try:
-        plain = run(Spec(pair[0].address, job="plain", steps=STEPS, options=where), 2)
-        check_two_nodes(pair, {2: plain}, **where)
+        plain = run(Spec(pair[0].address, job="plain", steps=STEPS, options=trainer_options), 2)
+        check_two_nodes(pair, {2: plain}, **trainer_options)
     finally:
         for process in pair:
             process.close()
 
 
-# A /tmp and a /dev/shm of its own, without anybody's daemon; this repository may lie in the one that it hides.
+# Mounts a /tmp and a /dev/shm in which no daemon runs. This repository may lie in the hidden /tmp,
+# so the script mounts it again.
 OWN_TMP = """
 mount --bind "$ROOT" /mnt && mount -t tmpfs -o mode=1777 tmp /tmp && mkdir -p "$ROOT" && mount --bind /mnt "$ROOT" || exit 77
 mount -t tmpfs -o mode=1777,size=256m shm /dev/shm || exit 77
 exec "$@"
 """
-BOTH = """
+RUN_BOTH_USERS = """
 import sys
 from pathlib import Path
 from tests.support.daemons import purge_and_stop
@@ -178,9 +185,9 @@ for folder in Path("/tmp").glob("reft-*"):
 
 @needs_root
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is missing")
-def test_two_users_with_read_only_homes_who_set_nothing_have_a_daemon_each_and_cannot_reach_the_others():
+def test_two_users_with_read_only_homes_get_separate_daemons():
     environment = {**os.environ, "ROOT": str(ROOT), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "daemon")])}
-    command = ["unshare", "--mount", "sh", "-c", OWN_TMP, "sh", sys.executable, "-c", BOTH]
+    command = ["unshare", "--mount", "sh", "-c", OWN_TMP, "sh", sys.executable, "-c", RUN_BOTH_USERS]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip(f"a /tmp of its own can't be mounted here: {done.stderr}")

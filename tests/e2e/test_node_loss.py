@@ -1,4 +1,7 @@
-"""A node dies, at the worst moments, and a replacement goes on with what the others hold: bit for bit as undisturbed."""
+"""A node dies at the worst moments, and a replacement goes on with the state of the others.
+
+The result equals an undisturbed run bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,14 @@ from tests.support.trainers import Spec
 
 STEPS = 24
 POINTS = ["snapshot.chunk", "snapshot.parity", "restore.chunk", "snapshot.landed"]
-HITS = {"snapshot.chunk": 6, "snapshot.parity": 3, "restore.chunk": 6, "snapshot.landed": 1}  # pass up to so many
+# The failpoint may be passed up to this number of times before the loss.
+HITS = {"snapshot.chunk": 6, "snapshot.parity": 3, "restore.chunk": 6, "snapshot.landed": 1}
 pytestmark = pytest.mark.timeout(900)  # a start of all ranks may take a minute where the cores are shared
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a node is lost: while one of its ranks stands at this point of its work."""
+    """The moment of a node's loss: one of its ranks stands still at this failpoint."""
 
     point: str
     rank: int
@@ -40,15 +44,15 @@ class Moment:
 
     @classmethod
     def drawn(cls, seed: int, world: int) -> Moment:
-        """The moment of a seed: the points take turns, all else is random."""
-        chance = random.Random(seed)
+        """Returns the moment of a seed: the failpoints take turns, the rest is random."""
+        rng = random.Random(seed)
         point = POINTS[seed % len(POINTS)]
         return cls(
             point,
-            chance.randrange(world),
-            chance.randrange(3, 12),
-            chance.randrange(HITS[point]),
-            chance.random() < 0.5,
+            rng.randrange(world),
+            rng.randrange(3, 12),
+            rng.randrange(HITS[point]),
+            rng.random() < 0.5,
         )
 
     @property
@@ -57,7 +61,10 @@ class Moment:
 
     @property
     def failpoint(self) -> str:
-        """The value of REFT_FAILPOINTS. A restore is that of the second attach: the first has nothing to restore."""
+        """The value of REFT_FAILPOINTS.
+
+        A restore is one of the second attach: the first attach has nothing to restore.
+        """
         if self.in_restore:
             return stop_at(self.point, rank=self.rank, epoch=2, after=self.after)
         return stop_at(self.point, rank=self.rank, step=self.step, after=self.after)
@@ -65,7 +72,7 @@ class Moment:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same training with no loss and without reft, once for each number of ranks."""
+    """Yields a function that returns an undisturbed run without reft, by number of ranks."""
     results: dict[int, TrainingResult] = {}
 
     def of(world: int) -> TrainingResult:
@@ -80,7 +87,7 @@ def undisturbed(tmp_path_factory):
 
 
 def assert_went_on(result: TrainingResult, lost_s: float, whole: int) -> None:
-    """Every rank went on from one and the same step, none older than what was whole before the loss."""
+    """Fails unless all ranks went on from one step, at least as new as the whole one."""
     bases = {
         rank: next((attempt.base for attempt in attempts if attempt.started_s > lost_s and attempt.steps), None)
         for rank, attempts in result.attempts.items()
@@ -89,7 +96,10 @@ def assert_went_on(result: TrainingResult, lost_s: float, whole: int) -> None:
 
 
 def lose_at(nodes: Nodes, moment: Moment) -> tuple[float, int]:
-    """Waits for the moment and lets its node be replaced; when it was lost, and which step was whole before."""
+    """Waits for the moment and replaces its node.
+
+    Returns the time of the loss, and the step that was whole before.
+    """
     job = "job"
     whole = 0
     if moment.in_restore:
@@ -132,7 +142,7 @@ def test_a_node_is_lost(seed, undisturbed):
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(3, 23))
-def test_random_losses(seed, undisturbed):
+def test_a_node_is_lost_at_a_random_moment(seed, undisturbed):
     assert len(undisturbed(8).attempts) == 8
     check_moment(seed, undisturbed(8), lose_again=seed % 2 == 1)
 
@@ -153,7 +163,10 @@ def test_two_nodes_are_lost_at_once(undisturbed):
 
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
 def test_a_node_is_lost_where_daemons_ask_for_certificates(tmp_path, undisturbed):
-    """And trainers have none: what lies on other nodes comes by way of their own daemon."""
+    """Trainers have no certificates.
+
+    They read slots of other nodes through their own daemon.
+    """
     plain = undisturbed(3)
     flags = certificates.Certificates(tmp_path).flags("ours")
     with Nodes(3, ranks_per_node=1, daemon_flags=flags) as nodes:
@@ -168,7 +181,7 @@ def test_a_node_is_lost_where_daemons_ask_for_certificates(tmp_path, undisturbed
     assert compare(result, plain, STEPS).differences == []
 
 
-def test_one_node_too_many_is_said_plainly():
+def test_the_error_after_one_lost_node_too_many_names_the_nodes():
     with Nodes(3, ranks_per_node=1) as nodes:
         training = nodes.launch("job", 400, restarts=1)
         nodes.await_step(3)
@@ -181,20 +194,22 @@ def test_one_node_too_many_is_said_plainly():
             texts = (log.read_text(errors="replace") for log in training.logs)
             return next((line for text in texts for line in text.splitlines() if "RestoreError: " in line), "")
 
-        said = nodes.until(message, "the message about what is missing")
+        error_line = nodes.until(message, "the message about what is missing")
         until(lambda: survivor.agent.poll() is not None, 120, "the end of the survivor's agent")
         assert survivor.agent.returncode != 0
-        asked = CliRunner().invoke(main, ["recover", "job", "--json"], env={"REFT_DAEMON": f"unix:{survivor.socket}"})
-        assert asked.exit_code == 4, asked.output
-        document = json.loads(asked.stdout)
+        recover_result = CliRunner().invoke(
+            main, ["recover", "job", "--json"], env={"REFT_DAEMON": f"unix:{survivor.socket}"}
+        )
+        assert recover_result.exit_code == 4, recover_result.output
+        document = json.loads(recover_result.stdout)
     assert document["outcome"] == "unrecoverable"
     assert all(any(machine.name in line for line in document["missing"]) for machine in lost), document
-    assert "no version is whole now" in said
-    assert all(re.search(rf"\b{machine.name}\b", said) for machine in lost), said
-    assert re.search(r"\bcells?\b", said), said
+    assert "no version is whole now" in error_line
+    assert all(re.search(rf"\b{machine.name}\b", error_line) for machine in lost), error_line
+    assert re.search(r"\bcells?\b", error_line), error_line
 
 
-def test_a_lost_node_leaves_nothing_and_its_replacement_is_another():
+def test_a_lost_node_leaves_nothing_and_its_replacement_is_a_new_node():
     with Nodes(2, ranks_per_node=1) as nodes:
         first, second = nodes.living
         path, mark = first.socket, nodes.folder

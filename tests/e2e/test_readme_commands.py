@@ -1,6 +1,6 @@
-"""What the READMEs say to type to install reft, to train with it, and to measure it: typed as it stands.
+"""Runs the commands that the READMEs print to install reft, to train, and to measure.
 
-make test    the command that the README begins with
+make test    the first command of the README
 make soak    all others, for some minutes; benchmarks take half an hour
 """
 
@@ -22,26 +22,25 @@ from tests.support.commands import BENCHMARK, PYTEST, ROOT, Reader, matching
 from tests.support.daemons import purge_and_stop
 
 pytestmark = pytest.mark.timeout(600)
-STANDS_IN = (
-    "import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n"  # for train.py on more ranks than fit here
-)
+# Replaces train.py where the command starts more ranks than this machine can train.
+RANK_PRINTER = "import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n"
 
 
 @pytest.fixture
 def reader(tmp_path) -> Iterator[Reader]:
-    made = Reader(tmp_path)
-    yield made
+    reader_in_folder = Reader(tmp_path)
+    yield reader_in_folder
     stop_daemons(tmp_path)
 
 
 def stop_daemons(folder: Path) -> None:
-    """Those that attach or an agent has started there."""
+    """Stops the daemons that attach or an agent has started in this folder."""
     for socket in folder.glob("run*/daemon.sock"):
         purge_and_stop(socket)
 
 
-def trained(output: str) -> None:
-    """Fails unless the example printed its last losses, and reft was there."""
+def assert_trained(output: str) -> None:
+    """Fails unless the example printed its last losses, and reft was attached."""
     assert re.search(r"step \d+: loss", output) and "nothing held, starting fresh" in output, output
 
 
@@ -63,7 +62,7 @@ def trained(output: str) -> None:
     ],
 )
 def test_an_example_trains(command, reader):
-    trained(reader.run(command, timeout=300))
+    assert_trained(reader.run(command, timeout=300))
 
 
 @pytest.mark.soak
@@ -76,16 +75,16 @@ def test_an_example_trains(command, reader):
 )
 def test_workers_are_forked(command, reader):
     shutil.copy(ROOT / "examples/ddp.py", reader.folder / "train.py")
-    trained(reader.run(command))
+    assert_trained(reader.run(command))
 
 
 @pytest.fixture
 def store() -> Iterator[int]:
-    """The agents' store of a host that does not train; its port."""
+    """Yields the port of the agents' store, on a host that does not train."""
     port = free_port()
     command = [sys.executable, "-m", store_host.__name__, "--port", str(port), "--idle-exit", "600"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline(), "it says that it is ready"
+    assert process.stdout is not None and process.stdout.readline(), "the store prints that it is ready"
     yield port
     process.kill()
     process.communicate()
@@ -109,10 +108,10 @@ def store() -> Iterator[int]:
         ),
     ],
 )
-def test_several_nodes_meet(command, nodes, ranks, store, tmp_path):
-    """Nodes are agents with a folder each."""
+def test_agents_of_several_nodes_meet(command, nodes, ranks, store, tmp_path):
+    """Each node is an agent with its own folder."""
     reader = Reader(tmp_path, {"storehost:29400": f"127.0.0.1:{store}"}, REFT_INSECURE="1")
-    (tmp_path / "train.py").write_text(STANDS_IN)
+    (tmp_path / "train.py").write_text(RANK_PRINTER)
     agents = [reader.start(command, REFT_RUNTIME_DIR=str(tmp_path / f"run{node}")) for node in range(nodes)]
     try:
         outputs = [agent.communicate(timeout=400)[0] for agent in agents]
@@ -124,7 +123,7 @@ def test_several_nodes_meet(command, nodes, ranks, store, tmp_path):
     if ranks:
         assert len(re.findall(r"^rank \d+$", "\n".join(outputs), re.M)) == ranks
     else:
-        trained("\n".join(outputs))
+        assert_trained("\n".join(outputs))
 
 
 @pytest.mark.soak
@@ -142,7 +141,7 @@ def test_several_nodes_meet(command, nodes, ranks, store, tmp_path):
 def test_agents_meet_at_a_store_of_torch(store, command, tmp_path):
     port = str(free_port())
     reader = Reader(tmp_path, {"storehost": "127.0.0.1", "29400": port})
-    (tmp_path / "train.py").write_text(STANDS_IN)
+    (tmp_path / "train.py").write_text(RANK_PRINTER)
     with reader.start(store) as host:
         agents = [reader.start(command) for _ in range(4)]
         try:
@@ -201,6 +200,6 @@ def test_a_benchmark_runs(command, reader):
 
 
 @pytest.mark.parametrize("command", matching(PYTEST))
-def test_there_are_such_tests(command, reader):
-    """They run in make test, make soak or make chaos."""
+def test_pytest_collects_tests_for_the_command(command, reader):
+    """The tests themselves run in make test, make soak or make chaos."""
     assert re.search(r"\d+(/\d+)? tests? collected", reader.run(command, PYTEST_ADDOPTS="--collect-only -q"))

@@ -1,4 +1,7 @@
-"""`reft-cli recover` between a lost node and the restart: the job goes on from rebuilt slots as if they had never been lost."""
+"""`reft-cli recover` runs between the loss of a node and the restart.
+
+The job goes on from the rebuilt slots like from the lost ones.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def test_a_job_goes_on_from_rebuilt_slots():
     try:
         addresses = [daemon.address for daemon in nodes]
         plain = run(Spec(spare.address, job="plain", options=OPTIONS), WORLD)
-        dying = Trainers(Spec(addresses[0], options={**OPTIONS, "die_at": 6}), WORLD, addresses)
-        assert dying.wait().count(-9) >= 1, dying.errors()
+        killed_trainers = Trainers(Spec(addresses[0], options={**OPTIONS, "die_at": 6}), WORLD, addresses)
+        assert killed_trainers.wait().count(-9) >= 1, killed_trainers.errors()
         nodes[1].kill()
         shutil.rmtree(nodes[1].folder)
         command = ["recover", "job", "--yes", "--json", "--onto", f"n1={spare.address}"]
@@ -31,9 +34,9 @@ def test_a_job_goes_on_from_rebuilt_slots():
         assert done.exit_code == 0, done.output
         (rebuilt,) = json.loads(done.stdout)["rebuilt"]
         assert (rebuilt["ranks"], rebuilt["step"]) == ([1], 6)
-        back = run(Spec(addresses[0], options=OPTIONS), WORLD, [addresses[0], spare.address, addresses[2]])
-        assert [(each["began"], each["from"]) for each in back] == [(6, "memory")] * WORLD
-        assert_equal(back, plain)
+        restored_results = run(Spec(addresses[0], options=OPTIONS), WORLD, [addresses[0], spare.address, addresses[2]])
+        assert [(each["began"], each["from"]) for each in restored_results] == [(6, "memory")] * WORLD
+        assert_equal(restored_results, plain)
     finally:
         for daemon in daemons:
             daemon.close()

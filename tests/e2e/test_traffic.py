@@ -1,7 +1,7 @@
-"""What a snapshot costs, end to end: bytes between nodes, counted by the kernel, and bytes in a rank's slot, by formula.
+"""What a snapshot costs: bytes between nodes, counted by the kernel, and bytes in a rank's slot.
 
-The state of `tests.support.train_mlp` is known in closed form at every width, so what is expected is written down here anew
-and not taken from the code that is tested.
+The state of `tests.support.train_mlp` has a closed formula at every width. The expected bytes are
+computed here from the formula, not by the tested code.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from tests.support.daemons import DaemonProcess, until
 from tests.support.jobs import slot_path
 from tests.support.trainers import Spec, Trainers
 
-WARM = 5  # snapshots before the count begins: connections are made, replicas are compared in whole
+WARM = 5  # snapshots before the count begins: connections open, and ranks compare all bytes
 SLOTS = 3
 CHUNK = 256 << 10  # bytes: the default
-# Bytes of one snapshot beside capsules and digests. Seen for one neighbour: frames 180 to 810, and 1900 on busy cores.
+# Bytes of one snapshot beside capsules and digests. Measured for one neighbour: 180 to 810 bytes of
+# frames, and 1900 on busy cores.
 RECORD_BYTES = 48  # rank, version, sizes and tags of a capsule's record
 KEEP_BYTES = 48  # job and epoch of the message that carries records
-OUTCOME_BYTES = 40  # of one outcome; a child is told two for a step, that it is open and that it is whole
-SAID_BYTES = 50  # of what the parent is told: that a step is open, and that all have sealed it; again after
-AGAIN_S = 0.3  # as long as it is not decided
-FRAMES_BYTES = 3200  # what HTTP/2 adds to calls with one neighbour, and the replies, for one rank of the node
-# Of one heartbeat; a node sends one every BEAT_S to each of at most four others, however many nodes and however large.
-BEAT_BYTES = 150  # job, round, two ids, the node's own sign, and
-HEARD_BYTES = 30  # for each neighbour when it was heard
-BEAT_FRAMES = 500  # what HTTP/2 adds to a beat and to the answer to another's, and that answer
-CAPSULE_VARIES = 0.01  # a capsule of the same state: its numbers have more or fewer digits
+OUTCOME_BYTES = 40  # of one outcome; a parent sends a child two for a step: open, and whole
+REPORT_BYTES = 50  # of one report to the parent: a step is open, or all ranks below have sealed it
+REPEAT_S = 0.3  # a report is sent again after this time, until the step is decided
+FRAMES_BYTES = 3200  # HTTP/2 frames and replies with one neighbour, for one rank of the node
+# A node sends one heartbeat every BEAT_S to each of at most four nodes, with any number of nodes.
+BEAT_BYTES = 150  # of one heartbeat: job, round, two ids, and the node's own report
+HEARD_BYTES = 30  # of one heartbeat, for each neighbour: when it was last heard
+BEAT_FRAMES = 500  # HTTP/2 frames of one heartbeat, and the reply to a neighbour's heartbeat
+CAPSULE_VARIES = 0.01  # capsules of the same state differ in the digits of their numbers
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Case:
     """One job: a rank writes shards of stripes of k data and f parity shards.
 
     Attributes:
-        nodes: how many, each with its own daemon.
+        nodes: number of nodes, each with its own daemon.
         each: ranks on a node.
-        f: lost nodes to survive.
+        f: number of node losses to survive.
         w: packets of a shard: 1 for XOR and copies, 2 for EVENODD with k = 2.
         width: of the model.
-        snapshots: that are counted.
+        snapshots: number of snapshots that are counted.
     """
 
     nodes: int
@@ -77,32 +78,39 @@ class Case:
 
     @property
     def leaves(self) -> list[int]:
-        """Bytes of each replicated leaf: fp32 parameters, both moments of AdamW, and its counter of steps."""
+        """Bytes of each replicated leaf: fp32 parameters, AdamW's moments and step counter."""
         width = self.width
         linear = [16 * width, width, width * width, width, width * 4, 4]
         return [nbytes for n in [*linear, width, width] for nbytes in (4 * n, 4 * n, 4 * n, 4)]
 
     @property
     def inline_leaves(self) -> int:
-        """Bytes that forward writes, so that they differ by rank: BatchNorm's mean, variance and counter of batches."""
+        """Bytes of the leaves that differ by rank, because forward writes them.
+
+        BatchNorm's mean, variance and counter of batches.
+        """
         return 2 * 4 * self.width + 8
 
     # The formula: |P| (k + f) / (D k), with its padding
 
     @property
     def padding(self) -> int:
-        """Bytes between the leaves: each begins at a multiple of 64."""
+        """Bytes between the leaves: each leaf begins at a multiple of 64."""
         return sum(up(nbytes, 64) - nbytes for nbytes in self.leaves)
 
     def shard(self, rank: int) -> int:
-        """Bytes of a rank's shards: an each-th of the cell goes to each rank of a node, cut into D k shards of w packets."""
+        """Returns the bytes of one shard of a rank.
+
+        Each rank of a node gets an equal lane of the cell.
+        A lane is cut into D k shards of w packets.
+        """
         units = sum(up(nbytes, 64) for nbytes in self.leaves) // 64
         index = rank % self.each
         lane = (units * (index + 1) // self.each - units * index // self.each) * 64
         return self.w * up(-(-lane // (self.nodes * self.k * self.w)), 8)
 
     def sections(self, rank: int) -> list[tuple[int, int]]:
-        """Begin and size of the rank's data shards, and of its parity, in the slot's data."""
+        """Returns begin and size of the rank's data shards, and of its parity, in the slot."""
         data, parity = self.k * self.shard(rank), self.f * self.shard(rank)
         return [(0, data), (up(data, CHUNK), parity)]
 
@@ -111,7 +119,7 @@ class Case:
 
 
 def up(nbytes: int, to: int) -> int:
-    """The next multiple of `to`."""
+    """Returns the next multiple of `to`."""
     return -(-nbytes // to) * to
 
 
@@ -124,13 +132,13 @@ each_case = pytest.mark.parametrize("case", CASES, ids=["small", "large", "two l
 
 @dataclass(frozen=True)
 class Sent:
-    """What a daemon has sent so far, in bytes.
+    """The bytes that a daemon has sent until now.
 
     Attributes:
-        sockets: connection → what the kernel counts, for all established TCP connections.
-        capsules, round, beats: what the daemon itself counts.
-        beat_count: how many beats those are.
-        at_s: when this was asked, by the monotonic clock.
+        sockets: connection → bytes by the kernel's count, for all established TCP connections.
+        capsules, round, beats: bytes by the daemon's own count.
+        beat_count: number of heartbeats.
+        at_s: time of this count, by the monotonic clock.
     """
 
     sockets: dict[str, int]
@@ -143,7 +151,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that has ended: for each node what it had sent before and after, for each rank its result and its slots."""
+    """A job that has ended.
+
+    Attributes:
+        sent: for each node, its counts before and after.
+        results: for each rank, its result.
+        slots: for each rank, its slots.
+    """
 
     sent: list[tuple[Sent, Sent]]
     results: list[dict[str, Any]]
@@ -156,27 +170,30 @@ class Done:
 
 @contextmanager
 def started(count: int) -> Iterator[list[DaemonProcess]]:
-    """Daemons that reach each other over TCP."""
-    found: list[DaemonProcess] = []
+    """Yields daemons that reach each other over TCP."""
+    daemons: list[DaemonProcess] = []
     try:
         for _ in range(count):
-            found.append(DaemonProcess("--listen", "127.0.0.1:0"))
-        yield found
+            daemons.append(DaemonProcess("--listen", "127.0.0.1:0"))
+        yield daemons
     finally:
-        for daemon in found:
+        for daemon in daemons:
             daemon.close()
 
 
 @functools.cache
 def trained(case: Case) -> Done:
-    """Runs a job whose steps all become whole."""
+    """Runs a job whose steps all become whole; returns its counts, results and slots."""
     last = WARM + case.snapshots
-    # Each step is sealed before the next begins, so none is skipped; at a pause nothing is under way.
+    # Each step is sealed before the next begins, so no step is skipped. At a pause no message is
+    # under way.
     options = {"width": case.width, "tolerate": case.f, "slots": SLOTS, "pause_at": [WARM, last],
                "seal_at": list(range(1, last + 1))}  # fmt: skip
     with started(case.nodes) as daemons:
-        homes = [daemon for daemon in daemons for _ in range(case.each)]
-        trainers = Trainers(Spec("", steps=last + 1, options=options), case.world, [daemon.address for daemon in homes])
+        daemon_of_rank = [daemon for daemon in daemons for _ in range(case.each)]
+        trainers = Trainers(
+            Spec("", steps=last + 1, options=options), case.world, [daemon.address for daemon in daemon_of_rank]
+        )
         counts = []
         for step in (WARM, last):
             trainers.wait_for(step)
@@ -187,7 +204,7 @@ def trained(case: Case) -> Done:
         assert trainers.wait() == [0] * case.world, trainers.errors()[-3000:]
         slots = [
             [SlotMap(np.fromfile(slot_path(home, f"rank-{rank}.slot-{i}"), np.uint8)) for i in range(SLOTS)]
-            for rank, home in enumerate(homes)
+            for rank, home in enumerate(daemon_of_rank)
         ]
     return Done(list(zip(*counts, strict=True)), trainers.results(), slots)
 
@@ -201,30 +218,33 @@ def sent_by(daemon: DaemonProcess) -> Sent:
 
 
 def tcp_bytes(pid: int) -> dict[str, int]:
-    """Connection → bytes sent on it, for all established TCP connections of a process; unix sockets are none."""
+    """Returns connection → bytes sent, for a process's established TCP connections.
+
+    Unix sockets do not count.
+    """
     if not shutil.which("ss"):
         return {}
     command = ["ss", "-tinHpO", "state", "established"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)
-    found = {}
+    bytes_by_connection = {}
     for line in done.stdout.splitlines():
         if f"pid={pid}," in line:
             count = re.search(r"\bbytes_sent:(\d+)", line)
-            found[" ".join(line.split()[2:4])] = int(count[1]) if count else 0  # ss leaves out a zero
-    return found
+            bytes_by_connection[" ".join(line.split()[2:4])] = int(count[1]) if count else 0  # ss leaves out a zero
+    return bytes_by_connection
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a node sent for one snapshot on average, in bytes, and what it had to send to each holder.
+    """A node's average bytes for one snapshot, and the bytes that it had to send to each holder.
 
     Attributes:
         tcp: on all TCP connections.
         capsules: in messages that carry capsules.
         round: in the messages of the round.
         beats: in heartbeats.
-        beat_count: how many heartbeats.
-        seconds: that the snapshot took.
+        beat_count: number of heartbeats.
+        seconds: the time of one snapshot.
         owed: the capsules of the node's ranks, and 8 bytes for each of their chunks.
     """
 
@@ -240,7 +260,7 @@ class Traffic:
 def traffic(case: Case, node: int) -> Traffic:
     done = trained(case)
     before, after = done.sent[node]
-    # A connection that was closed would have taken its count with it.
+    # No connection was closed: its count would be missing.
     assert before.sockets.keys() <= after.sockets.keys()
     tcp = sum(after.sockets.values()) - sum(before.sockets.values())
     ranks = range(node * case.each, (node + 1) * case.each)
@@ -261,43 +281,51 @@ def test_every_step_became_whole(case):
 
 
 @each_case
-def test_daemons_send_capsules_digests_and_the_round(case):
+def test_daemons_send_only_capsules_digests_and_the_round(case):
     for node in range(case.nodes):
-        found = traffic(case, node)
-        least, most = case.f * found.owed, case.f * (found.owed + case.each * RECORD_BYTES + KEEP_BYTES)
-        # One that answers late has its rank's capsule in a message of its own.
+        node_traffic = traffic(case, node)
+        least, most = case.f * node_traffic.owed, case.f * (node_traffic.owed + case.each * RECORD_BYTES + KEEP_BYTES)
+        # The capsule of a late rank travels in its own message.
         most += case.f * (case.each - 1) * KEEP_BYTES
-        assert least * (1 - CAPSULE_VARIES) <= found.capsules <= most * (1 + CAPSULE_VARIES)
-        # However busy the cores are: nobody is told the same twice.
-        said = 2 * SAID_BYTES * (1 + found.seconds / AGAIN_S)
-        assert 0 < found.round <= (said if node else 2 * OUTCOME_BYTES * (case.nodes - 1))
+        assert least * (1 - CAPSULE_VARIES) <= node_traffic.capsules <= most * (1 + CAPSULE_VARIES)
+        # Busy cores make the step longer, so reports are repeated more often.
+        report_bytes = 2 * REPORT_BYTES * (1 + node_traffic.seconds / REPEAT_S)
+        assert 0 < node_traffic.round <= (report_bytes if node else 2 * OUTCOME_BYTES * (case.nodes - 1))
 
 
 @each_case
-def test_heartbeats_are_paced_and_of_one_size(case):
-    """Neither the state nor the number of steps is in the formula, and of nodes at most four."""
+def test_heartbeats_have_a_limited_rate_and_size(case):
+    """The bytes depend neither on the state nor on the number of steps.
+
+    A node sends heartbeats to at most four nodes.
+    """
     neighbours = min(case.nodes - 1, 2 * REACH)
     for node in range(case.nodes):
-        found = traffic(case, node)
-        # Two more: at the window's begin and end.
-        assert found.beat_count * case.snapshots <= neighbours * (found.seconds * case.snapshots / BEAT_S * 1.25 + 2)
-        assert found.beats <= found.beat_count * (BEAT_BYTES + HEARD_BYTES * neighbours)
+        node_traffic = traffic(case, node)
+        # Two more heartbeats: at the begin and the end of the count.
+        assert node_traffic.beat_count * case.snapshots <= neighbours * (
+            node_traffic.seconds * case.snapshots / BEAT_S * 1.25 + 2
+        )
+        assert node_traffic.beats <= node_traffic.beat_count * (BEAT_BYTES + HEARD_BYTES * neighbours)
 
 
 @pytest.mark.skipif(
-    not shutil.which("ss"), reason="ss of iproute2 is missing: nothing else says what a socket has sent"
+    not shutil.which("ss"), reason="ss of iproute2 is missing: no other tool prints the bytes sent on a socket"
 )
 @each_case
-def test_the_sockets_carry_no_more_than_the_daemons_say(case):
+def test_sockets_send_no_more_bytes_than_the_daemons_count(case):
     for node in range(case.nodes):
-        found = traffic(case, node)
-        named = found.capsules + found.round + found.beats
-        beats = BEAT_FRAMES * (found.beat_count + 2 * case.nodes / case.snapshots)
-        assert named <= found.tcp <= named + FRAMES_BYTES * (case.nodes - 1) * case.each + beats
+        node_traffic = traffic(case, node)
+        counted_bytes = node_traffic.capsules + node_traffic.round + node_traffic.beats
+        beats = BEAT_FRAMES * (node_traffic.beat_count + 2 * case.nodes / case.snapshots)
+        assert counted_bytes <= node_traffic.tcp <= counted_bytes + FRAMES_BYTES * (case.nodes - 1) * case.each + beats
 
 
-def test_a_larger_state_sends_its_riders_and_digests_only():
-    """No tensor byte moves between nodes: 49 times the state, and what is sent grows by what is in the capsule."""
+def test_a_larger_state_sends_only_more_inline_leaves_and_digests():
+    """No byte of a replicated leaf moves between nodes.
+
+    The state is 49 times larger. The traffic grows only by inline leaves and digests.
+    """
     growth = sum(LARGE.leaves) - sum(SMALL.leaves)
     assert sum(LARGE.leaves) > 20 * sum(SMALL.leaves)
     for node in range(SMALL.nodes):
@@ -305,23 +333,24 @@ def test_a_larger_state_sends_its_riders_and_digests_only():
         more = LARGE.inline_leaves - SMALL.inline_leaves + 8 * (LARGE.chunks(node) - SMALL.chunks(node))
         digits = CAPSULE_VARIES * small.owed
         assert abs(large.capsules - small.capsules - more) <= digits
-        assert abs(large.round - small.round) <= 2 * SAID_BYTES * (1 + large.seconds / AGAIN_S)
-        # Replies and frames vary by how busy the cores are, but by less than a thousandth of the state.
+        assert abs(large.round - small.round) <= 2 * REPORT_BYTES * (1 + large.seconds / REPEAT_S)
+        # Replies and frames depend on the load of the cores, but vary by less than a thousandth of
+        # the state.
         beats = large.beats + BEAT_FRAMES * (large.beat_count + 2 * LARGE.nodes / LARGE.snapshots)
         assert large.tcp - small.tcp <= more + growth / 1000 + beats
 
 
 @each_case
-def test_a_rank_writes_what_the_formula_says(case):
+def test_a_rank_writes_the_bytes_of_the_formula(case):
     written = [result["stats"]["bytes"] for result in trained(case).results]
     for rank, nbytes in enumerate(written):
         most = (case.k + case.f) * case.shard(rank) + case.inline_leaves
-        # What lies between leaves and behind the last one is not written again with each snapshot.
+        # Padding between leaves, and behind the last leaf, is not written again in each snapshot.
         tail = case.nodes * case.k * (8 * case.w)
         assert most - case.padding - tail <= nbytes <= most
-        share = sum(case.leaves) * (case.k + case.f) / (case.nodes * case.k * case.each)
-        assert nbytes - case.inline_leaves == pytest.approx(share, abs=case.padding + tail)
-    # Together: every live byte of the state once, and the parity.
+        bytes_of_rank = sum(case.leaves) * (case.k + case.f) / (case.nodes * case.k * case.each)
+        assert nbytes - case.inline_leaves == pytest.approx(bytes_of_rank, abs=case.padding + tail)
+    # All ranks together write every live byte of the state once, and the parity.
     parity = sum(case.f * case.shard(rank) for rank in range(case.world))
     assert sum(written) == sum(case.leaves) + parity + case.world * case.inline_leaves
 

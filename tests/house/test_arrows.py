@@ -1,4 +1,7 @@
-"""Who may import whom: programs -> reft.wire -> reft.core, downwards from room to room in each, and never in a circle."""
+"""Checks which module may import which: programs -> reft.wire -> reft.core.
+
+Inside each package a subpackage imports only lower ones. No imports form a circle.
+"""
 
 import ast
 import subprocess
@@ -11,10 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MOST_ENTRIES = 14  # of a package's listing
+MOST_ENTRIES = 14  # files and folders directly in a package
 
 LEAVES = {"reft.errors", "reft.config", "reft.console", "reft.failpoints", "reft.schedules"}
-# The one-line integrations run in the trainer: they belong to the client's program.
+# The integrations run in the trainer, so they belong to the client program.
 PROGRAMS = {
     "reft.client": "client",
     "reft.integrations": "client",
@@ -25,13 +28,14 @@ PROGRAMS = {
 }
 AREAS = PROGRAMS | {"reft.wire": "wire", "reft.core": "core"} | {leaf: leaf for leaf in LEAVES}
 
-# Time, chance and the outside world are handed in: that is what lets a simulator drive the decisions.
+# Core gets time, random numbers and the outside world as arguments, so a simulator can drive it.
 IMPURE = {
     *("asyncio", "concurrent", "mmap", "multiprocessing", "os", "random", "secrets", "selectors"),
     *("socket", "subprocess", "threading", "time", "_thread"),
 }
-# The rooms of each package from the top floor to the bottom. A room imports rooms below it; nothing imports upwards.
-FLOORS = {
+# The subpackages of each package, from the top layer to the bottom. A subpackage imports lower ones
+# only.
+LAYERS = {
     "reft.client": ("attach", "session", "schedule", "restore", "snapshot", "link", "state", "memory"),
     "reft.core": (
         *("status", "recovery", "commit", "coding", "membership", "pipeline", "layout"),
@@ -57,12 +61,12 @@ NO_TORCH = ("reft.core", "reft.wire", "reft.cli", "reft_daemon")
 class Import(NamedTuple):
     name: str
     line: int
-    late: bool  # inside a function, or only for a type checker: not run when the module is imported
+    late: bool  # in a function, or for a type checker only: does not run at import of the module
 
 
 def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
-    """Every import, with absolute names; `from a import b` counts as a.b."""
-    found: list[Import] = []
+    """Returns every import, with absolute names; `from a import b` counts as a.b."""
+    imported: list[Import] = []
     package = module if is_package else module.rpartition(".")[0]
 
     def visit(node: ast.AST, late: bool) -> None:
@@ -77,14 +81,14 @@ def imports(source: str, module: str, is_package: bool = False) -> list[Import]:
             names = [f"{base}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
-        found.extend(Import(name, node.lineno, late) for name in names)
+        imported.extend(Import(name, node.lineno, late) for name in names)
         late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         late = late or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         for child in ast.iter_child_nodes(node):
             visit(child, late)
 
     visit(ast.parse(source), late=False)
-    return found
+    return imported
 
 
 def within(name: str, prefix: str) -> bool:
@@ -92,61 +96,76 @@ def within(name: str, prefix: str) -> bool:
 
 
 def area(name: str) -> str:
-    """The area that a name lies in; "face" is reft itself, which leads to the client; "" is not ours."""
-    for prefix, found in AREAS.items():
+    """Returns the area of a name, or "" for a name that is not ours.
+
+    "face" is reft itself, which leads to the client.
+    """
+    for prefix, area_name in AREAS.items():
         if within(name, prefix):
-            return found
+            return area_name
     return "face" if within(name, "reft") else ""
 
 
 def forbidden(module: str, imported: Import) -> str:
-    """Why `module` may not import this, or nothing."""
-    here, there, top = area(module), area(imported.name), imported.name.partition(".")[0]
-    if here == "core" and not there and (top in IMPURE or top not in {*sys.stdlib_module_names, "numpy"}):
-        return "core decides: stdlib without time, chance and the outside world, and numpy"
-    if top == "torch" and any(within(module, prefix) for prefix in NO_TORCH):
+    """Returns why `module` may not import this name, or ""."""
+    importing_area, imported_area, top_level = area(module), area(imported.name), imported.name.partition(".")[0]
+    if (
+        importing_area == "core"
+        and not imported_area
+        and (top_level in IMPURE or top_level not in {*sys.stdlib_module_names, "numpy"})
+    ):
+        return "core imports only numpy, and stdlib modules without time, randomness or I/O"
+    if top_level == "torch" and any(within(module, prefix) for prefix in NO_TORCH):
         return "no torch here"
-    if top == "torch" and (here == "face" or here in LEAVES) and not imported.late:
+    if top_level == "torch" and (importing_area == "face" or importing_area in LEAVES) and not imported.late:
         return "import reft loads no torch"
-    if module == "reft.elastic" and top not in sys.stdlib_module_names and not imported.late:
+    if module == "reft.elastic" and top_level not in sys.stdlib_module_names and not imported.late:
         return "torchrun loads this package at every start: only stdlib at module level"
-    if not there or here == there or imported.name == "reft.__version__":
+    if not imported_area or importing_area == imported_area or imported.name == "reft.__version__":
         return ""
-    return "" if there in reachable(module, here, imported.late) else f"{here} may not import {there}"
+    return (
+        ""
+        if imported_area in reachable(module, importing_area, imported.late)
+        else f"{importing_area} may not import {imported_area}"
+    )
 
 
-def reachable(module: str, here: str, late: bool) -> set[str]:
-    if here == "core":
+def reachable(module: str, importing_area: str, late: bool) -> set[str]:
+    if importing_area == "core":
         return {"reft.errors"}
-    if here == "reft.schedules":
+    if importing_area == "reft.schedules":
         return LEAVES | {"core"}
-    if here in LEAVES:
+    if importing_area in LEAVES:
         return LEAVES - {"reft.schedules"}
-    if here == "wire":
+    if importing_area == "wire":
         return LEAVES | {"core"}
-    if here == "face":
+    if importing_area == "face":
         return LEAVES | ({"client"} if late else set())
-    # The demo's trainer is a user's script: it uses the public face.
-    return LEAVES | {"wire", "core"} | ({"face"} if here in {"client", "demo"} else set())
+    # The demo's trainer is a user's script, so it imports the public API.
+    return LEAVES | {"wire", "core"} | ({"face"} if importing_area in {"client", "demo"} else set())
 
 
-def room(package: str, name: str) -> str:
-    """The room of a package that a name lies in; "" is the package itself, or another one."""
+def subpackage(package: str, name: str) -> str:
+    """Returns the subpackage that a name lies in, or "" for `package` itself and outside."""
     return name.removeprefix(package + ".").partition(".")[0] if name.startswith(package + ".") else ""
 
 
 def upwards(module: str, imported: Import) -> str:
-    """Why `module` may not import this from its own package, or nothing."""
-    for package, floors in FLOORS.items():
-        here, there = room(package, module), room(package, imported.name)
-        if here not in floors or there not in floors or floors.index(here) <= floors.index(there):
+    """Returns why `module` may not import this name from its own package, or ""."""
+    for package, layers in LAYERS.items():
+        importing, imported_from = subpackage(package, module), subpackage(package, imported.name)
+        if (
+            importing not in layers
+            or imported_from not in layers
+            or layers.index(importing) <= layers.index(imported_from)
+        ):
             continue
-        return f"{package}.{there} lies above {package}.{here}"
+        return f"{package}.{imported_from} lies above {package}.{importing}"
     return ""
 
 
 def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
-    """The names on one circle of arrows, its first one again at the end; empty if there is none."""
+    """Returns the names on one circle of imports, with the first again at the end, or []."""
     done: set[str] = set()
 
     def search(name: str, path: list[str]) -> list[str]:
@@ -155,65 +174,70 @@ def circle(arrows: Mapping[str, Collection[str]]) -> list[str]:
         if name in done:
             return []
         for each in sorted(arrows.get(name, ())):
-            if found := search(each, [*path, name]):
-                return found
+            if names := search(each, [*path, name]):
+                return names
         done.add(name)
         return []
 
-    return next((found for name in sorted(arrows) if (found := search(name, []))), [])
+    return next((names for name in sorted(arrows) if (names := search(name, []))), [])
 
 
 def arrows_of(sources: Mapping[str, str], packages: Collection[str] = ()) -> dict[str, set[str]]:
-    """Module → our modules that it imports, late ones too. Keys of `sources` are names of modules, values their text."""
-    found: dict[str, set[str]] = {}
+    """Returns module → the modules of ours that it imports, including late imports.
+
+    Args:
+        sources: module name → its text.
+        packages: the modules that are packages.
+    """
+    arrows: dict[str, set[str]] = {}
     for module, source in sources.items():
-        found[module] = set()
+        arrows[module] = set()
         for each in imports(source, module, module in packages):
             target = each.name if each.name in sources else each.name.rpartition(".")[0]
             if target in sources and target != module:
-                found[module].add(target)
-    return found
+                arrows[module].add(target)
+    return arrows
 
 
 def violations(source: str, module: str, is_package: bool = False) -> list[str]:
-    found = [(each, forbidden(module, each) or upwards(module, each)) for each in imports(source, module, is_package)]
-    return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in found if why]
+    reasons = [(each, forbidden(module, each) or upwards(module, each)) for each in imports(source, module, is_package)]
+    return [f"{module}:{each.line}: imports {each.name}: {why}" for each, why in reasons if why]
 
 
 def modules(root: Path) -> list[tuple[Path, str]]:
-    """Every module of ours with its import name."""
-    found = []
+    """Returns the path and the import name of every module of ours."""
+    paths = []
     for base, package in ((root, "reft"), (root / "daemon", "reft_daemon")):
         for path in sorted((base / package).rglob("*.py")):
             parts = path.relative_to(base).with_suffix("").parts
-            found.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
-    return found
+            paths.append((path, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)))
+    return paths
 
 
-def test_our_imports_follow_the_arrows():
-    found = []
+def test_no_import_breaks_a_rule():
+    broken_rules = []
     for path, module in modules(ROOT):
-        # protoc writes google.protobuf and grpc into its output, and nothing of ours but itself
-        found += violations(path.read_text(), module, path.name == "__init__.py")
-    assert not found, "\n".join(found)
+        # protoc's output imports google.protobuf, grpc, and of our modules only itself.
+        broken_rules += violations(path.read_text(), module, path.name == "__init__.py")
+    assert not broken_rules, "\n".join(broken_rules)
 
 
-def test_no_module_imports_itself_by_way_of_others():
+def test_imports_form_no_circle():
     sources = {module: path.read_text() for path, module in modules(ROOT)}
     packages = {module for path, module in modules(ROOT) if path.name == "__init__.py"}
     assert circle(arrows_of(sources, packages)) == []
 
 
-def test_every_room_has_a_floor():
-    rooms = {package: set() for package in FLOORS}
+def test_every_subpackage_has_a_layer():
+    subpackages = {package: set() for package in LAYERS}
     for _, module in modules(ROOT):
-        for package in FLOORS:
-            rooms[package] |= {room(package, module)} - {""}
-    assert rooms == {package: set(floors) for package, floors in FLOORS.items()}
+        for package in LAYERS:
+            subpackages[package] |= {subpackage(package, module)} - {""}
+    assert subpackages == {package: set(layers) for package, layers in LAYERS.items()}
 
 
 @pytest.mark.parametrize("folder", ["reft/client", "reft/core", "daemon/reft_daemon"])
-def test_a_listing_is_read_at_a_glance(folder):
+def test_a_package_has_few_entries(folder):
     listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     entries = {path.removeprefix(folder + "/").partition("/")[0] for path in listed.split()}
     assert 0 < len(entries) <= MOST_ENTRIES, sorted(entries)

@@ -1,4 +1,4 @@
-"""A slip in an option of a benchmark ends it at once, before it measures something else, or nothing."""
+"""A wrong option of a benchmark ends it before it measures anything."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from bench.options import count, listed, output
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", "", "²"])
-def test_what_is_no_count(text):
+def test_a_wrong_count_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is no number from 1 on"):
         count(text)
 
 
-def test_words_of_a_list():
+def test_a_list_takes_only_its_words():
     assert count("12") == 12 and listed(("a", "b"))("b,a") == "b,a"
     for text in ("c", "a,", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="is none of a, b"):
             listed(("a", "b"))(text)
 
 
-def test_what_can_not_be_written_when_all_is_measured(tmp_path):
+def test_an_output_file_that_cannot_be_written_is_refused(tmp_path):
     assert output(str(tmp_path / "new.json")) == tmp_path / "new.json"
     for path in (tmp_path, tmp_path / "none" / "new.json"):
         with pytest.raises(argparse.ArgumentTypeError, match="can't be written"):
@@ -36,7 +36,7 @@ def test_what_can_not_be_written_when_all_is_measured(tmp_path):
     ["save --ways plan", "overhead --ways raft", "recovery --backends torch", "load --cases none-such",
      "encode --json /", "gpu_stage --json /none/x", "overhead --trace /none/x", "recovery --trace /none/x"],
 )  # fmt: skip
-def test_a_slip_ends_a_benchmark_at_once(command, monkeypatch, capsys):
+def test_a_wrong_option_ends_a_benchmark_at_once(command, monkeypatch, capsys):
     name, *arguments = command.split()
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as ended:

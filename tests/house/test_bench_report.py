@@ -1,4 +1,4 @@
-"""The tables of bench/README.md are those of bench/results, and each command on the page works."""
+"""The tables of bench/README.md equal bench/results, and each command on the page works."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def stored(folder: Path, name: str = "a", **changed) -> Path:
 # The page
 
 
-def test_the_page_is_what_make_bench_report_makes():
-    made = report.page(PAGE, report.tables(report.results(ROOT / "bench" / "results")))
-    assert made == PAGE, "run make bench-report; change files in bench/results, not the tables"
+def test_the_page_equals_the_output_of_make_bench_report():
+    new_page = report.page(PAGE, report.tables(report.results(ROOT / "bench" / "results")))
+    assert new_page == PAGE, "run make bench-report; change files in bench/results, not the tables"
 
 
-def test_each_line_of_prose_fits_into_a_diff():
+def test_no_line_of_prose_is_too_long():
     prose = [line for line in PAGE.splitlines() if not line.startswith(("|", "    "))]
     assert [line for line in prose if len(line) > report.WIDTH] == []
 
@@ -79,7 +79,7 @@ def test_each_program_is_on_the_page():
 
 
 class Parsed(Exception):
-    """The program has read its options, and would begin."""
+    """Raised when the program has read its options, before it measures."""
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def stops_once_parsed(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def begins(monkeypatch, program: str, arguments: list[str]) -> bool:
-    """Whether a program takes these options."""
+def accepts(monkeypatch, program: str, arguments: list[str]) -> bool:
+    """Returns whether a program accepts these options."""
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     try:
         importlib.import_module(f"bench.{program}").main()
@@ -115,18 +115,18 @@ def test_each_command_on_the_page_works(command, monkeypatch, stops_once_parsed)
         paths = [word for word in words[1:] if word.startswith("tests/")]
         assert paths and all((ROOT / path).is_file() for path in paths)
     else:
-        assert words[0] == ".venv/bin/python" and begins(monkeypatch, Path(words[1]).stem, words[2:])
+        assert words[0] == ".venv/bin/python" and accepts(monkeypatch, Path(words[1]).stem, words[2:])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_program_can_write_its_results(program, monkeypatch, stops_once_parsed, tmp_path):
-    assert begins(monkeypatch, program, ["--json", str(tmp_path / "new.json")])
+    assert accepts(monkeypatch, program, ["--json", str(tmp_path / "new.json")])
 
 
 # Rendering
 
 
-def test_a_made_up_result_as_a_table(tmp_path):
+def test_a_result_becomes_a_table(tmp_path):
     stored(tmp_path)
     assert report.tables(report.results(tmp_path)) == RENDERED
 
@@ -134,15 +134,15 @@ def test_a_made_up_result_as_a_table(tmp_path):
 def test_runs_of_one_title_share_a_table(tmp_path):
     stored(tmp_path, "a", run="before", notes=[])
     stored(tmp_path, "b", run="after", rows=[{"name": "share", "unit": "", "goal": None, "value": 0.5}])
-    made = report.tables(report.results(tmp_path))
-    assert made.count("### ") == 1 and "| | unit | goal | before | after |" in made
-    assert "| share |  | ≥ 0.8 | 0.8 | 0.5 |" in made and "| ends | s |  | 3 to 5 |  |" in made
+    rendered = report.tables(report.results(tmp_path))
+    assert rendered.count("### ") == 1 and "| | unit | goal | before | after |" in rendered
+    assert "| share |  | ≥ 0.8 | 0.8 | 0.5 |" in rendered and "| ends | s |  | 3 to 5 |  |" in rendered
 
 
-def test_facts_that_nobody_wrote_down(tmp_path):
+def test_the_table_names_missing_facts(tmp_path):
     stored(tmp_path, command=None, date=None, commit=None, machine=dict.fromkeys(MADE_UP["machine"]), source="copied")
-    made = " ".join(report.tables(report.results(tmp_path)).split())
-    assert "date not written down; machine not written down; copied; command not written down." in made
+    rendered = " ".join(report.tables(report.results(tmp_path)).split())
+    assert "date not written down; machine not written down; copied; command not written down." in rendered
 
 
 def test_digits_stay_as_the_file_has_them(tmp_path):
@@ -189,7 +189,7 @@ def test_a_malformed_result_is_refused(changed, says, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", '{"title": NaN}', "[]", "{}"])
-def test_a_file_that_is_no_result(text, tmp_path):
+def test_a_file_without_a_result_is_refused(text, tmp_path):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ResultError, match=r"^a\.json (is|has) .*(Write|Add) "):
         result.read(tmp_path / "a.json")
@@ -198,23 +198,28 @@ def test_a_file_that_is_no_result(text, tmp_path):
 # Writing
 
 
-def test_a_program_writes_what_the_report_reads(tmp_path, monkeypatch, capsys):
+def test_the_report_reads_the_file_that_a_program_writes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "new.json"
     monkeypatch.setattr(sys, "argv", ["pacing", "--chunks", "10", "--json", str(path)])
     importlib.import_module("bench.pacing").main()
-    found = result.read(path)
-    assert found.command == "python bench/pacing.py --chunks 10" and str(tmp_path) not in path.read_text()
-    assert found.machine["cores"] and found.machine["torch"] and found.date and found.source is None
-    assert [each.name for each in found.rows] == ["10 chunks, 0 columns of parity, 60 gaps"]
-    assert "### Plan of where chunks go" in report.tables([found])
+    stored_result = result.read(path)
+    assert stored_result.command == "python bench/pacing.py --chunks 10" and str(tmp_path) not in path.read_text()
+    assert (
+        stored_result.machine["cores"]
+        and stored_result.machine["torch"]
+        and stored_result.date
+        and stored_result.source is None
+    )
+    assert [each.name for each in stored_result.rows] == ["10 chunks, 0 columns of parity, 60 gaps"]
+    assert "### Plan of where chunks go" in report.tables([stored_result])
 
 
-def test_of_a_path_only_the_name_is_published(monkeypatch):
+def test_a_published_command_holds_file_names_without_folders(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     arguments = ["--json=/a/b.json", "--trace", "/a/c.json", "--quick", "--json", "/a/d.json", "--mib", "3"]
-    made = result.command_line("/a/bench/load.py", arguments)
-    assert made.endswith("python bench/load.py --trace c.json --quick --mib 3")
-    assert "OMP_WAIT_POLICY=passive " in made
+    command = result.command_line("/a/bench/load.py", arguments)
+    assert command.endswith("python bench/load.py --trace c.json --quick --mib 3")
+    assert "OMP_WAIT_POLICY=passive " in command
 
 
 def test_numbers_keep_three_digits():

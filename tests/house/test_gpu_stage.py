@@ -1,4 +1,4 @@
-"""bench/gpu_stage.py runs on the CPU, also where nothing but torch and numpy is installed."""
+"""bench/gpu_stage.py runs on the CPU, and with only torch and numpy installed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_the_bench_of_one_stage_runs(missing, tmp_path):
     command = [sys.executable, "-c", code, *SMALL, f"--json={target}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(target.read_text())["details"]
-    assert {mode: len(seconds) for mode, seconds in found["seconds"].items()} == {"alone": 9, "reft": 9, "at once": 9}
-    assert found["share_of_state"] == pytest.approx(1 / 3, rel=0.2)  # |P| / (D - f), and padding
-    assert found["idle_ms"] > 0 and len(found["substituted"]) == (2 if missing else 0)
+    details = json.loads(target.read_text())["details"]
+    assert {mode: len(seconds) for mode, seconds in details["seconds"].items()} == {"alone": 9, "reft": 9, "at once": 9}
+    assert details["share_of_state"] == pytest.approx(1 / 3, rel=0.2)  # |P| / (D - f), and padding
+    assert details["idle_ms"] > 0 and len(details["substituted"]) == (2 if missing else 0)
     assert [line.split()[0] for line in done.stdout.splitlines() if line.startswith(("alone", "reft", "at once"))]

@@ -1,4 +1,4 @@
-"""Pages stay short, plain and linked: limits that a machine can hold."""
+"""Pages stay short, plain and linked: limits that a machine can check."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PRODUCT = ("reft/**/*.py", "daemon/**/*.py", "proto/**/*.proto", "reft/**/*.c")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def found(*patterns: str) -> list[Path]:
-    """Files of the repository, without environments and caches."""
+def files_matching(*patterns: str) -> list[Path]:
+    """Returns the matching files of the repository, without environments and caches."""
     paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
     return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
 
@@ -28,13 +28,13 @@ def named(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-PAGES = found("**/*.md")
+PAGES = files_matching("**/*.md")
 each_page = pytest.mark.parametrize("page", PAGES, ids=map(named, PAGES))
-each_design = pytest.mark.parametrize("page", found("**/DESIGN.md"), ids=named)
+each_design = pytest.mark.parametrize("page", files_matching("**/DESIGN.md"), ids=named)
 
 
 def prose(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are neither a table's nor a code block's."""
+    """Yields the numbered lines outside tables and code blocks."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
@@ -48,13 +48,13 @@ def long_lines(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """What `#…` may name: headings, as GitHub writes them in links."""
+    """Returns the targets of `#…` links: headings in the form that GitHub gives them."""
     headings = [line.lstrip("#").strip().lower() for _, line in prose(text) if re.match(r"#+ ", line)]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links to no file, and to no heading."""
+    """Returns relative links to a missing file, or to a missing heading."""
     broken = []
     for target in LINK.findall("\n".join(line for _, line in prose_and_tables(page.read_text()))):
         path, _, anchor = target.partition("#")
@@ -67,7 +67,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 def prose_and_tables(text: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines outside code blocks; code within a line is a word."""
+    """Yields the numbered lines outside code blocks; code within a line becomes one word."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("```"):
@@ -87,19 +87,19 @@ def test_a_design_page_is_short(page):
 
 
 @each_page
-def test_prose_fits_a_diff(page):
+def test_no_line_of_prose_is_too_long(page):
     assert long_lines(page.read_text()) == []
 
 
 @each_page
-def test_links_lead_somewhere(page):
+def test_each_link_has_a_target(page):
     assert broken_links(page) == []
 
 
-def test_nobody_is_left_to_guess():
-    texts = {named(path): path.read_text() for path in [*PAGES, *found(*PRODUCT)]}
+def test_no_text_uses_vague_words():
+    texts = {named(path): path.read_text() for path in [*PAGES, *files_matching(*PRODUCT)]}
     assert [f"{name}:{number}" for name, text in texts.items() for number, _ in vague(text)] == []
-    assert len(texts) > 150, "it reads where people read"
+    assert len(texts) > 150, "the test reads the pages and the product"
 
 
 def vague(text: str) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""House rules. Each checker is a function of text; this file also shows that it finds what it looks for."""
+"""House rules. Each rule is a function of text; tests show that each finds its violations."""
 
 import ast
 import re
@@ -29,13 +29,13 @@ TEXT = {
 }
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
-MOST_LINES_A_FILE = 800  # a limit against growth: a file is cut where its subject is, never at the number
+MOST_LINES_A_FILE = 800  # split a file by subject, not at this number
 MOST_LINES_A_FUNCTION = 60
 
-# path prefix -> the rules (names of checkers) that do not hold there, each with its reason
+# path prefix → the rules (names of functions) that do not hold there
 EXCEPTIONS: dict[str, set[str]] = {
-    "reft/config.py": {"environment"},  # the one reader
-    "reft/elastic/": {"environment"},  # sets what its workers will read
+    "reft/config.py": {"environment"},  # the only module that reads the environment
+    "reft/elastic/": {"environment"},  # sets variables for its workers
 }
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
@@ -43,7 +43,7 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def dotted(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every name that is imported, and every a.b that is used, with its line."""
+    """Yields every imported name, and every a.b that is used, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -59,42 +59,45 @@ def length(text: str) -> list[str]:
 
 
 def functions(text: str) -> list[str]:
-    found = []
+    violations = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MOST_LINES_A_FUNCTION:
-                found.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
-    return found
+                violations.append(f"{node.lineno}: {node.name} has {lines} lines, at most {MOST_LINES_A_FUNCTION}")
+    return violations
 
 
 def dangerous(text: str) -> list[str]:
-    """What runs code that somebody else wrote, and the shared memory whose tracker unlinks other people's."""
+    """Finds code that runs other people's data as code.
+
+    Also finds multiprocessing.shared_memory: its tracker unlinks segments that others still use.
+    """
     tree = ast.parse(text)
-    found = []
+    violations = []
     for name, line in dotted(tree):
         if name.partition(".")[0] in UNPICKLERS or name == "torch.load":
-            found.append(f"{line}: {name} runs what it reads")
+            violations.append(f"{line}: {name} runs what it reads")
         if name.startswith("multiprocessing.shared_memory"):
-            found.append(f"{line}: {name}: its tracker unlinks segments that others still use")
+            violations.append(f"{line}: {name}: its tracker unlinks segments that others still use")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
-            found.append(f"{node.lineno}: {node.func.id}")
+            violations.append(f"{node.lineno}: {node.func.id}")
         if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) != "False":
-            found.append(f"{node.value.lineno}: a shell reads its arguments as code")
-    return found
+            violations.append(f"{node.value.lineno}: a shell reads its arguments as code")
+    return violations
 
 
 def vetoed(text: str) -> list[str]:
-    """Frames of the stack, memory that can be run, and addresses of torch's own objects."""
+    """Finds stack frames, executable memory, and addresses of torch's own objects."""
     names = {"_getframe", "_current_frames", "PROT_EXEC", "_cdata"}
     strings = re.compile(r"_cdata|PROT_EXEC|_getframe")
     tree = ast.parse(text)
-    found = [f"{line}: {name}" for name, line in dotted(tree) if name.rpartition(".")[2] in names]
+    violations = [f"{line}: {name}" for name, line in dotted(tree) if name.rpartition(".")[2] in names]
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and strings.fullmatch(node.value):
-            found.append(f"{node.lineno}: {node.value}")
-    return found
+            violations.append(f"{node.lineno}: {node.value}")
+    return violations
 
 
 def environment(text: str) -> list[str]:
@@ -103,8 +106,8 @@ def environment(text: str) -> list[str]:
 
 
 def sleeps(text: str) -> list[str]:
-    found = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
-    return [f"{line}: a test waits for what it expects, not for a time" for line in found]
+    lines = [line for name, line in dotted(ast.parse(text)) if name == "time.sleep"]
+    return [f"{line}: a test waits for an event, not for a time" for line in lines]
 
 
 def asserts(text: str) -> list[str]:
@@ -115,7 +118,7 @@ def asserts(text: str) -> list[str]:
 
 
 def leftovers(text: str) -> list[str]:
-    words = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # in two parts, or this line would be one
+    words = re.compile(r"\b(TO" + r"DO|FIX" + r"ME)\b")  # in two parts, so that this line is none
     return [f"{n}: {line.strip()}" for n, line in enumerate(text.splitlines(), 1) if words.search(line)]
 
 
@@ -125,7 +128,7 @@ def machine_paths(text: str) -> list[str]:
 
 
 def checkers(path: str) -> list[Callable[[str], list[str]]]:
-    """The rules that hold for the file at this path (relative, with slashes)."""
+    """Returns the rules for the file at this path (relative, with slashes)."""
     rules = [leftovers, machine_paths]
     if path.endswith(".py"):
         rules += [length, functions, dangerous]
@@ -140,20 +143,20 @@ def checkers(path: str) -> list[Callable[[str], list[str]]]:
 
 
 def files(root: Path) -> list[str]:
-    found = [name for name in TOP if (root / name).is_file()]
+    paths = [name for name in TOP if (root / name).is_file()]
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and path.suffix in TEXT and "__pycache__" not in path.parts:
-                found.append(path.relative_to(root).as_posix())
-    return [path for path in found if not GENERATED.search(path)]
+                paths.append(path.relative_to(root).as_posix())
+    return [path for path in paths if not GENERATED.search(path)]
 
 
 def test_the_house_rules_hold():
-    found = []
+    violations = []
     for path in files(ROOT):
         text = (ROOT / path).read_text()
-        found += [f"{path}: {rule.__name__}: {each}" for rule in checkers(path) for each in rule(text)]
-    assert not found, "\n".join(found)
+        violations += [f"{path}: {rule.__name__}: {each}" for rule in checkers(path) for each in rule(text)]
+    assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +201,7 @@ def test_each_rule_finds_its_violation_and_nothing_else(rule, bad, good):
     assert rule(good) == []
 
 
-def test_exceptions_spare_only_what_they_name():
+def test_an_exception_holds_only_for_its_path():
     assert environment not in checkers("reft/config.py")
     assert environment in checkers("reft/client/config.py")
     assert dangerous in checkers("reft/elastic/handler.py")

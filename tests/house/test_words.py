@@ -1,4 +1,4 @@
-"""One word, one meaning: class names, and the page that explains their words."""
+"""Each word has one meaning: class names are unique, and the page explains their words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "reft/WORDS.md"
 ROW = re.compile(r"^\| ([a-z][a-z -]*) \| (?!meaning)(.+) \|$", re.MULTILINE)
 CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*")
-# Adapters for trainers take their names from these trainers; descriptions of schedules have the field's names.
+# Adapters for trainers take their names from these trainers; descriptions of schedules have the
+# field's names.
 ASIDE = ("reft/integrations/", "reft/schedules.py")
 SINGULAR = {"leaves": "leaf", "losses": "loss", "reattach": "re-attach"}
 
@@ -24,17 +25,17 @@ def sources() -> dict[str, str]:
 
 def classes(texts: dict[str, str]) -> dict[str, list[str]]:
     """Returns the public top-level classes and their files, exceptions included."""
-    found = defaultdict(list)
+    files_by_class = defaultdict(list)
     for path, text in texts.items():
         if not path.startswith(ASIDE):
             for node in ast.parse(text).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    found[node.name].append(path)
-    return found
+                    files_by_class[node.name].append(path)
+    return files_by_class
 
 
 def exceptions(texts: dict[str, str]) -> set[str]:
-    """Returns the names of all classes that derive from an exception, in any number of steps."""
+    """Returns the names of all classes that derive from an exception, directly or not."""
     bases = {
         node.name: [ast.unparse(base).split(".")[-1] for base in node.bases]
         for text in texts.values()
@@ -42,9 +43,11 @@ def exceptions(texts: dict[str, str]) -> set[str]:
         if isinstance(node, ast.ClassDef)
     }
     raised = {
-        name for name in (base for found in bases.values() for base in found) if name.endswith(("Error", "Exception"))
+        name
+        for name in (base for parents in bases.values() for base in parents)
+        if name.endswith(("Error", "Exception"))
     }
-    while more := {name for name, found in bases.items() if name not in raised and raised.intersection(found)}:
+    while more := {name for name, parents in bases.items() if name not in raised and raised.intersection(parents)}:
         raised |= more
     return raised
 
