@@ -85,7 +85,7 @@ def test_the_slurm_script_trains_and_leaves_nothing_behind(slurm, script, code, 
     assert done.returncode == code, done.stderr
     if not code:
         assert "job 77: nothing held, starting fresh; 2 ranks on 2 nodes" in done.stderr
-        assert "step 50: loss" in done.stdout and "stood by" in done.stderr
+        assert "step 50: loss" in done.stdout and "was a spare" in done.stderr
     until(lambda: not living_processes(slurm), what="the end of all processes")
     folder = Path(slurm["FOLDER"])
     assert (folder / "scancelled").read_text().split() == ["--signal=TERM", "77.0"]

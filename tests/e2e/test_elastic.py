@@ -110,7 +110,7 @@ def test_a_spare_gets_the_rank_of_a_lost_node_and_a_dead_daemon_restarts_no_work
         # Each agent hears of the loss from its own daemon, or from the other agent through the
         # store. The spare hears no signals.
         assert nodes_whose_agent_logged(nodes, "OFFLINE: "), nodes.story()
-        assert nodes_whose_agent_logged(nodes, "Workers restart without waiting") == ["node-1", "node-3"], nodes.story()
+        assert nodes_whose_agent_logged(nodes, "Workers restart now") == ["node-1", "node-3"], nodes.story()
         finish(nodes)
 
 
@@ -127,7 +127,7 @@ def test_agents_hear_signals_only_with_the_certificates_that_daemons_ask_for(tmp
             nodes.until(lambda: len(nodes.statuses_of_signals("job")) == 2, "signals of the round on all members")
             daemon_of(nodes, "node-2").kill()
             nodes.until(lambda: suspected_s(nodes, "node-1", "node-2") > CALM_S, "a lasting suspicion, and no restart")
-        complaining = nodes_whose_agent_logged(nodes, "the daemons ask for certificates, and this agent has none")
+        complaining = nodes_whose_agent_logged(nodes, "the daemons use TLS, and this agent has no certificates")
         assert complaining == ([] if has_certificates else ["node-1", "node-2"]), nodes.story()
         finish(nodes)
 

@@ -74,7 +74,7 @@ def test_ddp_shrinks_and_grows(site, tmp_path):
     assert [each["given"] for each in three] == [4 * 3 * 4] * 3, "the loader gets the positions of all four ranks"
     flip(nodes[1])
     again = job.run("ddp", [*nodes[:3], *site.add(1)])
-    assert "step 6 (epoch 2) of rank 1 is damaged, or not what its replicas hold: looking for it elsewhere" in job.log
+    assert "step 6 (epoch 2) of rank 1 is damaged, or differs from its replicas: trying other copies" in job.log
     assert [each["random"] for each in again[:3]] == [each["random at the end"] for each in three]
     assert len({each["random"] for each in again}) == 4, "the new rank has generators of its own"
     assert "new ranks 3: random generators" in job.log and "state['lr'] was the same on all 3" in job.log
@@ -89,7 +89,7 @@ def test_fsdp2_is_resharded_and_slots_of_the_old_shape_are_freed(site, tmp_path)
     job = Job(tmp_path)
     job.run("fsdp2", [nodes[0], nodes[0], nodes[1], nodes[1]])
     text = job.error_text("fsdp2", nodes, plain_loader=True)
-    assert "state.data differs among the 4 ranks that are held, and there are 2 now" in text
+    assert "state.data differs among the 4 ranks of the snapshot, and this job has 2 ranks" in text
     assert "load_state_dicts" in text
     assert ranks_held(nodes[0]) == {0, 1} and ranks_held(nodes[1]) == {2, 3}
     assert {each["from"] for each in job.run("fsdp2", nodes)} == {"peers"}
