@@ -47,7 +47,8 @@ def _setting(name: str, default: Any) -> Any:
 class Config:
     """Settings of the client.
 
-    A setting that is not passed is read from the environment (REFT_<FIELD>), else the default holds.
+    A setting that is not passed is read from the environment (REFT_<FIELD>), else the default
+    holds.
 
     Attributes:
         mode: "auto" protects; "off" makes attach do nothing but say so once.

@@ -13,7 +13,8 @@
     ├── FormatError          bytes are no slot, capsule or message of a version that reft reads
     └── ForkedSession        a session was used in a child of the process that attached it
 
-Inside a training step none of these is raised: a failure there only means that a snapshot is missing.
+Inside a training step none of these is raised: a failure there only means that a snapshot is
+    missing.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ class ZeroBubbleV(_Pipeline):
 class Custom:
     """A loop that marks its gaps with `session.idle()`, or lists them here.
 
-    On the CPU, waits for collectives count as gaps without a mark: those of FSDP2, of DDP's buckets,
-    and of the loop itself.
+    On the CPU, waits for collectives count as gaps without a mark: those of FSDP2, of DDP's
+    buckets, and of the loop itself.
 
     Attributes:
         intervals: (start, length) of each gap, in seconds from the start of a step, in order.

@@ -5,15 +5,16 @@
                                                          the state; forward
                                                          and backward, too
 
-CUDA graphs: capturing an optimizer step trains nothing, and replays of the graph call no hook. After a
-capture the window therefore closes right after each mark, and the device waits there until the state
-is copied. The same holds until a capturable optimizer is first seen to step.
+CUDA graphs: capturing an optimizer step trains nothing, and replays of the graph call no hook.
+After a capture the window therefore closes right after each mark, and the device waits there until
+the state is copied. The same holds until a capturable optimizer is first seen to step.
 
 How steps are counted:
-  * Without marks, each call of the last optimizer is a step, and the post-hook is the mark. The first
-    call only counts: reft does not know yet whether the loop marks its steps.
-  * If the restored step was marked, calls of the optimizer do not count. Otherwise a loop that calls
-    its optimizer several times a step would overwrite the restored snapshot before its first mark.
+  * Without marks, each call of the last optimizer is a step, and the post-hook is the mark. The
+    first call only counts: reft does not know yet whether the loop marks its steps.
+  * If the restored step was marked, calls of the optimizer do not count. Otherwise a loop that
+    calls its optimizer several times a step would overwrite the restored snapshot before its first
+    mark.
   * A mark without a step of a passed optimizer gives no snapshot if gradients exist, or if another
     optimizer has stepped (`reft.client.schedule.foreign_optimizers`).
 """
@@ -301,15 +302,15 @@ class Session:
     def _captured(self) -> None:
         """Notes that this call of the optimizer is captured in a CUDA graph.
 
-        The call trains nothing. The replays of the graph will train, and call no hook. A snapshot in
-        progress is given up: the version counters (`TensorIndex.versions`) count the call as a write,
-        although it writes nothing yet.
+        The call trains nothing. The replays of the graph will train, and call no hook. A snapshot
+        in progress is given up: the version counters (`TensorIndex.versions`) count the call as a
+        write, although it writes nothing yet.
         """
         assert self._snapshots is not None
         if self._stepping is not _Stepping.REPLAYED:
             log.warning(
-                "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each step "
-                "with session.step_end(); the device waits there until the state is copied.",
+                "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each "
+                "step with session.step_end(); the device waits there until the state is copied.",
                 self._snapshots.rank,
             )
         self._stepping = _Stepping.REPLAYED
@@ -320,8 +321,8 @@ class Session:
         marks = self._marks
         if isinstance(marks, CountResumed) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
-                "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark steps "
-                "with session.step_end(), or start under another job name.",
+                "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark "
+                "steps with session.step_end(), or start under another job name.",
                 CALLS_WITHOUT_MARK,
             )
         elif not isinstance(marks, CountByOptimizer):
@@ -351,9 +352,9 @@ class Session:
     def seal(self, timeout: float | None = None) -> Sealed:
         """Waits until the newest marked step is whole, so that every rank has sealed it.
 
-        Takes the snapshot first if that step was not due. Call `seal` on all ranks, between a mark and
-        the next optimizer step: the optimizer overwrites the marked state, and then a snapshot of that
-        step is no longer possible.
+        Takes the snapshot first if that step was not due. Call `seal` on all ranks, between a mark
+        and the next optimizer step: the optimizer overwrites the marked state, and then a snapshot
+        of that step is no longer possible.
 
         Args:
             timeout: seconds; None means REFT_SEAL_DEADLINE_S.
@@ -379,11 +380,12 @@ class Session:
         snapshots, skipped: number of snapshots taken, and of snapshots given up
         bytes: bytes that one snapshot writes
         stall_ms: mean time that training waits for one snapshot
-        bubble_fraction: share of the copied bytes that was copied in gaps of the schedule or in `idle()`
+        bubble_fraction: share of the copied bytes that was copied in gaps of the schedule or in
+            `idle()`
         gap_bytes, compute_bytes, collective_bytes, fence_bytes: bytes of all snapshots, by what
             training did when the copy of the bytes began; at the fence training waited
-        gap_error, gap_error_worst: relative difference between the gaps by the schedule's closed form
-            and the measured gaps, in total and for the worst gap; -1 if they can't be compared
+        gap_error, gap_error_worst: relative difference between the gaps by the schedule's closed
+            form and the measured gaps, in total and for the worst gap; -1 if they can't be compared
         streaming_copy: 1 if snapshots of host memory bypass the caches, else 0
         """
         if self._snapshots is None:
@@ -417,9 +419,9 @@ class Session:
     def overhead(self) -> OverheadEstimate | None:
         """Returns the total cost of snapshots, as a share of training time with a 95 % interval.
 
-        The estimate needs control steps, which are steps without a snapshot. Only `every="auto"` has
-        control steps. None until there are enough: to see 0.1 % under 2 % of noise takes thousands of
-        steps.
+        The estimate needs control steps, which are steps without a snapshot. Only `every="auto"`
+        has control steps. None until there are enough: to see 0.1 % under 2 % of noise takes
+        thousands of steps.
         """
         return self._cadence.overhead() if self._cadence else None
 
@@ -432,8 +434,8 @@ class Session:
             path: also write the trace to this file.
 
         Returns:
-            The trace, in JSON types: compute, gaps, waits, each chunk with its tier, parity, the fence.
-            `otherData` has the expected and the measured gaps of the schedule.
+            The trace, in JSON types: compute, gaps, waits, each chunk with its tier, parity, the
+            fence. `otherData` has the expected and the measured gaps of the schedule.
         """
         if self._profiler is None or self._snapshots is None:
             trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {}}
@@ -534,6 +536,6 @@ def _drain(reference: weakref.ref[Session]) -> None:
     if session is not None and session._snapshots is not None and session._pid == os.getpid():
         session._close_window()
         if getattr(sys, "last_value", None) is None:
-            # A script that ends without an error need not close its session. Without this release the
-            # daemon would report the exit as a failure.
+            # A script that ends without an error need not close its session. Without this release
+            # the daemon would report the exit as a failure.
             session._snapshots.release()

@@ -478,7 +478,7 @@ def test_without_marks_the_optimizer_that_steps_last_must_be_the_last_one(attach
     for _ in range(4):
         step_once(model, *optimizers)
     assert session.step == 4 and bool(session.seal(timeout=10)) == is_in_turn
-    assert ("stepped ahead of others" in caplog.text) != is_in_turn
+    assert ("stepped before others" in caplog.text) != is_in_turn
 
 
 def test_without_marks_the_log_says_that_an_average_is_held_a_step_behind(attach, caplog):

@@ -64,7 +64,7 @@ def test_ddp_shrinks_and_grows(site, tmp_path):
     assert [each["given"] for each in three] == [4 * 3 * 4] * 3, "the loader got the positions of all four ranks"
     flip(nodes[1])
     again = job.run("ddp", [*nodes[:3], *site.add(1)])
-    assert "step 6 (epoch 2) of rank 1 is damaged, or not what its replicas hold: looking for it elsewhere" in job.said
+    assert "step 6 (epoch 2) of rank 1 is damaged, or differs from its replicas: trying other copies" in job.said
     assert [each["random"] for each in again[:3]] == [each["random at the end"] for each in three]
     assert len({each["random"] for each in again}) == 4, "the new rank's generators are its own"
     assert "new ranks 3: random generators" in job.said and "state['lr'] was the same on all 3" in job.said

@@ -1,10 +1,10 @@
 """Reports each snapshot to the daemon, and receives the outcome of the round.
 
 A training step never waits for a reply. Each report covers all undecided steps
-(`reft.core.commit.round.StepReport`), so the next report repairs what a daemon lost. At most CALLS_MAX
-reports are unanswered. The daemon holds a reply back until the newest step is decided, or until the
-wait time in the report is over. A thread receives the replies. If the connection has ended, the next
-report opens a new one.
+(`reft.core.commit.round.StepReport`), so the next report repairs what a daemon lost. At most
+CALLS_MAX reports are unanswered. The daemon holds a reply back until the newest step is decided, or
+until the wait time in the report is over. A thread receives the replies. If the connection has
+ended, the next report opens a new one.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ class SlotLeases:
         job, epoch, rank: identify the leasing rank.
         settings: deadlines, number of slots, chunk size.
         own: this process, as the daemon sees it.
-        under_agent: whether a torchrun agent is this process's parent. Then this process is an orphan
-            once the agent has ended.
+        under_agent: whether a torchrun agent is this process's parent. Then this process is an
+            orphan once the agent has ended.
         pins_for: the CUDA device that copies into the slots beside the host; None if there is none.
     """
 
@@ -186,8 +186,8 @@ class MappedSlot:
     def touch(self) -> None:
         """Maps every page now: the first write through a new mapping costs four times a later one.
 
-        Reads each page instead of writing: for a read the kernel maps many pages at a time. A page of
-        a shared mapping of shared memory is then writable, too.
+        Reads each page instead of writing: for a read the kernel maps many pages at a time. A page
+        of a shared mapping of shared memory is then writable, too.
         """
         map_shared(self._bytes)
 
@@ -209,7 +209,10 @@ class MappedSlot:
         return Slot(self.index, header.state, header.version)
 
     def close(self) -> None:
-        """Unmaps the slot; the daemon keeps the slot."""
+        """Unpins the pages and closes the descriptor; the daemon keeps the slot.
+
+        The mapping ends when the last reference to it is gone.
+        """
         if self._unpin is not None:
             self._unpin()
         if self.descriptor >= 0:

@@ -344,7 +344,7 @@ def test_what_is_lost_is_said_too_where_nobody_knows_how_it_was_placed():
     version = Version(Epoch(1, b"e" * 16), 8)
     found = report.lost("job", JobSurvey({}), RecoveryPlan(None, partial=(Shortfall(version, is_placed=False),)), [])
     assert (
-        found.startswith("job job was held whole") and "no daemon that answers knows how its bytes were placed" in found
+        found.startswith("job job had a whole version") and "no daemon that answers knows how its bytes were placed" in found
     )
 
 

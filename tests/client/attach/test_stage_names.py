@@ -63,7 +63,7 @@ def test_which_model_is_which_stage():
 
 
 def test_a_schedule_of_other_models_is_refused():
-    with pytest.raises(ConfigError, match="not what was passed"):
+    with pytest.raises(ConfigError, match="were not passed as model"):
         modules_of([block()], SimpleNamespace(_stage=stage(3, block())))
     with pytest.raises(ConfigError, match="2 parts of the model a process; 1 were passed"):
         modules_of([block()], Interleaved(1, 4, 8))

@@ -58,7 +58,7 @@ def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplo
     train_until(session, model, optimizer, lambda: session.step >= stop)
     heard = max(step for step in taken if step % 5) + 1  # the first step when this rank knew
     assert taken == [step for step in range(1, session.step + 1) if is_due(step, 1 if step < heard else 5)]
-    assert "each 5. step is snapshotted" in caplog.text
+    assert "one step in 5 is snapshotted" in caplog.text
     sealed = session.seal(timeout=60)
     assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
     session._cadence.mark(copy.copy(session._snapshots))
@@ -139,7 +139,7 @@ def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monke
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
     left_out = [step for step in range(102, 201, 3) if step not in taken]
     assert session.stats()["skipped"] >= len(left_out), "the other ranks hear that these are void"
-    assert "only each 16. step that is due is taken" in caplog.text
+    assert "only one of 16 due steps is snapshotted" in caplog.text
     until(lambda: snapshots.reporter._until >= 198, what="the void of the last one that was left out")
 
 
