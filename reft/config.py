@@ -127,7 +127,7 @@ class Config:
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None, **arguments: object) -> Config:
-        """Returns the configuration from `environment`, overridden by all `arguments` that are not None.
+        """Returns the configuration from `environment`, overridden by `arguments` unless None.
 
         Raises:
             ConfigError: a value has the wrong type or lies outside its limits.

@@ -5,7 +5,7 @@
     ├── AttachError          attach failed on all ranks: the message names cause and remedy
     │   ├── DaemonUnavailable    the named daemon does not answer, or none could be started
     │   ├── AlreadyAttached      another living process trains this rank of this job
-    │   ├── LayoutChanged        the snapshot has other tensors than the model: the message lists them
+    │   ├── LayoutChanged        snapshot and model have other tensors: the message lists them
     │   ├── UnsupportedState     reft can't hold a part of the state: the message has its key path
     │   └── NoRoom               the slots don't fit into memory
     ├── RestoreError         a snapshot was found but can't be restored; nothing was guessed

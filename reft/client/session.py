@@ -1,9 +1,9 @@
 """The session that `reft.attach` returns: counts steps, opens and closes the window of a snapshot.
 
-    optimizer.step ─► mark (session.steps, step_end) ─► window ──────────────► optimizer's pre-hook: fence
-                        step += 1, snapshot begins       the snapshot reads     the state changes next
-                                                         the state; forward
-                                                         and backward, too
+    optimizer.step ─► mark (session.steps, step_end) ─► window ────────────► optimizer's pre-hook:
+                      step += 1, snapshot begins        the snapshot reads   fence; the optimizer
+                                                        the state beside     changes the state next
+                                                        forward, backward
 
 CUDA graphs: capturing an optimizer step trains nothing, and replays of the graph call no hook.
 After a capture the window therefore closes right after each mark, and the device waits there until
@@ -67,7 +67,7 @@ class PlacementReviewer(Protocol):
     """
 
     def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
-        """Returns the snapshotter from this mark on: the same, a new one, or None after a failure."""
+        """Returns the snapshotter from here on: the same, a new one, or None after a failure."""
 
     def close(self) -> None:
         """Ends the reviews."""
@@ -170,7 +170,10 @@ class Session:
             self.step_end()
 
     def step_end(self) -> None:
-        """Marks the end of an iteration; the snapshot may read the state until the next optimizer step."""
+        """Marks the end of an iteration.
+
+        The snapshot may read the state until the next optimizer step.
+        """
         self._check_process()
         self.begin_marking()
         self._mark()
@@ -190,8 +193,8 @@ class Session:
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
-                "the restored snapshot counted calls of the optimizer as steps, but this loop marks its steps: the run before "
-                "ended before its first mark, or had another loop.",
+                "the restored snapshot counted calls of the optimizer as steps, but this loop marks its steps: the "
+                "run before ended before its first mark, or had another loop.",
                 f"reft-cli purge {self._snapshots.leases.job} to start fresh, and call session.begin_marking() right after attach "
                 "to avoid this error; or train without marks; or start under another job name",
             )
@@ -202,7 +205,7 @@ class Session:
         self._marks = CountByMarks()
 
     def resume_marking(self) -> None:
-        """Ignores calls of the optimizer from the first one on, because the restored step was marked."""
+        """Ignores all calls of the optimizer, because the restored step was marked."""
         self._marks = CountResumed()
 
     def _mark(self) -> None:
@@ -337,7 +340,7 @@ class Session:
                 self._foreign_optimizers.first_call()
 
     def _say_unmarked(self) -> None:
-        """Warns once that the loop has no marks, so a restart restores some objects one step behind."""
+        """Warns once that without marks a restart restores some objects one step behind."""
         snapshots = self._snapshots
         if snapshots is not None and (names := _passed_as_state(snapshots)):
             log.warning(
@@ -447,7 +450,7 @@ class Session:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Marks a gap: this loop neither computes nor communicates, e.g. while it waits for a batch."""
+        """Marks a gap, e.g. a wait for a batch: the loop neither computes nor communicates."""
         if self._profiler is None:
             yield
             return
@@ -458,7 +461,7 @@ class Session:
             self._profiler.enter(Tier.COMPUTE, OTHER)
 
     def close(self) -> None:
-        """Ends the session: finishes the newest snapshot and removes the hooks; the daemon keeps the slots."""
+        """Finishes the newest snapshot and removes the hooks; the daemon keeps the slots."""
         if self._snapshots is None or os.getpid() != self._pid:
             return
         if self._window_open:
@@ -531,7 +534,7 @@ def _was_skipped(optimizer: object) -> bool:
 
 
 def _drain(reference: weakref.ref[Session]) -> None:
-    """Lets the copy thread finish at the interpreter's exit, before the memory it reads is freed."""
+    """Lets the copy thread finish at exit, before the interpreter frees memory that is read."""
     session = reference()
     if session is not None and session._snapshots is not None and session._pid == os.getpid():
         session._close_window()

@@ -125,7 +125,7 @@ def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
 
 
 def team_facts(team: ComputeThreads) -> dict[str, Any]:
-    """Returns this rank's facts about its compute threads; the CPUs are the bits of a hex number."""
+    """Returns this rank's facts about its compute threads; the CPUs as bits of a hex number."""
     return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
 
 

@@ -57,7 +57,7 @@ def lost(job: str, job_survey: JobSurvey, plan: RecoveryPlan, erased: Iterable[t
 def restored(
     job: str, base: Version | None, source: str | None, manifest: pb.Manifest, job_survey: JobSurvey, plan: RecoveryPlan
 ) -> list[str]:
-    """Returns lines about the restored version, the source, and newer versions that were not used."""
+    """Returns lines about the restored version, its source, and newer versions not used."""
     lines = []
     size = f"{counted(manifest.world, 'rank')} on {counted(len(manifest.nodes), 'node')}"
     if base is None:
@@ -159,7 +159,7 @@ def _unheld(tracked: TrackedObjects) -> list[str]:
 
 
 def _states_of_hooks(module: nn.Module) -> list[str]:
-    """Returns the type names of the state of DDP's communication hooks; process groups do not count."""
+    """Returns the type names of the state of DDP's communication hooks, without process groups."""
     if not isinstance(module, nn.parallel.DistributedDataParallel):
         return []
     states = [state for _, state in getattr(module, "_comm_hooks", ())]
@@ -167,7 +167,7 @@ def _states_of_hooks(module: nn.Module) -> list[str]:
 
 
 def _adds_to_its_state(optimizer: Any) -> bool:
-    """Decides whether an optimizer has its own `state_dict`, and no extractor for it was registered."""
+    """Decides whether an optimizer has its own `state_dict`, and no registered extractor."""
     is_known = type(extractor_of(optimizer)) is not OptimizerExtractor
     return not is_known and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
 

@@ -162,7 +162,7 @@ class Attachment:
         }  # fmt: skip
 
     def _prefault(self) -> None:
-        """Begins to make memory for the state that attach will probably restore, in the background."""
+        """Starts to make memory in the background for the state that will probably be restored."""
         self.restore_buffer = room_for(self.predicted.leaves, self.tracked, self.tensor_index)
 
     def _secrets(self) -> dict[str, str]:
@@ -225,7 +225,7 @@ class Attachment:
         return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
-        """Surveys all daemons, also those that take part no longer but stand in the old manifest."""
+        """Surveys all daemons, also those of the old manifest that no longer take part."""
         replies = {
             self.rank_table.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
             for rank, inventory in enumerate(inventories)
@@ -469,7 +469,7 @@ class Attachment:
 
     @property
     def _device(self) -> torch.device:
-        """The device of this rank's state: a CUDA device if any parameter is on one, else the CPU."""
+        """The device of this rank's state: the CUDA device of any parameter, else the CPU."""
         devices = (named.local.device for named in self.tracked.parameters())
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 

@@ -2,7 +2,7 @@
 
     rank 0 ─┐  {"ok": facts}                      ┌─► all facts, in the order of ranks
     rank 1 ─┼► gather, on a group of reft's own ──┤
-    rank 2 ─┘  {"error": text}                    └─► AttachError on every rank, naming the ranks that failed
+    rank 2 ─┘  {"error": text}                    └─► AttachError on every rank, with the rank
 
 If one rank fails, every rank raises that error. Facts are JSON in plain byte tensors; nothing is
 unpickled. The group uses gloo: gloo works beside NCCL, and a wait for a missing rank can have a

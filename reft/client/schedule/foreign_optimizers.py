@@ -2,11 +2,12 @@
 
 A passed optimizer is one that was passed to attach; any other is foreign.
 
-    a foreign optimizer steps held parameters ─► the window ends; without marks, the second such step
-                                                 in a row writes a warning
-    a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or if
-                                                 gradients exist
-    no marks, and the last optimizer is first ─► no snapshot until a mark: its steps end no iteration
+    a foreign optimizer steps held parameters ─► the window ends; without marks, the second such
+                                                 step in a row writes a warning
+    a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or
+                                                 if gradients exist
+    no marks, and the last optimizer is first ─► no snapshot until a mark: the steps of the last
+                                                 optimizer end no iteration
 
 Two loops need these checks. A loop may replace its optimizer during the run: reft does not hold the
 moments of the new one, and gets no call of its hooks. A loop may mark each micro-batch: reft does

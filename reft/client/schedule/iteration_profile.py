@@ -1,6 +1,6 @@
-"""Profile of an iteration: the phases of a window, their durations, and the pacing plan that follows.
+"""Profile of an iteration: the phases of a window, their durations, and the pacing plan.
 
-    mark ─► phase 0 │ 1 │ 2 │ 3 … ─► fence      reported by the hooks of the schedule and session.idle()
+    mark ─► phase 0 │ 1 │ 2 │ 3 … ─► fence      reported by schedule hooks and session.idle()
               │          │
               │          └► copy engine: phase 2 begins, which is a gap: chunks may be copied
               └► next mark: durations ─► expected phases ─► pacing plan of the next snapshot

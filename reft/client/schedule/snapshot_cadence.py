@@ -48,7 +48,9 @@ class SnapshotCadence:
     _left_out: tuple[int, str] | None = None  # a due step that the backoff left out, and the reason
 
     def mark(self, snapshots: Snapshotter) -> None:
-        """Measures the step that ended; called at each mark, after the fence, before the next snapshot.
+        """Measures the step that ended.
+
+        Called at each mark, after the fence and before the next snapshot.
 
         Args:
             snapshots: the current snapshotter. After a re-attach the snapshotter is a new one: then

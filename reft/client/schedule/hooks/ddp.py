@@ -1,7 +1,7 @@
 """Hooks for DistributedDataParallel: reports the wait for DDP's buckets, which happens in C++.
 
-    forward ─► output │ backward begins ─► … ─► all gradients │ begun: gap │ DDP waits │ ended: compute
-                        queues `begun`                          queues `ended`
+    forward ─► output │ backward begins ─► … ─► gradients │ begun: gap │ DDP waits │ ended: compute
+                        queues `begun`                      queues `ended`
 
 How it works: callbacks of the autograd engine run in order, after all other work of a backward
 pass. DDP queues its own callback when its last bucket is full. A callback queued at the start of
@@ -66,7 +66,7 @@ def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], N
 
 
 def _first(output: Any) -> torch.Tensor | None:
-    """Returns the first tensor of a module's output that requires a gradient; None if there is none."""
+    """Returns the first tensor of a module's output that requires a gradient, or None."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
     parts: Iterable[Any] = ()

@@ -1,6 +1,6 @@
 """Hooks for DeepSpeed's PipelineEngine: waits for neighbours between actions are gaps.
 
-    train_batch ─► _exec_schedule ─► each instruction: engine._INSTRUCTION_MAP[kind] ─► LoadMicroBatch, …
+    train_batch ─► _exec_schedule ─► instruction: engine._INSTRUCTION_MAP[kind] ─► LoadMicroBatch, …
 
 How it works: the engine reads the table `_INSTRUCTION_MAP` from itself for each instruction. A
 table on the instance hides the table of the class, and wraps every instruction of this engine.

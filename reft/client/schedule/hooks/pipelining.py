@@ -31,7 +31,7 @@ WORK = {
 
 
 def is_schedule(value: Any) -> bool:
-    """Decides whether `follow` accepts a value, without an import of torch.distributed.pipelining."""
+    """Decides whether `follow` accepts a value; does not import torch.distributed.pipelining."""
     return is_a(value, "_PipelineSchedule")
 
 
