@@ -59,7 +59,7 @@ def test_a_bad_argument_is_refused_too():
 
 
 def test_config_reads_missing_arguments_from_the_environment(monkeypatch, tmp_path):
-    """`attach(config=Config(mtbf_s=…))` in a torchrun worker: the agent sets the daemon's address."""
+    """`attach(config=Config(…))` in a torchrun worker: the agent sets the daemon's address."""
     surroundings = {"REFT_DAEMON": "unix:/d", "REFT_SLOTS": "4", "REFT_MTBF_S": "60", "REFT_RUNTIME_DIR": str(tmp_path)}
     for name, value in surroundings.items():
         monkeypatch.setenv(name, value)
@@ -97,7 +97,7 @@ def test_whole_sizes_are_exact(number, unit):
 
 
 def test_the_runtime_folder_does_not_depend_on_the_environment(tmp_path, monkeypatch):
-    """A login, a TMPDIR of the job, another HOME: trainers must find the same daemon after a restart."""
+    """With another login, TMPDIR or HOME a restarted trainer must find the same daemon."""
     for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     assert runtime_dir() == Path(f"/tmp/reft-{os.getuid()}")

@@ -193,10 +193,10 @@ class Session:
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
-                "the restored snapshot counted calls of the optimizer as steps, but this loop marks its steps: the "
-                "run before ended before its first mark, or had another loop.",
-                f"reft-cli purge {self._snapshots.leases.job} to start fresh, and call session.begin_marking() right after attach "
-                "to avoid this error; or train without marks; or start under another job name",
+                "the restored snapshot counted calls of the optimizer as steps, but this loop marks its steps: "
+                "the run before ended before its first mark, or had another loop.",
+                f"reft-cli purge {self._snapshots.leases.job} to start fresh, and call session.begin_marking() right after "
+                "attach to avoid this error; or train without marks; or start under another job name",
             )
         self._close_window()
         if self.step > self._marks.start + 1 and self._snapshots is not None:

@@ -327,7 +327,7 @@ def test_if_all_newer_versions_are_damaged_the_restored_base_is_found_again(daem
 
 
 def test_a_truncated_slot_is_an_erasure(daemon):
-    """Reading a mapping beyond the end of its file kills the process; daemon and attach must survive."""
+    """Reading a mapping past the end of the file kills a process; daemon and attach survive."""
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
     trainers.wait_for(8)
     trainers.kill()
@@ -390,7 +390,7 @@ def pair_of_models(daemon):
 
 
 def test_ranks_with_different_arguments_are_refused(daemon):
-    """Each rank would place its shards by another manifest, and a whole version could not be decoded."""
+    """The ranks would place shards by different manifests; a version can't be decoded then."""
     trainers = Trainers(Spec(daemon.address, options={"odd_rank": 1, "tolerate": 1}), 2)
     assert trainers.wait().count(0) == 0
     assert "rank 0 has tolerate 1, rank 1 2. Fix: give all ranks the same" in trainers.errors()
@@ -470,6 +470,6 @@ def test_an_optimizer_with_its_own_state_dict_is_reported(attach, capsys):
 
     model, optimizer = make()
     attach(model, [optimizer, Counting([nn.Parameter(torch.zeros(1))], lr=0.1)])
-    assert "not covered: what Counting.state_dict adds to torch's" in capsys.readouterr().err
+    assert "not covered: anything that Counting.state_dict adds to torch's" in capsys.readouterr().err
     attach(model, optimizer, job="another")
     assert "state_dict adds" not in capsys.readouterr().err

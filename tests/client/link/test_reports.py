@@ -267,4 +267,4 @@ def test_a_session_closes_without_its_daemon(reporter, caplog):
     with caplog.at_level(logging.INFO, "reft"):
         reporter.release()
     (record,) = caplog.records
-    assert record.levelno == logging.INFO and "did not hear that the session was closed" in record.message
+    assert record.levelno == logging.INFO and "could not be told that the session was closed" in record.message

@@ -1,4 +1,4 @@
-"""Torch's own pipeline schedules, followed: which action precedes which gap, how long gaps are, and where bytes go.
+"""Tests of torch's pipeline schedules: order of actions and gaps, durations, and copied bytes.
 
 The stages are scripted (tests/support/stages.py), so the loops are torch's and the times are exact.
 """

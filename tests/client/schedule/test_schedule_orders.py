@@ -1,4 +1,4 @@
-"""Our orders of actions are those of torch.distributed.pipelining, so that gaps can be named by them."""
+"""Tests that reft orders actions like torch.distributed.pipelining, so gaps have equal numbers."""
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops

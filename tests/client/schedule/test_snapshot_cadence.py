@@ -1,4 +1,4 @@
-"""every="auto" with real sessions: measured, agreed through the daemon, and taken by the number of the step."""
+"""Tests of every="auto" with real sessions: measured, agreed on, and applied by step number."""
 
 from __future__ import annotations
 

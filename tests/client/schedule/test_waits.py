@@ -125,7 +125,7 @@ def test_an_error_in_a_backward_pass_reaches_the_user(alone, profiler):
 
 
 def test_waits_of_fsdp2_are_gaps(profiler, monkeypatch):
-    """Uses torch's fake group of two ranks: each wait for a gather or reduction is a gap, nothing else."""
+    """In torch's fake group of two ranks only waits for gathers and reductions are gaps."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         inside = []
