@@ -134,9 +134,9 @@ class Session:
         self._counts_calls = counts_calls
         self._pid = os.getpid()
         self._marks: StepCounting = CountByOptimizer(step)
-        self._taken = -1  # the newest step that was snapshotted, or given up for `_unheld`
-        self._written = -1  # the newest step whose state an optimizer has overwritten
-        self._unheld = ""  # why the newest mark gives no snapshot; empty if it may
+        self._taken_step = -1  # the newest step that was snapshotted, or given up for `_unheld`
+        self._written_step = -1  # the newest step whose state an optimizer has overwritten
+        self._skip_reason = ""  # why the newest mark gives no snapshot; empty if it may
         self._window_open = False
         is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
         self._stepping = _Stepping.UNSEEN if is_capturable else _Stepping.CALLED
@@ -149,11 +149,11 @@ class Session:
         self._timeline_server: timeline_socket.TimelineServer | None = None
         self._foreign_optimizers: ForeignOptimizerGuard | None = None
         if snapshots is not None:
-            self._foreign_optimizers = ForeignOptimizerGuard(optimizers, self._holds, self._before_stranger)
+            self._foreign_optimizers = ForeignOptimizerGuard(optimizers, self._holds, self._before_foreign_step)
             self._profiler = IterationProfiler(snapshots.copy_engine, hooks.closed(schedule))
             self._unfollow = hooks.follow(schedule, self._profiler, snapshots.tracked.modules.values())
             self._timeline_server = _timeline_server(snapshots, self._profiler)
-            atexit.register(_drain, weakref.ref(self))
+            atexit.register(_finish_at_exit, weakref.ref(self))
 
     # Marks
 
@@ -211,7 +211,7 @@ class Session:
     def _mark(self) -> None:
         self._close_window()
         self.step += 1
-        self._unheld = self._why_not()
+        self._skip_reason = self._reason_to_skip()
         if self.reviews is not None and self._snapshots is not None:
             self._snapshots = self.reviews.at(self.step, self._snapshots)
         pacing_plan = self._profiler.mark(self.step) if self._profiler else None
@@ -220,7 +220,7 @@ class Session:
             if self._cadence.is_due(self.step):
                 self._take(pacing_plan)
 
-    def _why_not(self) -> str:
+    def _reason_to_skip(self) -> str:
         """Returns why this mark must give no snapshot; empty if reft sees no reason."""
         if self._foreign_optimizers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
             return ""
@@ -230,11 +230,11 @@ class Session:
 
     def _take(self, pacing_plan: PacingPlan | None = None) -> None:
         is_marked = isinstance(self._marks, CountByMarks)
-        if self._unheld and self._snapshots is not None:
-            self._snapshots.void(self.step, self._unheld)
+        if self._skip_reason and self._snapshots is not None:
+            self._snapshots.void(self.step, self._skip_reason)
         elif self._cadence is not None and self._cadence.take(self.step, is_marked, pacing_plan):
             self._open_window()
-        self._taken = self.step
+        self._taken_step = self.step
 
     @property
     def every(self) -> int:
@@ -249,7 +249,7 @@ class Session:
         """
         if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
             self._open_window()
-        self._taken = self.step
+        self._taken_step = self.step
 
     def _open_window(self) -> None:
         """Lets the snapshot read the state until the optimizer's pre-hook.
@@ -278,31 +278,31 @@ class Session:
         if os.getpid() != self._pid:
             return
         if self._is_capturing():
-            self._captured()
+            self._on_captured_step()
             return
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
         if self._foreign_optimizers is not None:
             self._foreign_optimizers.own_step(index)
-        self._written = self.step
+        self._written_step = self.step
         self._close_window()
 
     def _holds(self, parameter: int) -> bool:
         return self._snapshots is not None and self._snapshots.host.holds(parameter)
 
-    def _before_stranger(self, trouble: str) -> None:
+    def _before_foreign_step(self, trouble: str) -> None:
         if os.getpid() != self._pid or self._is_capturing():
             return
         # With marks, the next mark reports the same trouble.
         if trouble and type(self._marks) is not CountByMarks:
             log.warning("no step is counted: %s", trouble)
-        self._written = self.step
+        self._written_step = self.step
         self._close_window()
 
     def _is_capturing(self) -> bool:
         return self._snapshots is not None and self._snapshots.copy_engine.is_capturing()
 
-    def _captured(self) -> None:
+    def _on_captured_step(self) -> None:
         """Notes that this call of the optimizer is captured in a CUDA graph.
 
         The call trains nothing. The replays of the graph will train, and call no hook. A snapshot
@@ -332,17 +332,17 @@ class Session:
             return
         elif marks.count():
             if self.step == marks.start + 1:
-                self._say_unmarked()
+                self._warn_unmarked()
             self._mark()
         else:
             self.step += 1
             if self._foreign_optimizers is not None:
                 self._foreign_optimizers.first_call()
 
-    def _say_unmarked(self) -> None:
+    def _warn_unmarked(self) -> None:
         """Warns once that without marks a restart restores some objects one step behind."""
         snapshots = self._snapshots
-        if snapshots is not None and (names := _passed_as_state(snapshots)):
+        if snapshots is not None and (names := _state_names(snapshots)):
             log.warning(
                 "no step is marked: a snapshot holds %s as they are when optimizer.step returns. A scheduler, scaler or average "
                 "that the loop updates after that comes back one step behind. Mark steps with session.step_end() or "
@@ -365,11 +365,11 @@ class Session:
         self._check_process()
         if self._snapshots is None:
             return Sealed(False, False, -1)
-        if self._taken != self.step and self.step > 0 and self._written != self.step:
+        if self._taken_step != self.step and self.step > 0 and self._written_step != self.step:
             self._take()
         self._snapshots.copy_engine.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
-        if not whole and self._taken == self.step and not self._snapshots.leaves_out(self.step):
+        if not whole and self._taken_step == self.step and not self._snapshots.leaves_out(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
             whole = self._snapshots.wait(self.step, deadline)
         return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())
@@ -467,7 +467,7 @@ class Session:
         if self._window_open:
             self._snapshots.copy_engine.hurry()
             # Wait before the fence: the newest snapshot may still wait for a slot.
-            self._snapshots.wait(self._taken, CLOSE_WAIT_S)
+            self._snapshots.wait(self._taken_step, CLOSE_WAIT_S)
         self._close_window()
         if self._cadence is not None:
             self._cadence.report()
@@ -514,7 +514,7 @@ def _timeline_server(snapshots: Snapshotter, profiler: IterationProfiler) -> tim
         return None
 
 
-def _passed_as_state(snapshots: Snapshotter) -> list[str]:
+def _state_names(snapshots: Snapshotter) -> list[str]:
     """Returns the names that the user passed in `state=`."""
     modules = (prefix.removeprefix("state.") for prefix in snapshots.tracked.modules if prefix.startswith("state."))
     return [*snapshots.tracked.scalers, *snapshots.host.objects, *modules]
@@ -533,7 +533,7 @@ def _was_skipped(optimizer: object) -> bool:
     return isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
 
 
-def _drain(reference: weakref.ref[Session]) -> None:
+def _finish_at_exit(reference: weakref.ref[Session]) -> None:
     """Lets the copy thread finish at exit, before the interpreter frees memory that is read."""
     session = reference()
     if session is not None and session._snapshots is not None and session._pid == os.getpid():

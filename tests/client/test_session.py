@@ -13,7 +13,7 @@ from torch import nn
 
 from reft import errors
 from reft.client.memory import streaming
-from reft.client.session import _drain
+from reft.client.session import _finish_at_exit
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.core.pipeline.pacing import Tier
 from reft.wire import timeline_socket
@@ -311,7 +311,7 @@ def test_the_exit_of_a_script_releases_its_session_only_after_success(attach, sh
     for _ in session.steps(2):
         step_once(model, optimizer)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    _drain(weakref.ref(session))
+    _finish_at_exit(weakref.ref(session))
     job = session._snapshots.reporter._job
     assert shared_daemon.status(job).ranks[0].closed is (error is None)
 

@@ -87,7 +87,9 @@ class PlacementReviews:
         before = self.attachment
         # Each rank answers after its own snapshots have ended. Otherwise the rank could hear of a
         # newer whole version later, and overwrite older ones.
-        answers = before.rank_group.gather_or_raise(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
+        answers = before.rank_group.gather_or_raise(
+            lambda: {"whole": _end_snapshots(step, snapshots)}, extra_s=DEADLINE_S
+        )
         reattach = Reattach(before.settings, before.launch, before.rank_group, before.request)
         reattach.step, reattach.known_mismatched = step, tuple(before.manifest.mismatched)
         reattach.whole = max(tuple(rank["whole"]) for rank in answers)
@@ -166,7 +168,7 @@ def misfits(snapshots: Snapshotter) -> bool:
     return bool(snapshots.unforeseen or snapshots.reporter.mismatched)
 
 
-def _retired(step: int, snapshots: Snapshotter) -> list[int]:
+def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
     """Ends the snapshots, and returns the order of the newest whole version.
 
     That is the newest version that this rank or its daemon knows to be whole.

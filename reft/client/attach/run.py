@@ -306,7 +306,7 @@ class Attachment:
         Returns:
             The ranks whose slots were damaged, the same on every rank; empty after a success.
         """
-        self._tree: dict[str, Any] | None = None
+        self._host_tree: dict[str, Any] | None = None
         self._reshard: ReshardRestore | None = None
         self.rank_group.gather_or_raise(self._register)
         if self.plan.base is None:
@@ -317,7 +317,7 @@ class Attachment:
             self._reshard = self._make_reshard(self.plan.base)
             damaged = self._reshard.run(self._transport, hit)
             if not damaged:
-                self._tree = self._reshard.finish()
+                self._host_tree = self._reshard.finish()
             return damaged
         with contextlib.closing(self._make_restore(self.plan.base)) as restore:
             results = self.rank_group.gather_or_raise(restore.open, extra_s=restore.far_s)
@@ -328,7 +328,7 @@ class Attachment:
             load = lambda: {"damaged": restore.load(self._transport(), hit)}  # noqa: E731
             damaged = self._damaged(self.rank_group.gather_or_raise(load))
             if not damaged:
-                self._tree = restore.finish()
+                self._host_tree = restore.finish()
             return damaged
 
     def _transport(self) -> Transport | None:
@@ -397,7 +397,7 @@ class Attachment:
     # begin
 
     def _begin(self) -> Session:
-        base, tree = self.decision.base, self._tree
+        base, tree = self.decision.base, self._host_tree
         snapshots = self._snapshots(SnapshotCounts(), base.step if base else 0)
         moved = self._reshard is not None or any(
             source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()

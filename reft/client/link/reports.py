@@ -68,11 +68,11 @@ class Reporter:
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
         self._connection: ReportConnection | None = None
-        self._until = -1  # the newest reported step
+        self._newest_reported = -1  # the newest reported step
         self._sealed: dict[int, Mapping[int, int]] = {}  # undecided step → cell → digest
-        self._under_way = 0  # unanswered reports
-        self._held_back = False  # whether a report waits for the next reply
-        self._heard_s = 0.0  # time of the last reply, or of the first report after it
+        self._unanswered = 0  # unanswered reports
+        self._has_unsent_report = False  # whether a report waits for the next reply
+        self._last_reply_s = 0.0  # time of the last reply, or of the first report after it
         self._trouble = ""
         self._outcome = Outcome()
         self.error: ReftError | None = None
@@ -112,70 +112,71 @@ class Reporter:
             digests: cell → digest of this rank's bytes in the cell; for a sealed step.
         """
         with self._changed:
-            if answer is StepAnswer.SEALED and step > self._until:
+            if answer is StepAnswer.SEALED and step > self._newest_reported:
                 self._sealed[step] = digests
-            self._until = max(self._until, step)
+            self._newest_reported = max(self._newest_reported, step)
             self._trouble = trouble
         self._send()
 
     def _send(self) -> None:
         now_s = time.monotonic()
         with self._changed:
-            if self._under_way and now_s - self._heard_s > self._deadline_s + MARGIN_S:
-                self._failed(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
-            self._held_back = self._under_way >= CALLS_MAX
-            if self._held_back or self._failpoints.hit("report.send", rank=self._rank):
+            if self._unanswered and now_s - self._last_reply_s > self._deadline_s + MARGIN_S:
+                self._note_error(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
+            self._has_unsent_report = self._unanswered >= CALLS_MAX
+            if self._has_unsent_report or self._failpoints.hit("report.send", rank=self._rank):
                 return
+            report = StepReport(self._outcome.whole, self._newest_reported, frozenset(self._sealed))
             request = pb.ReportRequest(
                 job=self._job,
                 epoch=messages.epoch_to(self._epoch),
                 rank=self._rank,
-                steps=messages.report_to(StepReport(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
+                steps=messages.report_to(report, self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
             )  # fmt: skip
             try:
                 self._connected().send(request)
             except OSError as error:
-                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
                 if isinstance(error, ConnectionRefusedError):
                     self._refused(self._address)
                 return
-            if not self._under_way:
-                self._heard_s = now_s
-            self._under_way += 1
+            if not self._unanswered:
+                self._last_reply_s = now_s
+            self._unanswered += 1
 
     def _connected(self) -> ReportConnection:
         """Returns the connection; opens one if needed, with a thread that receives the replies."""
         if self._connection is None:
             self._connection = ReportConnection(self._path)
-            threading.Thread(target=self._hear, args=(self._connection,), name="reft-news", daemon=True).start()
+            threading.Thread(target=self._receive, args=(self._connection,), name="reft-news", daemon=True).start()
         return self._connection
 
-    def _hear(self, connection: ReportConnection) -> None:
+    def _receive(self, connection: ReportConnection) -> None:
         """Receives replies until the connection ends; runs in a thread of its own."""
         why = "it has ended the connection"
         try:
             for reply in connection.replies():
                 with self._changed:
-                    self._under_way -= reply.calls
-                    self._heard_s = time.monotonic()
+                    self._unanswered -= reply.calls
+                    self._last_reply_s = time.monotonic()
                     if reply.status:
-                        self._failed(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
+                        self._note_error(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
                     else:
                         self._take(reply)
-                    if self._held_back and not self.is_fenced:
+                    if self._has_unsent_report and not self.is_fenced:
                         self._send()  # perhaps no step follows that would send the report
                     self._changed.notify_all()
         except (ValueError, KeyError, DecodeError) as error:
             why = f"its reply can't be read: {error}"
         with self._changed:
             if self._connection is connection:  # `close` was not called
-                self._connection, self._under_way = None, 0
-                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
+                self._connection, self._unanswered = None, 0
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
                 self._changed.notify_all()
         connection.close()
 
-    def _failed(self, error: ReftError) -> None:
+    def _note_error(self, error: ReftError) -> None:
         if self.is_fenced:
             return  # keep the fence: this process must never write again
         if type(error) is not type(self.error):
@@ -186,18 +187,18 @@ class Reporter:
         try:
             messages.check_protocol(reply.protocol, "the daemon was replaced, and now speaks", "this trainer")
         except ReftError as error:
-            self._failed(error)
+            self._note_error(error)
         else:
-            self._heard(reply.report)
+            self._apply(reply.report)
 
-    def _heard(self, reply: pb.ReportReply) -> None:
+    def _apply(self, reply: pb.ReportReply) -> None:
         if self.error is not None and not self.is_fenced:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
         self.slots_missing = reply.slots_missing
         self._outcome = self._outcome.then(messages.outcome_from(reply))
         for step in [step for step in self._sealed if self._outcome.decides(step)]:
-            self._delays.decided(step, self._until, self._outcome.voids(step))
+            self._delays.decided(step, self._newest_reported, self._outcome.voids(step))
             del self._sealed[step]
 
     def spacing(self, step: int, since: int, every: int, slots: int) -> int:
@@ -232,17 +233,17 @@ class Reporter:
                 if (left := end - time.monotonic()) <= 0:
                     break
                 # Not at once: the daemon replies immediately until this rank has answered the step.
-                if not self._changed.wait(min(AGAIN_S, left)) and not self._under_way:
+                if not self._changed.wait(min(AGAIN_S, left)) and not self._unanswered:
                     self._send()
             return self._outcome.whole >= step
 
-    def wait_for(self, found: Callable[[], T]) -> T:
-        """Returns the first true value of `found`; used by a copy thread.
+    def wait_for(self, find: Callable[[], T]) -> T:
+        """Returns the first true value of `find`; used by a copy thread.
 
-        Calls `found` again after each reply, and after each call of `wake`.
+        Calls `find` again after each reply, and after each call of `wake`.
         """
         with self._changed:
-            while not (value := found()):
+            while not (value := find()):
                 self._changed.wait()
             return value
 

@@ -99,12 +99,15 @@ class SlotLeases:
         ]
 
     def give_back(self, slots: list[MappedSlot]) -> None:
-        """Returns the memfds that this process kept to a restarted daemon."""
-        kept = [slot for slot in slots if slot.descriptor >= 0]
+        """Passes the memfds of this process back to a restarted daemon."""
+        memfd_slots = [slot for slot in slots if slot.descriptor >= 0]
         request = pb.SlotsRequest(
-            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, returned=[slot.name for slot in kept]
+            job=self.job,
+            epoch=messages.epoch_to(self.epoch),
+            rank=self.rank,
+            returned=[slot.name for slot in memfd_slots],
         )
-        descriptors = [slot.descriptor for slot in kept]
+        descriptors = [slot.descriptor for slot in memfd_slots]
         local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
 
     def release(self) -> None:

@@ -56,36 +56,36 @@ class ForeignOptimizerGuard:
     def __init__(self, optimizers: Sequence[Any], holds: Callable[[int], bool], before: Callable[[str], None]) -> None:
         self._stepped: set[int] = set()  # indexes of the passed optimizers that stepped since the last mark
         self._passed = len(optimizers)
-        self._in_turn = True  # whether the last optimizer made its first step after all others
+        self._last_steps_last = True  # whether the last optimizer made its first step after all others
         self._own = {id(each) for each in optimizers}  # the session keeps these objects alive
         self._holds = holds
         self._before = before
-        self._calls = 0  # steps of foreign optimizers since the last step of a passed one
-        self._name = ""  # class of the last foreign optimizer
+        self._foreign_steps = 0  # steps of foreign optimizers since the last step of a passed one
+        self._foreign_name = ""  # class of the last foreign optimizer
         self._follows = bool(optimizers) and all(isinstance(each, torch.optim.Optimizer) for each in optimizers)
-        self.remove: Callable[[], object] = _followed(self) if self._follows else _nothing
+        self.remove: Callable[[], object] = _hook_all_optimizers(self) if self._follows else _nothing
 
     def called(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that any optimizer of this process is about to step."""
         if id(optimizer) in self._own or not self._writes_ours(optimizer):
             return
-        self._calls += 1
-        self._name = type(optimizer).__name__
+        self._foreign_steps += 1
+        self._foreign_name = type(optimizer).__name__
         # A single foreign step may be inside, or around, the step of a passed optimizer.
-        is_alone = self._calls == 2
-        self._before(UNHELD.format(self._name) if is_alone else "")
+        is_alone = self._foreign_steps == 2
+        self._before(UNHELD.format(self._foreign_name) if is_alone else "")
 
     def _writes_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(self._holds(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
 
     def own_step(self, index: int) -> None:
         """Notes that a passed optimizer steps."""
-        self._calls = 0
+        self._foreign_steps = 0
         self._stepped.add(index)
 
     def first_call(self) -> None:
         """Notes the first step of the last optimizer, in a loop without marks so far."""
-        self._in_turn = len(self._stepped) == self._passed
+        self._last_steps_last = len(self._stepped) == self._passed
 
     def mark(self, is_unmarked: bool, modules: Iterable[nn.Module]) -> str:
         """Returns why this mark must give no snapshot; empty if there is no known reason.
@@ -95,17 +95,17 @@ class ForeignOptimizerGuard:
             modules: modules that may have gradients; checked if no passed optimizer has stepped.
         """
         stepped, self._stepped = self._stepped, set()
-        if is_unmarked and not self._in_turn:
+        if is_unmarked and not self._last_steps_last:
             return OUT_OF_TURN
         if stepped:
             return ""
-        if self._calls:
-            return UNHELD.format(self._name)
+        if self._foreign_steps:
+            return UNHELD.format(self._foreign_name)
         has_gradients = self._follows and any(p.grad is not None for module in modules for p in module.parameters())
         return UNSTEPPED if has_gradients else ""
 
 
-def _followed(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
+def _hook_all_optimizers(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
     """Hooks every optimizer of the process, and returns a function that removes the hook.
 
     The hook is also removed when the guard is garbage-collected.

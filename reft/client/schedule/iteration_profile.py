@@ -73,11 +73,11 @@ class IterationProfiler:
         self.keeps_host_time = copy_engine.keeps_host_time
         self._copy_engine = copy_engine
         self._closed = closed
-        self._lengths = PhaseDurations()
+        self._durations = PhaseDurations()
         self._window: _Window | None = None
         self._pending: deque[_Window] = deque(maxlen=PENDING_MAX)
-        self._works = 0  # actions of the schedule in each window of the profile
-        self._meets = False  # whether the stages wait for each other between schedule and fence
+        self._action_count = 0  # actions of the schedule in each window of the profile
+        self._stages_meet = False  # whether the stages wait for each other between schedule and fence
 
     @property
     def name(self) -> str:
@@ -126,8 +126,8 @@ class IterationProfiler:
         if self._closed is None or times is None:
             return None
         expected = tuple(self._closed(times))
-        if not self._meets:
-            expected = bubbles.steady(expected, self._works)
+        if not self._stages_meet:
+            expected = bubbles.steady(expected, self._action_count)
         places = {gap.place for gap in expected}
         return profile.compare(expected, [gap for gap in self.profile.gaps() if gap.place in places])
 
@@ -149,23 +149,23 @@ class IterationProfiler:
         times = self._copy_engine.times(window.stamps)
         if times is None:
             return False
-        self._lengths.observe(window.tiers, [end - begin for begin, end in pairwise(times)])
-        self._observe_work(window, times)
+        self._durations.observe(window.tiers, [end - begin for begin, end in pairwise(times)])
+        self._observe_actions(window, times)
         timeline = self._copy_engine.copy_stats.timeline
         timeline.add(TimelineEvent(STEPS, f"after step {window.step}", times[0], times[-1]))
         for name, tier, (begin, end) in zip(window.names, window.tiers, pairwise(times), strict=True):
             timeline.add(TimelineEvent(TRAINING, name, begin, end, None if tier is Tier.COMPUTE else tier))
         return True
 
-    def _observe_work(self, window: _Window, times: Sequence[float]) -> None:
+    def _observe_actions(self, window: _Window, times: Sequence[float]) -> None:
         """Adds the schedule's actions, and the gaps before and after them, to the profile."""
         works = sum(kind is not None for kind in window.kinds)
         if not works:
             return
-        if works != self._works:
-            self._works, self.profile = works, StageProfile()
+        if works != self._action_count:
+            self._action_count, self.profile = works, StageProfile()
         idle, starts = [0.0] * (works + 1), [times[0]] * (works + 1)
-        place, self._meets = 0, False
+        place, self._stages_meet = 0, False
         for kind, tier, (begin, end) in zip(window.kinds, window.tiers, pairwise(times), strict=True):
             if kind is not None:
                 self.profile.observe_action(kind, end - begin)
@@ -175,10 +175,10 @@ class IterationProfiler:
                 idle[place] += end - begin
         for place, (start, seconds) in enumerate(zip(starts, idle, strict=True)):
             self.profile.observe(place, start - times[0], start - times[0] + seconds)
-        self._meets = WAIT in window.names or "idle" in window.names
+        self._stages_meet = WAIT in window.names or "idle" in window.names
 
     def _pacing_plan(self) -> PacingPlan | None:
-        phases = self._lengths.phases()
+        phases = self._durations.phases()
         if all(phase.tier is Tier.COMPUTE for phase in phases):
             return None
         copy_stats = self._copy_engine.copy_stats

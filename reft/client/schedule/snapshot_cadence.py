@@ -41,10 +41,10 @@ class SnapshotCadence:
     due_steps: DueSteps
     interval: IntervalEstimator
     _controls: OverheadMeter = field(default_factory=OverheadMeter)
-    _marked_s: float = 0.0
-    _held_s: float = 0.0
+    _last_mark_s: float = 0.0
+    _last_stall_s: float = 0.0
     _has_snapshot: bool = False
-    _first: int | None = None  # the first due step of `snapshots`
+    _first_due: int | None = None  # the first due step of `snapshots`
     _left_out: tuple[int, str] | None = None  # a due step that the backoff left out, and the reason
 
     def mark(self, snapshots: Snapshotter) -> None:
@@ -57,17 +57,17 @@ class SnapshotCadence:
                 all ranks start again to measure and to agree.
         """
         if snapshots is not self.snapshots:
-            self.snapshots, self._marked_s, self._first = snapshots, 0.0, None
+            self.snapshots, self._last_mark_s, self._first_due = snapshots, 0.0, None
             self.due_steps = DueSteps(self.due_steps.first, self.due_steps.adapts)
         if not self.due_steps.adapts:
             return
         now = time.perf_counter()
         held_s = self.snapshots.counts.mark_s + self.snapshots.copy_engine.copy_stats.stall_s
-        seconds, held = now - self._marked_s, held_s - self._held_s
-        if self._marked_s:
+        seconds, held = now - self._last_mark_s, held_s - self._last_stall_s
+        if self._last_mark_s:
             self.interval.observe(seconds - held, held if self._has_snapshot else None)
             self._controls.observe(seconds, self._has_snapshot)
-        self._marked_s, self._held_s, self._has_snapshot = now, held_s, False
+        self._last_mark_s, self._last_stall_s, self._has_snapshot = now, held_s, False
         self.snapshots.reporter.requested_every = self.interval.requested_every()
 
     def is_due(self, step: int) -> bool:
@@ -96,8 +96,8 @@ class SnapshotCadence:
 
     def _backoff(self, step: int) -> int:
         every = self.every(step)
-        self._first = step if self._first is None else self._first
-        since = max(self.snapshots.newest_known_whole(), self._first - every)
+        self._first_due = step if self._first_due is None else self._first_due
+        since = max(self.snapshots.newest_known_whole(), self._first_due - every)
         return self.snapshots.reporter.spacing(step, since, every, len(self.snapshots.slots))
 
     def fence(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reft.client.attach.reattach import NOTHING, PlacementReviews, _retired, is_due
+from reft.client.attach.reattach import NOTHING, PlacementReviews, _end_snapshots, is_due
 from reft.core.commit.version import Epoch, Version
 from reft.errors import AttachError
 
@@ -76,5 +76,5 @@ def test_the_base_is_the_newest_version_that_a_rank_or_daemon_knows_to_be_whole(
         whole=known, leaves_out=lambda step: step <= 3, retire=lambda deadline_s: acts.append("closed") or True,
         leases=SimpleNamespace(whole=lambda: acts.append("asked") or (None if told is None else Version(OWN, told))),
     )  # fmt: skip
-    assert tuple(_retired(8, ended)) == newest
+    assert tuple(_end_snapshots(8, ended)) == newest
     assert acts == ["closed", "asked"], "what is asked for sooner may be let go of in between"

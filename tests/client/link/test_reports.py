@@ -109,7 +109,7 @@ def test_a_later_reply_does_not_undo_a_decision(reporter, played):
     reporter.answer(3, SEALED)
     assert played.next() == says({3: SEALED}, since=1)
     played.say(whole=-1, until=2, open=[1, 2])
-    until(lambda: reporter._under_way == 0)
+    until(lambda: reporter._unanswered == 0)
     assert whole(reporter) == 1 and reporter.voids(Version(EPOCH, 2))
 
 
@@ -130,7 +130,7 @@ def test_unanswered_reports_are_limited_and_the_next_reply_triggers_the_held_bac
     played.say(CALLS_MAX, whole=-1)
     assert played.next().sealed == set(range(1, CALLS_MAX + 3)), "also if no step follows"
     played.say(1, whole=-1)
-    until(lambda: reporter._under_way == 0)
+    until(lambda: reporter._unanswered == 0)
     reporter.answer(CALLS_MAX + 3, SEALED)
     assert played.next().sealed == set(range(1, CALLS_MAX + 4))
 
@@ -164,7 +164,7 @@ def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
 def test_a_missing_daemon_gives_an_error_at_once(tmp_path):
     reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0, Failpoints())
     reporter.answer(1, SEALED)
-    assert isinstance(reporter.error, DaemonUnavailable) and reporter._under_way == 0
+    assert isinstance(reporter.error, DaemonUnavailable) and reporter._unanswered == 0
     reporter.close()
 
 
@@ -195,7 +195,7 @@ def test_a_reply_of_the_protocol_before_the_envelopes_is_understood(reporter, pl
     body += pb.LocalReply(calls=1, status=9, error="you speak protocol 7", protocol=6).SerializeToString()
     played.there.sendall(len(body).to_bytes(4, "little") + body)
     until(lambda: reporter.error is not None)
-    assert "you speak protocol 7" in str(reporter.error) and reporter._under_way == 0
+    assert "you speak protocol 7" in str(reporter.error) and reporter._unanswered == 0
 
 
 def test_a_fenced_rank_stays_fenced(reporter, played):
