@@ -1,4 +1,4 @@
-"""reft: the training state of every step, in the memory of the nodes themselves.
+"""reft keeps the training state of every step in the memory of the nodes.
 
 session = reft.attach(model, optimizer, state={"lr": scheduler})
 for step in session.steps(total):
@@ -35,33 +35,44 @@ def attach(
     daemon: str | None = None,
     config: Config | None = None,
 ) -> Session:
-    """Protects a training job from here on, and brings its state back if this is a restart. Call it on every rank.
+    """Protects a training job, and restores its state if this is a restart.
+
+    Call it on every rank.
 
     Args:
-        model: the nn.Module, or a list of them: plain, DDP, FSDP, HSDP, TP, EP (DTensors of any mesh).
-        optimizer: the optimizer, or a list of them; ZeroRedundancyOptimizer too. What else there is: the outermost object,
-            once `reft.client.register_extractor` was told how to find its state.
+        model: the nn.Module, or a list of modules: plain, DDP, FSDP, HSDP, TP, EP (DTensors of any
+            mesh).
+        optimizer: the optimizer, or a list of optimizers; ZeroRedundancyOptimizer works too. For
+            any other kind pass the outermost object, and tell `reft.client.register_extractor`
+            first how to find the state of that object.
         schedule: None, or a pipeline schedule (`reft.schedules`).
-        state: name → anything else that belongs to the state and has state_dict and load_state_dict: the LR scheduler, the
-            data loader, a GradScaler, a module such as an average of the weights, a torch.Generator.
-        tolerate: failure domains (nodes, or racks where they were named) that may be lost at once; None means 1 where 2 to 5
-            of them hold the same state, 2 from 6 on, 0 on a single node; more than all but one is cut to that.
-        protect: how state that several nodes hold is kept: "arc" (copies), "aec" (erasure codes), "auto" (by size), or
-            "none" (each rank keeps its own, and a lost node's is lost).
-        every: a snapshot after each n-th step; None means each step; "auto" as often as `Config.overhead_budget` and
-            `Config.mtbf_s` allow, by what snapshots are measured to cost: all ranks agree on it while they train.
-        slots: snapshots to hold for each rank; None means 3.
-        job: name of the job; None means REFT_JOB, torchrun's --rdzv-id, Slurm's job id, or this launch alone.
-        daemon: address of this node's daemon, unix:PATH or host:port; None means REFT_DAEMON, else this user's own, which
-            is started if it does not run.
-        config: all further settings (`reft.config.Config`); what it was not given is read from the environment.
+        state: name → any other object that belongs to the state and has state_dict and
+            load_state_dict: the LR scheduler, the data loader, a GradScaler, a module such as an
+            average of the weights, a torch.Generator.
+        tolerate: number of failure domains that may be lost at once. A failure domain is a node, or
+            a rack where racks were named. None chooses by the number of domains that hold the same
+            state: 0 for a single one, 1 for 2 to 5, 2 from 6 on. The most is all domains but one; a
+            larger number is reduced to that.
+        protect: how to protect state that several nodes hold: "arc" (copies), "aec" (erasure
+            codes), "auto" (chooses by size), or "none" (each rank keeps only its own state, and the
+            state of a lost node is lost).
+        every: take a snapshot after every n-th step. None means every step. "auto" measures the
+            cost of snapshots and takes them as `Config.overhead_budget` and `Config.mtbf_s` allow;
+            all ranks agree on the interval while they train.
+        slots: number of snapshots to hold for each rank; None means 3.
+        job: name of the job; None means REFT_JOB, else torchrun's --rdzv-id, else Slurm's job id,
+            else a name for this launch alone.
+        daemon: address of this node's daemon, unix:PATH or host:port. None means REFT_DAEMON, else
+            this user's own daemon, which attach starts if it does not run.
+        config: all further settings (`reft.config.Config`). A setting that was not passed to Config
+            is read from the environment.
 
     Returns:
-        The session; `session.step` is the number of completed steps, 0 on a fresh start.
+        The session. `session.step` is the number of completed steps; 0 after a fresh start.
 
     Raises:
-        reft.errors.AttachError: attach can't go on, on every rank alike; the message names cause and remedy.
-        reft.errors.RestoreError: state is held, but can't be brought back.
+        reft.errors.AttachError: attach failed, on every rank; the message names cause and remedy.
+        reft.errors.RestoreError: a snapshot exists, but can't be restored.
         reft.errors.ConfigError: an argument can't be used.
     """
     from reft.client.attach.api import attach as attach_client
@@ -73,7 +84,7 @@ def attach(
 
 
 def __getattr__(name: str) -> Any:
-    """`reft.Session`, found when asked for, because it loads torch."""
+    """Imports `reft.Session` at first use, because that import loads torch."""
     if name == "Session":
         from reft.client.session import Session
 

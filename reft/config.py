@@ -1,4 +1,4 @@
-"""The configuration: one frozen class, and the only code that reads the environment.
+"""The configuration. No other code of reft reads the environment.
 
 Precedence: an argument beats the environment (REFT_*), which beats the default.
 """
@@ -21,7 +21,9 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes from text such as "64MiB", "1.5G" or "4096"; k, M, G, T are powers of 1024.
+    """Returns the bytes that a text such as "64MiB", "1.5G" or "4096" stands for.
+
+    k, M, G and T are powers of 1024.
 
     Raises:
         ConfigError: the text is not a size.
@@ -37,34 +39,41 @@ def parse_size(text: str) -> int:
 
 
 def _setting(name: str, default: Any) -> Any:
-    """A field that is read from the environment unless it is given."""
+    """Returns a dataclass field that is read from the environment unless a value is passed."""
     return field(default_factory=lambda: _read(name, default, os.environ), metadata={"default": default})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of the client. What is not given is read from the environment, REFT_<FIELD>, else it is the default.
+    """Settings of the client.
+
+    A setting that is not passed is read from the environment (REFT_<FIELD>), else the default
+    holds.
 
     Attributes:
-        mode: "auto" protects; "off" makes attach do nothing, and says so once.
-        job: name of the job; empty means derived from the launcher, see `reft.core.membership.job_identity`.
-        daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own.
+        mode: "auto" protects; "off" makes attach do nothing but say so once.
+        job: name of the job; empty derives the name from the launcher, see
+            `reft.core.membership.job_identity`.
+        daemon: address of the node's daemon, unix:PATH or host:port; empty means this user's own
+            daemon.
         runtime_dir: folder of this user's daemon socket, lock and log; empty means `runtime_dir()`.
-        protect: how snapshots are made to survive lost nodes: auto, arc (copies), aec (erasure code) or none.
+        protect: how snapshots survive lost nodes: auto, arc (copies), aec (erasure code) or none.
         tolerate: how many nodes of a group may be lost at once; -1 chooses by the number of nodes.
-        slots: snapshots that a rank has room for; 2 are safe, 3 let every step be snapshotted.
-        chunk_bytes: unit of digests. On the CPU as many chunks as a MiB has are copied at once, or one larger one: small
-            enough for a core's cache, so that the digest reads what the copy has just read.
-        parity_scratch_bytes: the most memory of a device that computing parity may use.
-        load_transport: what moves state between ranks in a restore: gloo, or nccl for state on CUDA devices.
+        slots: snapshots that a rank can hold. 2 are safe; 3 allow a snapshot of every step.
+        chunk_bytes: unit of digests. On the CPU one copy moves 1 MiB of chunks, or one chunk if
+            that is larger. This fits into a core's cache, so the digest reads from the cache.
+        parity_scratch_bytes: the most device memory that computing parity may use.
+        load_transport: moves state between ranks in a restore: gloo, or nccl for state on CUDA
+            devices.
         attach_deadline_s: the longest that attach waits for the other ranks or for the daemon.
         rpc_deadline_s: the longest that a call beside training may take.
         seal_deadline_s: how long `Session.seal` waits by default.
-        overhead_budget: with every="auto", the share of training time that snapshots may hold up.
-        mtbf_s: with every="auto", the mean time between failures of the whole job, in seconds; 0 if it is not known.
+        overhead_budget: with every="auto", the share of training time that snapshots may take.
+        mtbf_s: with every="auto", the mean time between failures of the whole job, in seconds; 0
+            means unknown.
         failpoints: faults to inject in tests, see `reft.failpoints`.
-        overrun_scratch_bytes: device memory into which is copied what is left when the optimizer wants to begin; 0 lets it
-            wait until the host has it.
+        overrun_scratch_bytes: device memory that takes the bytes not yet copied when the optimizer
+            is about to start; with 0 the optimizer waits until the host has these bytes.
     """
 
     mode: str = _setting("mode", "auto")
@@ -118,16 +127,16 @@ class Config:
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None, **arguments: object) -> Config:
-        """The configuration from the environment, with `arguments` (those not None) over it.
+        """Returns the configuration from `environment`, overridden by `arguments` unless None.
 
         Raises:
             ConfigError: a value has the wrong type or lies outside its limits.
         """
-        given = {name: value for name, value in arguments.items() if value is not None}
+        overrides = {name: value for name, value in arguments.items() if value is not None}
         if environment is None:
-            return cls(**given)  # type: ignore[arg-type]
-        read = {each.name: _read(each.name, each.metadata["default"], environment) for each in fields(cls)}
-        return cls(**{**read, **given})  # type: ignore[arg-type]
+            return cls(**overrides)  # type: ignore[arg-type]
+        settings = {each.name: _read(each.name, each.metadata["default"], environment) for each in fields(cls)}
+        return cls(**{**settings, **overrides})  # type: ignore[arg-type]
 
 
 def _read(name: str, default: Any, environment: Mapping[str, str]) -> Any:
@@ -145,11 +154,11 @@ def _convert(name: str, kind: type, text: str) -> object:
 
 
 def runtime_dir() -> Path:
-    """The folder of this user's daemon: the same one for all processes of this user, at any time.
+    """Returns the folder of this user's daemon; always the same folder on one machine.
 
-    HOME may be read-only or shared by nodes. XDG_RUNTIME_DIR goes when its user logs out, and comes when he logs in to
-    look after the job; TMPDIR is another one in each job of many clusters: after a restart trainers would find no daemon
-    there, start another, and begin afresh.
+    The usual variables can't be used. HOME may be read-only, or shared by several nodes.
+    XDG_RUNTIME_DIR is removed when the user logs out. On many clusters each job has another TMPDIR.
+    In a changed folder restarted trainers would find no daemon, start another, and start fresh.
     """
     base = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
     return Path(base) / f"reft-{os.getuid()}"
@@ -157,21 +166,29 @@ def runtime_dir() -> Path:
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's environment says about this process; facts, no decisions."""
+    """Facts about this process from the launcher's environment; no decisions.
+
+    Attributes:
+        launch: id made by reft's rendezvous, the same on all agents of a launch; else empty.
+        round: round of reft's rendezvous; -1 under any other rendezvous.
+        unnamed_job: name that reft's rendezvous gives to a job without a name.
+        backend: --rdzv-backend, if the environment gave it.
+        asked_id: --rdzv-id, if the environment gave it.
+    """
 
     rank: int
     world: int
     run_id: str
     slurm_job: str
-    launch: str = ""  # made by reft's rendezvous, alike on all agents of a launch; empty under any other
-    round: int = -1  # of reft's rendezvous; -1 under any other
-    unnamed_job: str = ""  # what reft's rendezvous calls a job that nobody has named
-    backend: str = ""  # --rdzv-backend, where it was given by the environment
-    asked_id: str = ""  # --rdzv-id, likewise
+    launch: str = ""
+    round: int = -1
+    unnamed_job: str = ""
+    backend: str = ""
+    asked_id: str = ""
 
     @property
     def under_agent(self) -> bool:
-        """Whether a torchrun agent started this process and would restart it."""
+        """Whether a torchrun agent started this process and will restart it."""
         return bool(self.run_id)
 
     @classmethod
@@ -192,11 +209,14 @@ class Launch:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`, for a child process."""
+    """Returns this process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 def allows_colour(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a terminal may be sent colours: not if NO_COLOR is set (no-color.org), nor if it knows none."""
+    """Decides whether output may have colours.
+
+    Without colours if NO_COLOR is set (no-color.org), or if TERM is "dumb".
+    """
     source = os.environ if environment is None else environment
     return not source.get("NO_COLOR") and source.get("TERM") != "dumb"

@@ -1,6 +1,7 @@
-"""What reft writes on stderr for the person who started the job: torchrun shows no log of others.
+"""Messages on stderr for the person who started the job; torchrun shows no other log.
 
-Where a script configures no logging, Python prints warnings bare, and nobody could tell whose "rank 0 skips snapshots" is.
+If the script configures no logging, Python prints warnings without a name. Then nobody could tell
+that "rank 0 skips snapshots" comes from reft, so reft adds the name.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import sys
 
 
 def say(text: str) -> None:
-    """One line."""
+    """Writes one line to stderr."""
     print(f"[reft] {text}", file=sys.stderr, flush=True)
 
 
 class _Bare(logging.Handler):
-    """Says warnings as long as nobody else does."""
+    """Prints warnings of reft while no other handler does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or logging.getLogger("reft").handlers != [self]:
@@ -27,7 +28,7 @@ class _Bare(logging.Handler):
 
 
 def name_warnings() -> None:
-    """Has warnings of reft carry its name where the script configures no logging."""
+    """Puts "[reft]" before the warnings of reft, if the script configures no logging."""
     log = logging.getLogger("reft")
     if not log.handlers:
         log.addHandler(_Bare(logging.WARNING))

@@ -1,30 +1,31 @@
-"""Every error that reft raises, drawn as a tree. One class per reaction that a caller can have.
+"""All errors that reft raises. There is one class for each reaction that a caller can have.
 
     ReftError
-    ├── ConfigError          a value that you gave can't be used: correct it
-    ├── AttachError          attach or restore can't go on, on any rank: the message says why and what to do
-    │   ├── DaemonUnavailable    no daemon answers where one was named, or none could be started
+    ├── ConfigError          a value that you passed can't be used: correct it
+    ├── AttachError          attach failed on all ranks: the message names cause and remedy
+    │   ├── DaemonUnavailable    the named daemon does not answer, or none could be started
     │   ├── AlreadyAttached      another living process trains this rank of this job
-    │   ├── LayoutChanged        the held state has other tensors than the model: the differences are listed
-    │   ├── UnsupportedState     something in the state can't be held: its key path is named
+    │   ├── LayoutChanged        snapshot and model have other tensors: the message lists them
+    │   ├── UnsupportedState     reft can't hold a part of the state: the message has its key path
     │   └── NoRoom               the slots don't fit into memory
-    ├── RestoreError         held state was found but can't be brought back, and nothing was guessed
-    ├── StaleEpoch           a newer attach of this job exists: this process is an orphan of an older one
-    ├── FormatError          bytes that are not a slot, a capsule or a message of a version that we read
+    ├── RestoreError         a snapshot was found but can't be restored; nothing was guessed
+    ├── StaleEpoch           a newer attach of this job exists: this process is an orphan
+    ├── FormatError          bytes are no slot, capsule or message of a version that reft reads
     └── ForkedSession        a session was used in a child of the process that attached it
 
-Inside a training step none of these is raised: a failure there means "no snapshot this time".
+Inside a training step none of these is raised: a failure there only means that a snapshot is
+    missing.
 """
 
 from __future__ import annotations
 
 
 class ReftError(Exception):
-    """Base of all errors of reft.
+    """The base class of all errors of reft.
 
     Args:
-        message: what is wrong, with the value and the limit.
-        hint: the next thing for a person to do, as a command or a line to change.
+        message: the problem, with the value and the limit.
+        hint: the remedy, as a command or a line to change.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -34,15 +35,15 @@ class ReftError(Exception):
 
 
 class ConfigError(ReftError):
-    """A value given by argument, environment or file can't be used."""
+    """A value from an argument, the environment or a file can't be used."""
 
 
 class AttachError(ReftError):
-    """Attach can't go on; raised on every rank of the job alike."""
+    """Attach failed. The error is raised on every rank of the job."""
 
 
 class DaemonUnavailable(AttachError):
-    """No daemon answers where one was named, or none could be started."""
+    """The named daemon does not answer, or no daemon could be started."""
 
 
 class AlreadyAttached(AttachError):
@@ -50,11 +51,11 @@ class AlreadyAttached(AttachError):
 
 
 class LayoutChanged(AttachError):
-    """The held state has other tensors than the model and optimizer that were passed."""
+    """The snapshot has other tensors than the passed model and optimizer."""
 
 
 class UnsupportedState(AttachError):
-    """Something in the state can't be held as bytes; the key path is in the message."""
+    """A part of the state can't be stored as bytes; the message has the key path."""
 
 
 class NoRoom(AttachError):
@@ -62,7 +63,7 @@ class NoRoom(AttachError):
 
 
 class RestoreError(ReftError):
-    """Held state exists, but can't be brought back whole."""
+    """A snapshot exists, but can't be restored completely."""
 
 
 class StaleEpoch(ReftError):
@@ -70,7 +71,7 @@ class StaleEpoch(ReftError):
 
 
 class FormatError(ReftError):
-    """Bytes that are not what their place says, or of a newer major version."""
+    """Bytes do not have the expected format, or have a newer major version."""
 
 
 class ForkedSession(ReftError):

@@ -1,10 +1,16 @@
-"""Named points at which a test makes reft fail: the process dies, an error is raised, a message is lost.
+"""Named points where a test makes reft fail: kill the process, raise an error, lose a message.
 
     REFT_FAILPOINTS="snapshot.chunk:kill:after=3:rank=1:epoch=1,round.send:drop"
 
-Each entry is NAME:ACTION[:key=value…]. ACTION is kill (SIGKILL of this process), stop (SIGSTOP), raise, or drop (the caller
-drops what it was about to send). `after=n` lets n hits pass first. Any other key is compared with what the point is hit
-with (rank, epoch, step); `from` and `until` bound the step. A point that is named nowhere costs one dictionary look-up.
+Each entry is NAME:ACTION[:key=value…]. ACTION is one of
+    kill   SIGKILL of this process
+    stop   SIGSTOP of this process
+    raise  raises InjectedFault
+    drop   the caller does not send the message
+
+`after=n` ignores the first n hits. `from` and `until` bound the step. Any other key must equal the
+fact of that name (rank, epoch, step, …) that the code passes at the point. A point without an entry
+costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ class _Entry:
 
 
 class Failpoints:
-    """The faults that one process is asked to inject.
+    """The faults that one process injects.
 
     Args:
         text: the value of REFT_FAILPOINTS.
@@ -60,7 +66,7 @@ class Failpoints:
             self._entries.setdefault(name, []).append(_parse(action, options))
 
     def hit(self, name: str, **facts: int) -> bool:
-        """Passes the point `name`; returns True if the caller should drop what it was about to do.
+        """Passes the point `name`; returns True if the caller must drop its message.
 
         Raises:
             InjectedFault: the entry's action is `raise`.

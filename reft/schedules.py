@@ -1,7 +1,7 @@
-"""Descriptions of pipeline schedules, for loops that are not torch.distributed.pipelining's own.
+"""Descriptions of pipeline schedules, for loops that do not use torch.distributed.pipelining.
 
-They say which stage of how many this process runs and how many microbatches a step has. From that follows what the stage
-does in a step, in order, and where it is idle.
+A description names the stage of this process, the number of stages, and the number of microbatches
+in a step. From these follow the stage's actions in a step, in order, and the gaps between them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ __all__ = ["Action", "ActionTimes", "Custom", "GPipe", "Gap", "Interleaved", "On
 
 @dataclass(frozen=True)
 class _Pipeline(ABC):
-    """
+    """A schedule whose order of actions is known.
+
     Attributes:
-        stage: this process's place in the pipeline, from 0.
-        stages: how many processes the pipeline has.
-        microbatches: of one step.
+        stage: this process's index in the pipeline, from 0.
+        stages: number of processes in the pipeline.
+        microbatches: number of microbatches in one step.
     """
 
     is_v_shaped: ClassVar[bool] = False
@@ -41,14 +42,16 @@ class _Pipeline(ABC):
             )
 
     def order(self) -> tuple[Action, ...]:
-        """What this stage does in one step."""
+        """Returns the actions of this stage in one step, in order."""
         return self._order(self.stage)
 
     def gaps(self, times: ActionTimes) -> tuple[Gap, ...]:
-        """Where this stage is idle in a step, if all stages take these times and links take none.
+        """Returns the gaps of this stage in one step.
+
+        All stages are assumed to take the same times, and links to take no time.
 
         Args:
-            times: of one action; with virtual stages, of one part of a stage.
+            times: duration of one action; with virtual stages, of one part of a stage.
         """
         closed = self._closed(times)
         if closed is not None:
@@ -58,15 +61,15 @@ class _Pipeline(ABC):
 
     @abstractmethod
     def _order(self, stage: int) -> tuple[Action, ...]:
-        """What a stage does in one step."""
+        """Returns the actions of a stage in one step, in order."""
 
     @abstractmethod
     def _closed(self, times: ActionTimes) -> tuple[Gap, ...] | None:
-        """The gaps by closed form; None if there is none."""
+        """Returns the gaps by closed form; None if there is no closed form."""
 
 
 class OneFOneB(_Pipeline):
-    """One forward, one backward."""
+    """The 1F1B schedule: one forward, one backward."""
 
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.one_f_one_b(stage, self.stages, self.microbatches)
@@ -76,7 +79,7 @@ class OneFOneB(_Pipeline):
 
 
 class GPipe(_Pipeline):
-    """All forwards, then all backwards."""
+    """The GPipe schedule: all forwards, then all backwards."""
 
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.gpipe(stage, self.stages, self.microbatches)
@@ -87,7 +90,7 @@ class GPipe(_Pipeline):
 
 @dataclass(frozen=True)
 class Interleaved(_Pipeline):
-    """1F1B with `virtual_stages` parts of the model a process."""
+    """1F1B with `virtual_stages` parts of the model in each process."""
 
     virtual_stages: int = 2
 
@@ -105,7 +108,7 @@ class Interleaved(_Pipeline):
 
 
 class ZeroBubbleH1(_Pipeline):
-    """1F1B with the backward cut in two: gradients of weights fill what would be idle."""
+    """1F1B with a split backward pass: gradients of weights are computed in the gaps (ZB-H1)."""
 
     def _order(self, stage: int) -> tuple[Action, ...]:
         return actions.zb_h1(stage, self.stages, self.microbatches)
@@ -115,7 +118,10 @@ class ZeroBubbleH1(_Pipeline):
 
 
 class ZeroBubbleV(_Pipeline):
-    """Zero bubble with two parts of the model a process, the second on the way back (ZBV)."""
+    """Zero bubble with two parts of the model in each process (ZBV).
+
+    The first parts follow the order of the processes, the second parts the reverse order.
+    """
 
     is_v_shaped = True
 
@@ -128,12 +134,13 @@ class ZeroBubbleV(_Pipeline):
 
 @dataclass(frozen=True)
 class Custom:
-    """A loop whose idle times no other description knows: it marks them itself, with `session.idle()`, or lists them.
+    """A loop that marks its gaps with `session.idle()`, or lists them here.
 
-    On the CPU waits for collectives (FSDP2's, DDP's buckets, those of the loop itself) count as idle times, unmarked.
+    On the CPU, waits for collectives count as gaps without a mark: those of FSDP2, of DDP's
+    buckets, and of the loop itself.
 
     Attributes:
-        intervals: (start, length) of each idle time, in seconds from the start of a step, in order.
+        intervals: (start, length) of each gap, in seconds from the start of a step, in order.
     """
 
     intervals: Sequence[tuple[float, float]] = ()
@@ -149,5 +156,5 @@ class Custom:
             end = start + length
 
     def gaps(self) -> tuple[Gap, ...]:
-        """The listed idle times; their place is that in the list."""
+        """Returns the listed gaps; the place of a gap is its index in the list."""
         return tuple(Gap(index, None, start, length) for index, (start, length) in enumerate(self.intervals))

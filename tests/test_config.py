@@ -1,4 +1,4 @@
-"""Settings: precedence, limits, sizes, and what the launcher says."""
+"""Tests of the settings: precedence, limits, sizes, and facts from the launcher."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_bad_argument_is_refused_too():
         Config.load({}, slots=99)
 
 
-def test_what_a_config_is_not_given_it_reads_from_the_environment(monkeypatch, tmp_path):
-    """`attach(config=Config(mtbf_s=…))` in a worker of torchrun: the agent has said where the daemon is."""
+def test_config_reads_missing_arguments_from_the_environment(monkeypatch, tmp_path):
+    """`attach(config=Config(…))` in a torchrun worker: the agent sets the daemon's address."""
     surroundings = {"REFT_DAEMON": "unix:/d", "REFT_SLOTS": "4", "REFT_MTBF_S": "60", "REFT_RUNTIME_DIR": str(tmp_path)}
     for name, value in surroundings.items():
         monkeypatch.setenv(name, value)
@@ -85,7 +85,7 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "G", "-1", "1e3", "1 2", "0x10", "1PiB", "nan", "1,5G", "1..5G", "12 apples"])
-def test_what_is_no_size(text):
+def test_an_invalid_size_is_refused(text):
     with pytest.raises(ConfigError, match="is not a size"):
         parse_size(text)
 
@@ -96,8 +96,8 @@ def test_whole_sizes_are_exact(number, unit):
     assert parse_size(f"{number}{unit}") == number * factor
 
 
-def test_the_runtime_folder_is_the_same_for_whoever_asks(tmp_path, monkeypatch):
-    """A login, a job's own TMPDIR, another HOME: none of them may hide the daemon that holds the job's snapshots."""
+def test_the_runtime_folder_does_not_depend_on_the_environment(tmp_path, monkeypatch):
+    """With another login, TMPDIR or HOME a restarted trainer must find the same daemon."""
     for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     assert runtime_dir() == Path(f"/tmp/reft-{os.getuid()}")
@@ -105,14 +105,14 @@ def test_the_runtime_folder_is_the_same_for_whoever_asks(tmp_path, monkeypatch):
     assert Config.load({"REFT_RUNTIME_DIR": str(tmp_path)}).runtime_dir == str(tmp_path)
 
 
-def test_what_the_launcher_says():
+def test_launch_reads_the_launchers_variables():
     assert Launch.load({}) == Launch(0, 1, "", "")
     launch = Launch.load({"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "r", "SLURM_JOB_ID": "9"})
     assert launch == Launch(3, 8, "r", "9")
     assert launch.under_agent and not Launch.load({}).under_agent
 
 
-def test_this_process_s_environment(monkeypatch):
+def test_child_environment_adds_changes(monkeypatch):
     monkeypatch.setenv("REFT_SLOTS", "6")
     assert Config.load().slots == 6
     child = child_environment(REFT_SLOTS="7")

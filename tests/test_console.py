@@ -1,4 +1,4 @@
-"""What stands on stderr where nobody configured logging, and where somebody did."""
+"""Tests of warnings on stderr, with and without configured logging."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ WARNS = "logging.getLogger('reft').warning('rank %d skips snapshots', 0); loggin
     ],
     ids=["none", "the root's", "reft's"],
 )
-def test_a_warning_is_said_once_and_by_its_name(configured, line):
+def test_a_warning_is_printed_once_with_the_name_of_reft(configured, line):
     done = subprocess.run([sys.executable, "-c", TWICE + configured + WARNS], capture_output=True, text=True)
     assert done.stderr.splitlines() == [line]

@@ -1,4 +1,4 @@
-"""Failpoints: how they are written, when they fire, and what they do."""
+"""Tests of failpoints: their syntax, when they fire, and their actions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from reft.failpoints import Failpoints, InjectedFault
 DROP = "round.send:drop"
 
 
-def test_nothing_is_named_nothing_happens():
+def test_without_entries_nothing_happens():
     assert not Failpoints().hit("round.send", step=1)
     assert not Failpoints(DROP).hit("other.point")
 
 
-def test_drop_tells_the_caller():
+def test_drop_returns_true():
     assert Failpoints(DROP).hit("round.send")
 
 
@@ -43,7 +43,7 @@ def test_kill_and_stop(action, number):
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == number
 
 
-def test_after_lets_hits_pass():
+def test_after_ignores_the_first_hits():
     points = Failpoints(f"{DROP}:after=2")
     assert [points.hit("round.send") for _ in range(4)] == [False, False, True, True]
 
@@ -53,7 +53,7 @@ def test_only_hits_that_match_are_counted():
     assert [points.hit("round.send", rank=rank) for rank in (0, 1, 0, 1)] == [False, False, False, True]
 
 
-def test_a_fact_that_is_missing_does_not_match():
+def test_a_missing_fact_does_not_match():
     assert not Failpoints(f"{DROP}:rank=0").hit("round.send")
 
 
@@ -69,7 +69,7 @@ def test_one_exact_step():
     assert hits == [(3, 1)]
 
 
-def test_several_entries_also_of_one_point():
+def test_several_entries_of_one_point():
     points = Failpoints("a:drop:step=1,a:raise:step=2,b:drop")
     assert points.hit("a", step=1) and points.hit("b")
     with pytest.raises(InjectedFault):
@@ -80,6 +80,6 @@ def test_several_entries_also_of_one_point():
 @pytest.mark.parametrize(
     "text", ["a", "a:", "a:explode", "a:drop:after", "a:drop:after=x", "a:drop:rank=-1", "a:drop:"]
 )
-def test_what_can_not_be_read_is_refused(text):
+def test_invalid_entries_are_refused(text):
     with pytest.raises(ConfigError, match="failpoint"):
         Failpoints(text)

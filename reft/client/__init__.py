@@ -1,6 +1,7 @@
-"""What runs in the trainer: finds the state, copies it into slots beside training, and brings it back.
+"""The part of reft in the trainer: finds the state, copies it into slots, restores it.
 
-`register_extractor(kind, extractor)` teaches it the state of objects that it does not know.
+`register_extractor(kind, extractor)` adds an extractor for a kind of object that reft does not
+know.
 """
 
 from reft.client.state.extract.registry import Extractor, register_extractor

@@ -1,15 +1,22 @@
-"""The session: what `reft.attach` returns. Steps, marks, the window and the fence, without changing the user's loop.
+"""The session that `reft.attach` returns: counts steps, opens and closes the window of a snapshot.
 
-    optimizer.step ─► mark (session.steps, step_end) ─► window: the snapshot may read the state ─► optimizer's pre-hook: fence
-                        step += 1, snapshot begins        forward and backward only read it          the next writer
+    optimizer.step ─► mark (session.steps, step_end) ─► window ────────────► optimizer's pre-hook:
+                      step += 1, snapshot begins        the snapshot reads   fence; the optimizer
+                                                        the state beside     changes the state next
+                                                        forward, backward
 
-A step that is captured in a CUDA graph is not trained, and its replays call no hook: from then on the window closes right after
-its mark, and the device waits there until the state is copied. Likewise until a capturable optimizer is first seen to step.
+CUDA graphs: capturing an optimizer step trains nothing, and replays of the graph call no hook.
+After a capture the window therefore closes right after each mark, and the device waits there until
+the state is copied. The same holds until a capturable optimizer is first seen to step.
 
-Where nothing is marked, each call of the (last) optimizer is a step and its post-hook is the mark. The first such call
-only counts: whether the loop marks its steps is not known yet then. Where the restored step was marked, calls are none: a loop
-that calls its optimizer several times a step would else take the place of what was restored before its first mark.
-A mark without a step of a passed optimizer is not taken if something waits for one, or has taken its place (`strangers`).
+How steps are counted:
+  * Without marks, each call of the last optimizer is a step, and the post-hook is the mark. The
+    first call only counts: reft does not know yet whether the loop marks its steps.
+  * If the restored step was marked, calls of the optimizer do not count. Otherwise a loop that
+    calls its optimizer several times a step would overwrite the restored snapshot before its first
+    mark.
+  * A mark without a step of a passed optimizer gives no snapshot if gradients exist, or if another
+    optimizer has stepped (`reft.client.schedule.foreign_optimizers`).
 """
 
 from __future__ import annotations
@@ -47,35 +54,43 @@ from reft.wire import timeline_socket
 log = logging.getLogger("reft")
 
 CLOSE_WAIT_S = 2.0
-CALLS_WITHOUT_MARK = 1000  # after a restore of a marked step: then the log says that nothing is taken
+# After so many calls of the optimizer without a mark, in a job that was marked, the log says that
+# no snapshots are taken.
+CALLS_WITHOUT_MARK = 1000
 TIER_BYTES = {f"{tier.name.lower()}_bytes": tier for tier in Tier}
 
 
 class PlacementReviewer(Protocol):
-    """Looks from time to time whether the state still fits its placement (`reft.client.attach.reattach`)."""
+    """Checks at some steps whether the state still fits the placement.
+
+    See `reft.client.attach.reattach`.
+    """
 
     def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
-        """The snapshots from this mark on: the same, new ones, or None if there can be no more."""
+        """Returns the snapshotter from here on: the same, a new one, or None after a failure."""
 
     def close(self) -> None:
         """Ends the reviews."""
 
 
 class _Stepping(Enum):
-    """What is known of how the optimizers step."""
+    """Whether the optimizers' steps call hooks."""
 
-    UNSEEN = auto()  # capturable, and no hook was called yet: attach may have come after a capture
-    CALLED = auto()  # a hook closes the window
-    REPLAYED = auto()  # by a graph that was captured before our eyes: nobody calls a hook
+    # A capturable optimizer has called no hook yet: its step may have been captured before attach.
+    UNSEEN = auto()
+    # Steps call hooks, and the pre-hook closes the window.
+    CALLED = auto()
+    # A step was captured in a CUDA graph after attach: the replays call no hook.
+    REPLAYED = auto()
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """What `Session.seal` found. True in a condition if the newest marked step is whole.
+    """The result of `Session.seal`. True in a condition if the newest marked step is whole.
 
     Attributes:
-        whole: every rank holds the newest marked step, sealed.
-        protected: it also survives as many lost nodes as were asked for.
+        whole: every rank has sealed the newest marked step.
+        protected: the step also survives the loss of `tolerate` failure domains.
         step: the newest step known to be whole; -1 if none.
     """
 
@@ -88,19 +103,21 @@ class Sealed:
 
 
 class Session:
-    """A trainer's hold on its snapshots; made by `reft.attach`, used by one thread, the one that trains.
+    """One trainer's session. `reft.attach` makes it; only the thread that trains may use it.
 
     Args:
-        snapshots: None if reft is switched off: then steps are counted, and that is all.
-        optimizers: whose steps close the window.
+        snapshots: takes the snapshots; None if reft is switched off. Then steps are only counted.
+        optimizers: a step of any of these optimizers closes the window.
         step: completed steps at attach.
         restored_from: None, "memory", "peers" or "storage".
         counts_calls: whether the restored step was counted by calls of the optimizer, not by marks.
-        cadence: which steps are taken; None if reft is switched off.
-        schedule: whose gaps are to be used; None if there is none, or nothing to hook.
+        cadence: decides which steps are snapshotted; None if reft is switched off.
+        seal_deadline_s: how long `seal` waits by default.
+        schedule: copies use the gaps of this schedule; None if there is none, or nothing to hook.
 
     Attributes:
-        reviews: looks from time to time whether the state still fits its placement; None if that is of no use.
+        reviews: checks at some steps whether the state still fits the placement; None if no node
+            could protect another node's state.
     """
 
     def __init__(
@@ -117,8 +134,9 @@ class Session:
         self._counts_calls = counts_calls
         self._pid = os.getpid()
         self._marks: StepCounting = CountByOptimizer(step)
-        self._taken = self._written = -1  # the newest steps whose state was taken, and has been written since
-        self._unheld = ""  # why the newest mark is not to be taken, though all is where it was
+        self._taken_step = -1  # the newest step that was snapshotted, or given up for `_unheld`
+        self._written_step = -1  # the newest step whose state an optimizer has overwritten
+        self._skip_reason = ""  # why the newest mark gives no snapshot; empty if it may
         self._window_open = False
         is_capturable = any(g.get("capturable") for each in optimizers for g in getattr(each, "param_groups", ()))
         self._stepping = _Stepping.UNSEEN if is_capturable else _Stepping.CALLED
@@ -131,19 +149,19 @@ class Session:
         self._timeline_server: timeline_socket.TimelineServer | None = None
         self._foreign_optimizers: ForeignOptimizerGuard | None = None
         if snapshots is not None:
-            self._foreign_optimizers = ForeignOptimizerGuard(optimizers, self._holds, self._before_stranger)
+            self._foreign_optimizers = ForeignOptimizerGuard(optimizers, self._holds, self._before_foreign_step)
             self._profiler = IterationProfiler(snapshots.copy_engine, hooks.closed(schedule))
             self._unfollow = hooks.follow(schedule, self._profiler, snapshots.tracked.modules.values())
             self._timeline_server = _timeline_server(snapshots, self._profiler)
-            atexit.register(_drain, weakref.ref(self))
+            atexit.register(_finish_at_exit, weakref.ref(self))
 
     # Marks
 
     def steps(self, total: int) -> Iterator[int]:
-        """Iterates over the steps that are left, from `session.step` to `total - 1`, and marks the end of each.
+        """Yields the remaining steps, `session.step` to `total - 1`, and marks the end of each.
 
-        Ask the data loader for the next batch inside the loop: `zip(loader, session.steps(n))` fetches before the mark
-        and loses a batch at a restart.
+        Ask the data loader for the next batch inside the loop. `zip(loader, session.steps(n))`
+        fetches a batch before the mark, and that batch is lost at a restart.
         """
         self._check_process()
         self.begin_marking()
@@ -152,16 +170,20 @@ class Session:
             self.step_end()
 
     def step_end(self) -> None:
-        """Marks the end of an iteration: the state is final, and may be read until the next optimizer step."""
+        """Marks the end of an iteration.
+
+        The snapshot may read the state until the next optimizer step.
+        """
         self._check_process()
         self.begin_marking()
         self._mark()
 
     def begin_marking(self) -> None:
-        """From here on only marks count: the first mark does it. What the optimizer's hooks counted before is dropped.
+        """Counts only marks from here on, and drops the steps counted from the optimizer's hooks.
 
-        For loops in which the optimizer steps before the first mark without training, as it does where
-        `torch.distributed.checkpoint` reads its state.
+        The first mark does the same. Call this method right after attach if the loop calls the
+        optimizer before the first mark without training: `torch.distributed.checkpoint` does so to
+        read the state of an optimizer.
 
         Raises:
             RestoreError: the restored step was counted by calls of the optimizer.
@@ -171,10 +193,10 @@ class Session:
             return
         if self._counts_calls and self._snapshots is not None:
             raise RestoreError(
-                "what was restored was held while calls of the optimizer counted as steps, but this loop marks its steps: the "
-                "run before ended ahead of its first mark, or its loop was another.",
-                f"reft-cli purge {self._snapshots.leases.job} to start fresh, and session.begin_marking() right after attach, so "
-                "that this does not happen again; or train without marks; or start under another job name",
+                "the restored snapshot counted calls of the optimizer as steps, but this loop marks its steps: "
+                "the run before ended before its first mark, or had another loop.",
+                f"reft-cli purge {self._snapshots.leases.job} to start fresh, and call session.begin_marking() right after "
+                "attach to avoid this error; or train without marks; or start under another job name",
             )
         self._close_window()
         if self.step > self._marks.start + 1 and self._snapshots is not None:
@@ -183,13 +205,13 @@ class Session:
         self._marks = CountByMarks()
 
     def resume_marking(self) -> None:
-        """The restored step was marked: calls of the optimizer are no steps, from the first one on."""
+        """Ignores all calls of the optimizer, because the restored step was marked."""
         self._marks = CountResumed()
 
     def _mark(self) -> None:
         self._close_window()
         self.step += 1
-        self._unheld = self._why_not()
+        self._skip_reason = self._reason_to_skip()
         if self.reviews is not None and self._snapshots is not None:
             self._snapshots = self.reviews.at(self.step, self._snapshots)
         pacing_plan = self._profiler.mark(self.step) if self._profiler else None
@@ -198,8 +220,8 @@ class Session:
             if self._cadence.is_due(self.step):
                 self._take(pacing_plan)
 
-    def _why_not(self) -> str:
-        """Why the state at this mark is not all that a restart needs; empty if it is, as far as can be told."""
+    def _reason_to_skip(self) -> str:
+        """Returns why this mark must give no snapshot; empty if reft sees no reason."""
         if self._foreign_optimizers is None or self._snapshots is None or self._stepping is not _Stepping.CALLED:
             return ""
         return self._foreign_optimizers.mark(
@@ -208,28 +230,32 @@ class Session:
 
     def _take(self, pacing_plan: PacingPlan | None = None) -> None:
         is_marked = isinstance(self._marks, CountByMarks)
-        if self._unheld and self._snapshots is not None:
-            self._snapshots.void(self.step, self._unheld)
+        if self._skip_reason and self._snapshots is not None:
+            self._snapshots.void(self.step, self._skip_reason)
         elif self._cadence is not None and self._cadence.take(self.step, is_marked, pacing_plan):
             self._open_window()
-        self._taken = self.step
+        self._taken_step = self.step
 
     @property
     def every(self) -> int:
-        """Each how many-th step is snapshotted at present."""
+        """The current snapshot interval: every n-th step is snapshotted."""
         return self._cadence.every(self.step) if self._cadence else 1
 
     def protect_again(self, is_marked: bool) -> None:
-        """Takes the restored state as the first version of this epoch: what a lost node held is spread anew.
+        """Snapshots the restored state, so that the bytes of a lost node are protected again.
 
-        For attach, before the first step; the version that was restored stays held until this one is whole.
+        Attach calls this method before the first step. The snapshot is the first version of this
+        epoch. The daemons keep the restored version until the new one is whole.
         """
         if self._snapshots is not None and self._snapshots.take(self.step, is_marked):
             self._open_window()
-        self._taken = self.step
+        self._taken_step = self.step
 
     def _open_window(self) -> None:
-        """The snapshot may read the state until the optimizer's hook, or only until now, where none may be called."""
+        """Lets the snapshot read the state until the optimizer's pre-hook.
+
+        Closes the window at once if the optimizer's step may call no hook.
+        """
         self._window_open = True
         if self._stepping is not _Stepping.CALLED:
             self._fence()
@@ -246,48 +272,48 @@ class Session:
             self._window_open = False
             self._snapshots.fence()
 
-    # Hooks: they run inside the user's optimizer step, in whatever grad mode that has
+    # Hooks: they run inside the user's optimizer step, in any grad mode
 
     def _before_optimizer(self, index: int) -> None:
         if os.getpid() != self._pid:
             return
         if self._is_capturing():
-            self._captured()
+            self._on_captured_step()
             return
         if self._stepping is _Stepping.UNSEEN:
             self._stepping = _Stepping.CALLED
         if self._foreign_optimizers is not None:
             self._foreign_optimizers.own_step(index)
-        self._written = self.step
+        self._written_step = self.step
         self._close_window()
 
     def _holds(self, parameter: int) -> bool:
         return self._snapshots is not None and self._snapshots.host.holds(parameter)
 
-    def _before_stranger(self, trouble: str) -> None:
+    def _before_foreign_step(self, trouble: str) -> None:
         if os.getpid() != self._pid or self._is_capturing():
             return
-        if (
-            trouble and type(self._marks) is not CountByMarks
-        ):  # a mark is void, with these words; without one there is none
+        # With marks, the next mark reports the same trouble.
+        if trouble and type(self._marks) is not CountByMarks:
             log.warning("no step is counted: %s", trouble)
-        self._written = self.step
+        self._written_step = self.step
         self._close_window()
 
     def _is_capturing(self) -> bool:
         return self._snapshots is not None and self._snapshots.copy_engine.is_capturing()
 
-    def _captured(self) -> None:
-        """This call of the optimizer trains nothing; the graph's replays will, unseen.
+    def _on_captured_step(self) -> None:
+        """Notes that this call of the optimizer is captured in a CUDA graph.
 
-        A snapshot that is under way is given up: the call counts as a write (`TensorIndex.versions`), though it writes
-        nothing yet.
+        The call trains nothing. The replays of the graph will train, and call no hook. A snapshot
+        in progress is given up: the version counters (`TensorIndex.versions`) count the call as a
+        write, although it writes nothing yet.
         """
         assert self._snapshots is not None
         if self._stepping is not _Stepping.REPLAYED:
             log.warning(
-                "rank %d: the optimizer's step is captured in a CUDA graph, whose replays call no hook. Mark each step with "
-                "session.step_end(); the device waits there until the state is copied.",
+                "rank %d: the optimizer's step is captured in a CUDA graph, and replays of the graph call no hook. Mark each "
+                "step with session.step_end(); the device waits there until the state is copied.",
                 self._snapshots.rank,
             )
         self._stepping = _Stepping.REPLAYED
@@ -298,38 +324,40 @@ class Session:
         marks = self._marks
         if isinstance(marks, CountResumed) and marks.count() == CALLS_WITHOUT_MARK:
             log.warning(
-                "%d calls of the optimizer without a mark: no snapshot is taken, since the restored step was marked. Mark steps "
-                "with session.step_end(), or start under another job name.",
+                "%d calls of the optimizer without a mark: no snapshot is taken, because the restored step was marked. Mark "
+                "steps with session.step_end(), or start under another job name.",
                 CALLS_WITHOUT_MARK,
             )
         elif not isinstance(marks, CountByOptimizer):
             return
         elif marks.count():
             if self.step == marks.start + 1:
-                self._say_unmarked()
+                self._warn_unmarked()
             self._mark()
         else:
             self.step += 1
             if self._foreign_optimizers is not None:
                 self._foreign_optimizers.first_call()
 
-    def _say_unmarked(self) -> None:
-        """Once, when it is clear that nobody marks: what the loop changes behind the optimizer comes back a step late."""
+    def _warn_unmarked(self) -> None:
+        """Warns once that without marks a restart restores some objects one step behind."""
         snapshots = self._snapshots
-        if snapshots is not None and (names := _passed_as_state(snapshots)):
+        if snapshots is not None and (names := _state_names(snapshots)):
             log.warning(
-                "no step is marked: %s are held as they are when optimizer.step returns; a scheduler, scaler or average that is "
-                "brought up to date after it comes back one step behind. Mark steps with session.step_end() or session.steps().",
+                "no step is marked: a snapshot holds %s as they are when optimizer.step returns. A scheduler, scaler or average "
+                "that the loop updates after that comes back one step behind. Mark steps with session.step_end() or "
+                "session.steps().",
                 ", ".join(names),
             )
 
     # What users ask
 
     def seal(self, timeout: float | None = None) -> Sealed:
-        """Waits until the newest marked step is whole: every rank holds it, sealed.
+        """Waits until the newest marked step is whole, so that every rank has sealed it.
 
-        Takes the snapshot first if that step was not due. Call it on all ranks, between a mark and the next optimizer step:
-        behind that the marked state is gone, and a step that was not taken stays so.
+        Takes the snapshot first if that step was not due. Call `seal` on all ranks, between a mark
+        and the next optimizer step: the optimizer overwrites the marked state, and then a snapshot
+        of that step is no longer possible.
 
         Args:
             timeout: seconds; None means REFT_SEAL_DEADLINE_S.
@@ -337,25 +365,31 @@ class Session:
         self._check_process()
         if self._snapshots is None:
             return Sealed(False, False, -1)
-        if self._taken != self.step and self.step > 0 and self._written != self.step:
+        if self._taken_step != self.step and self.step > 0 and self._written_step != self.step:
             self._take()
         self._snapshots.copy_engine.hurry()
         whole = self._snapshots.newest_known_whole() >= self.step
-        if not whole and self._taken == self.step and not self._snapshots.leaves_out(self.step):
+        if not whole and self._taken_step == self.step and not self._snapshots.leaves_out(self.step):
             deadline = self._seal_deadline_s if timeout is None else timeout
             whole = self._snapshots.wait(self.step, deadline)
         return Sealed(whole, whole and self._snapshots.is_protected, self._snapshots.newest_known_whole())
 
     def stats(self) -> dict[str, float]:
-        """Counters since attach, all plain numbers; units are in the names, bytes are bytes.
+        """Returns counters since attach, all plain numbers.
 
-        sealed_step: newest step that this rank sealed; whole_step: newest step known to be whole on all ranks; snapshots,
-        skipped: counts; bytes: written by one snapshot; stall_ms: mean time for which a snapshot held up training;
-        bubble_fraction: share of the snapshots' bytes that was copied in gaps of the schedule or inside `idle()`;
-        gap_bytes, compute_bytes, collective_bytes, fence_bytes: of all snapshots, by what training did when their copy
-        began; at the fence it waited; gap_error, gap_error_worst: how far the schedule's closed form is off the measured
-        idle time, relative, in all and of the worst gap; -1 if nothing can be compared; streaming_copy: 1 if snapshots of
-        host memory are copied past the caches, else 0.
+        step: completed steps
+        sealed_step: newest step that this rank has sealed; -1 if none
+        whole_step: newest step known to be whole on all ranks; -1 if none
+        snapshots, skipped: number of snapshots taken, and of snapshots given up
+        bytes: bytes that one snapshot writes
+        stall_ms: mean time that training waits for one snapshot
+        bubble_fraction: share of the copied bytes that was copied in gaps of the schedule or in
+            `idle()`
+        gap_bytes, compute_bytes, collective_bytes, fence_bytes: bytes of all snapshots, by what
+            training did when the copy of the bytes began; at the fence training waited
+        gap_error, gap_error_worst: relative difference between the gaps by the schedule's closed
+            form and the measured gaps, in total and for the worst gap; -1 if they can't be compared
+        streaming_copy: 1 if snapshots of host memory bypass the caches, else 0
         """
         if self._snapshots is None:
             numbers = dict.fromkeys(("snapshots", "skipped", "bytes", "stall_ms", "bubble_fraction", *TIER_BYTES), 0.0)
@@ -386,20 +420,25 @@ class Session:
         }
 
     def overhead(self) -> OverheadEstimate | None:
-        """What snapshots cost in all, as a share of training time with a 95 % interval: from control steps, which only
-        `every="auto"` leaves out. None until there are enough of them; 0.1 % under 2 % of noise takes thousands of steps.
+        """Returns the total cost of snapshots, as a share of training time with a 95 % interval.
+
+        The estimate needs control steps, which are steps without a snapshot. Only `every="auto"`
+        has control steps. None until there are enough: to see 0.1 % under 2 % of noise takes
+        thousands of steps.
         """
         return self._cadence.overhead() if self._cadence else None
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """What training and copying did in the last steps, as a trace that ui.perfetto.dev and chrome://tracing show.
+        """Returns a trace of training and copying in the last steps.
+
+        ui.perfetto.dev and chrome://tracing show such a trace.
 
         Args:
-            path: a file to write it to as well.
+            path: also write the trace to this file.
 
         Returns:
-            The trace, JSON types: compute, gaps, waits, each chunk with its tier, parity, the fence; `otherData` has the
-            gaps that the schedule should have and those that were measured.
+            The trace, in JSON types: compute, gaps, waits, each chunk with its tier, parity, the
+            fence. `otherData` has the expected and the measured gaps of the schedule.
         """
         if self._profiler is None or self._snapshots is None:
             trace: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {}}
@@ -411,7 +450,7 @@ class Session:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Marks a time in which this loop neither computes nor communicates, e.g. while it waits for a batch."""
+        """Marks a gap, e.g. a wait for a batch: the loop neither computes nor communicates."""
         if self._profiler is None:
             yield
             return
@@ -422,13 +461,13 @@ class Session:
             self._profiler.enter(Tier.COMPUTE, OTHER)
 
     def close(self) -> None:
-        """Ends the session: the newest snapshot is finished, the hooks are taken off, the daemon keeps the slots."""
+        """Finishes the newest snapshot and removes the hooks; the daemon keeps the slots."""
         if self._snapshots is None or os.getpid() != self._pid:
             return
         if self._window_open:
             self._snapshots.copy_engine.hurry()
-            # Before the fence: the newest snapshot may still be waiting for a slot.
-            self._snapshots.wait(self._taken, CLOSE_WAIT_S)
+            # Wait before the fence: the newest snapshot may still wait for a slot.
+            self._snapshots.wait(self._taken_step, CLOSE_WAIT_S)
         self._close_window()
         if self._cadence is not None:
             self._cadence.report()
@@ -464,7 +503,10 @@ class Session:
 
 
 def _timeline_server(snapshots: Snapshotter, profiler: IterationProfiler) -> timeline_socket.TimelineServer | None:
-    """Answers `reft-cli timeline`; where no socket can be had, only `Session.timeline` tells."""
+    """Returns the server that answers `reft-cli timeline`.
+
+    None if there is no socket for it; `Session.timeline` works without the server.
+    """
     try:
         return timeline_socket.TimelineServer(lambda: profiler.trace(snapshots.rank))
     except OSError as error:
@@ -472,27 +514,31 @@ def _timeline_server(snapshots: Snapshotter, profiler: IterationProfiler) -> tim
         return None
 
 
-def _passed_as_state(snapshots: Snapshotter) -> list[str]:
-    """Names in `state=`."""
+def _state_names(snapshots: Snapshotter) -> list[str]:
+    """Returns the names that the user passed in `state=`."""
     modules = (prefix.removeprefix("state.") for prefix in snapshots.tracked.modules if prefix.startswith("state."))
     return [*snapshots.tracked.scalers, *snapshots.host.objects, *modules]
 
 
 def _nothing(*_: object) -> None:
-    """After all optimizers but the last."""
+    """Does nothing: the post-hook of all optimizers but the last."""
 
 
 def _was_skipped(optimizer: object) -> bool:
-    """Whether a fused step was skipped for infinite gradients; on a device that can't be asked without waiting for it."""
-    found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
+    """Decides whether a fused step was skipped because of infinite gradients.
+
+    False for a tensor on a device: to read such a tensor would wait for the device.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return isinstance(found_inf, torch.Tensor) and found_inf.device.type == "cpu" and bool(found_inf)
 
 
-def _drain(reference: weakref.ref[Session]) -> None:
-    """At the interpreter's end: lets the copy thread finish, so that it does not read memory that is torn down."""
+def _finish_at_exit(reference: weakref.ref[Session]) -> None:
+    """Lets the copy thread finish at exit, before the interpreter frees memory that is read."""
     session = reference()
     if session is not None and session._snapshots is not None and session._pid == os.getpid():
         session._close_window()
         if getattr(sys, "last_value", None) is None:
-            # A script that ends without an error need not close its session: its end is no failure of its node.
+            # A script that ends without an error need not close its session. Without this release
+            # the daemon would report the exit as a failure.
             session._snapshots.release()

@@ -1,4 +1,4 @@
-"""Steps, marks, window and fence, as a user's loop meets them."""
+"""Tests of the session in a user's loop: steps, marks, window and fence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from reft import errors
 from reft.client.memory import streaming
-from reft.client.session import _drain
+from reft.client.session import _finish_at_exit
 from reft.client.snapshot.cpu_engine import CpuCopyEngine
 from reft.core.pipeline.pacing import Tier
 from reft.wire import timeline_socket
@@ -33,7 +33,7 @@ def test_steps_are_marked_iterations(attach):
     assert session.seal(timeout=60).step == 4
 
 
-def test_a_loop_of_a_framework_marks_with_step_end(attach):
+def test_step_end_marks_a_step(attach):
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(5):
@@ -52,12 +52,12 @@ def test_without_marks_each_call_of_the_optimizer_is_a_step(attach):
     other, another = make()
     session = attach(other, another)
     assert session.step == 5 and state_bytes(other, another) == expected
-    with pytest.raises(errors.RestoreError, match="counted as steps"):
+    with pytest.raises(errors.RestoreError, match="counted calls of the optimizer as steps"):
         next(session.steps(9))
 
 
-def test_calls_before_the_first_mark_leave_nothing_behind(attach):
-    """Several calls in one marked step: what was counted by calls must never be restored as marked steps."""
+def test_calls_before_the_first_mark_are_discarded(attach):
+    """Several calls in one marked step: steps counted by calls never become marked steps."""
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(3):
@@ -71,8 +71,8 @@ def test_calls_before_the_first_mark_leave_nothing_behind(attach):
     assert attach(*make()).step == 10
 
 
-def test_a_run_that_ended_before_its_first_mark_says_how_to_go_on(attach):
-    """Several calls of the optimizer in one marked step, and the first step was never finished."""
+def test_a_run_without_its_first_mark_is_refused_with_a_remedy(attach):
+    """The loop calls the optimizer several times a step, and never finished its first step."""
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_a_run_that_ended_before_its_first_mark_says_how_to_go_on(attach):
         session.step_end()
 
 
-def test_a_subclass_that_calls_its_parent_steps_once(attach):
+def test_a_subclass_that_calls_its_parents_step_counts_one_step(attach):
     class Twice(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -103,7 +103,7 @@ def test_a_subclass_that_calls_its_parent_steps_once(attach):
 
 
 class Twice(torch.optim.SGD):
-    """Calls its parent's step, which calls the hooks too, and fails when it is told to."""
+    """Calls the parent's step, which also calls the hooks; raises an error on request."""
 
     fails = False
 
@@ -114,8 +114,8 @@ class Twice(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Twice])
-def test_a_step_that_raises_is_none_and_those_behind_it_count(attach, kind):
-    """As a loop does that catches what is raised for want of memory, and goes on with a smaller batch."""
+def test_a_step_that_raises_does_not_count_and_later_steps_do(attach, kind):
+    """A loop may catch an out-of-memory error, and go on with a smaller batch."""
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps a class's step when its first object is made
     model = nn.Linear(4, 4)
     optimizer = kind(model.parameters(), lr=0.1)
@@ -131,8 +131,8 @@ def test_a_step_that_raises_is_none_and_those_behind_it_count(attach, kind):
     assert session.step == 5 and session.seal(timeout=60).step == 5
 
 
-def test_of_a_step_that_is_compiled_only_the_step_is(attach):
-    """Else the compiler goes through what marks and hooks do, some two hundred functions of it, and warns of most."""
+def test_torch_compile_does_not_compile_the_hooks(attach):
+    """Otherwise the compiler traces some 200 functions of marks and hooks, and warns of most."""
     model, optimizer = make()
     session = attach(model, optimizer)
     torch._dynamo.reset()
@@ -148,7 +148,7 @@ def test_of_a_step_that_is_compiled_only_the_step_is(attach):
     assert attach(other, another).step == 4 and state_bytes(other, another) == state_bytes(model, optimizer)
 
 
-def test_every_nth_step_and_seal_of_one_between(attach):
+def test_seal_takes_a_step_that_is_not_due(attach):
     model, optimizer = make()
     session = attach(model, optimizer, every=3)
     for _ in session.steps(8):
@@ -157,18 +157,18 @@ def test_every_nth_step_and_seal_of_one_between(attach):
     assert session.seal(timeout=60).step == 8
 
 
-def test_a_write_inside_the_window_is_caught_and_not_kept(attach, monkeypatch, caplog):
+def test_a_snapshot_with_a_write_in_its_window_is_discarded(attach, monkeypatch, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    original = CpuCopyEngine._run_tasks
+    original = CpuCopyEngine._read
 
     def scribble(self, *arguments):
         original(self, *arguments)
         with torch.no_grad():
             model.weight.add_(1)
 
-    monkeypatch.setattr(CpuCopyEngine, "_run_tasks", scribble)
+    monkeypatch.setattr(CpuCopyEngine, "_read", scribble)
     with caplog.at_level(logging.WARNING, "reft"):
         step_once(model, optimizer)
         session.step_end()
@@ -177,12 +177,12 @@ def test_a_write_inside_the_window_is_caught_and_not_kept(attach, monkeypatch, c
     assert attach(*make()).step == 3
 
 
-def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
-    """The optimizer must not start before everything is read; the mutant without a fence is caught here."""
+def test_the_fence_waits_until_all_bytes_are_copied(attach, monkeypatch):
+    """The optimizer must not start before all bytes are read. Fails without the fence."""
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    session = attach(model, optimizer, slots=16)  # for all steps, though a busy daemon has answered none
-    original = CpuCopyEngine._run_tasks
+    session = attach(model, optimizer, slots=16)  # enough for all steps, even if a busy daemon answers none
+    original = CpuCopyEngine._read
     entered = []
 
     def held_back(self, *arguments):
@@ -191,7 +191,7 @@ def test_the_fence_waits_for_the_last_byte(attach, monkeypatch):
         original(self, *arguments)
         entered.append(torch.equal(before, model.weight))
 
-    monkeypatch.setattr(CpuCopyEngine, "_run_tasks", held_back)
+    monkeypatch.setattr(CpuCopyEngine, "_read", held_back)
     for _ in session.steps(6):
         step_once(model, optimizer)
     assert session.seal(timeout=60)
@@ -214,7 +214,7 @@ def test_a_failure_inside_reft_never_stops_a_step(attach, monkeypatch, caplog):
     assert session.seal(timeout=60).step == 25
 
 
-def test_a_capsule_that_grows_past_its_bound_voids_and_says_so(attach, caplog):
+def test_a_capsule_over_its_limit_voids_the_snapshot(attach, caplog):
     model, optimizer = make()
     keeper = type(
         "Grows", (), {"state_dict": lambda self: {"x": self.x}, "load_state_dict": lambda self, s: None, "x": b""}
@@ -230,7 +230,7 @@ def test_a_capsule_that_grows_past_its_bound_voids_and_says_so(attach, caplog):
     assert attach(*make(), state={"grows": keeper}).step == 3
 
 
-def test_idle_times_are_counted(attach):
+def test_bytes_copied_in_idle_are_counted_as_gap_bytes(attach):
     model = nn.Linear(1024, 1024)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attach(model, optimizer)
@@ -242,8 +242,8 @@ def test_idle_times_are_counted(attach):
     assert 0 < session.stats()["bubble_fraction"] <= 1
 
 
-def test_an_idle_time_that_ends_in_an_exception_is_over_too(attach):
-    """A loader that is exhausted while its batch is waited for: what is computed after that is no gap to copy in."""
+def test_an_exception_ends_idle(attach):
+    """A loader may be exhausted inside `idle()`: computation after that is no gap."""
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in session.steps(3):
@@ -253,8 +253,8 @@ def test_an_idle_time_that_ends_in_an_exception_is_over_too(attach):
         step_once(model, optimizer)
 
 
-def test_where_the_name_of_its_timeline_is_taken_a_rank_trains_without(attach, caplog):
-    """Containers with the host's network share these names, and each may have a process of this number."""
+def test_a_taken_timeline_socket_does_not_stop_training(attach, caplog):
+    """Containers in the host's network share abstract socket names, and may have equal pids."""
     other = timeline_socket.TimelineServer(dict)
     with caplog.at_level(logging.WARNING, "reft"):
         session = attach(*make())
@@ -278,7 +278,7 @@ def test_stats_are_numbers_and_a_closed_session_takes_nothing(attach):
 
 
 @pytest.mark.parametrize("is_past_caches", [True, False])
-def test_stats_say_whether_copies_go_past_the_caches(attach, monkeypatch, is_past_caches):
+def test_stats_report_streaming_copy(attach, monkeypatch, is_past_caches):
     monkeypatch.setattr(streaming, "is_past_caches", is_past_caches)
     session = attach(*make())
     assert session.stats()["streaming_copy"] == is_past_caches
@@ -286,36 +286,37 @@ def test_stats_say_whether_copies_go_past_the_caches(attach, monkeypatch, is_pas
     assert session.stats()["streaming_copy"] == is_past_caches
 
 
-def test_a_slot_that_is_not_sealed_yet_is_not_chosen_even_if_its_step_is_void(attach, monkeypatch):
-    """On CUDA the digests of one snapshot may be made while the next begins: they must not end up on the next."""
+def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeypatch):
+    """On CUDA the digests of one snapshot may be made while the next one begins.
+
+    The digests must not be written into the slot of the next one.
+    """
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
     snapshots = session._snapshots
     free = snapshots._free_slot()
-    snapshots._busy_slots.add(free.index)
+    snapshots._under_way.add(free.index)
     assert snapshots._free_slot() is None or snapshots._free_slot().index != free.index
-    snapshots._busy_slots.discard(free.index)
+    snapshots._under_way.discard(free.index)
     train(session, model, optimizer)
-    assert not snapshots._busy_slots
+    assert not snapshots._under_way
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
-def test_a_script_that_ends_in_order_has_closed_its_session_and_one_that_fails_has_not(
-    attach, shared_daemon, monkeypatch, error
-):
-    """What runs at the interpreter's end; Python leaves there what it ended with."""
+def test_the_exit_of_a_script_releases_its_session_only_after_success(attach, shared_daemon, monkeypatch, error):
+    """Runs the exit handler; Python stores the error of a failed script in `sys.last_value`."""
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in session.steps(2):
         step_once(model, optimizer)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    _drain(weakref.ref(session))
+    _finish_at_exit(weakref.ref(session))
     job = session._snapshots.reporter._job
     assert shared_daemon.status(job).ranks[0].closed is (error is None)
 
 
-def test_a_loop_that_was_marked_keeps_what_was_restored_through_calls_before_its_first_mark(attach):
+def test_calls_before_the_first_mark_do_not_replace_a_marked_version(attach):
     model, optimizer = make()
     session = attach(model, optimizer)
     session.begin_marking()
@@ -333,7 +334,7 @@ def test_a_loop_that_was_marked_keeps_what_was_restored_through_calls_before_its
     assert third.step == 4 and third.restored_from == "memory"
 
 
-def test_a_loop_that_stops_marking_is_told_that_nothing_is_taken(attach, caplog, monkeypatch):
+def test_a_resumed_loop_without_marks_gets_a_warning(attach, caplog, monkeypatch):
     monkeypatch.setattr("reft.client.session.CALLS_WITHOUT_MARK", 3)
     model, optimizer = make()
     session = attach(model, optimizer)
@@ -347,7 +348,7 @@ def test_a_loop_that_stops_marking_is_told_that_nothing_is_taken(attach, caplog,
     assert session.step == 1 and sum("without a mark" in each for each in caplog.messages) == 1
 
 
-def test_what_was_discarded_is_not_called_whole(attach):
+def test_a_discarded_step_is_not_whole(attach):
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in range(5):
@@ -358,7 +359,7 @@ def test_what_was_discarded_is_not_called_whole(attach):
     assert session.step == 1 and not session.seal(timeout=10) and session.stats()["whole_step"] == -1
 
 
-def test_seal_in_the_body_does_not_take_the_next_state_for_the_marked_one(attach):
+def test_seal_after_the_optimizer_step_takes_no_snapshot(attach):
     model, optimizer = make()
     session = attach(model, optimizer, every=10)
     for step in session.steps(12):
@@ -371,7 +372,7 @@ def test_seal_in_the_body_does_not_take_the_next_state_for_the_marked_one(attach
     assert attach(*make()).step == 10
 
 
-def test_without_marks_the_log_says_that_a_scheduler_is_held_a_step_behind(attach, caplog):
+def test_without_marks_a_scheduler_one_step_behind_is_logged(attach, caplog):
     model, optimizer = make()
     attach(model, optimizer, state={"lr": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)})
     for _ in range(4):
@@ -379,7 +380,7 @@ def test_without_marks_the_log_says_that_a_scheduler_is_held_a_step_behind(attac
     assert sum("one step behind" in each and "lr" in each for each in caplog.messages) == 1
 
 
-def test_a_mark_between_micro_batches_is_not_taken_for_their_gradients_are_not_held(attach, caplog):
+def test_a_mark_between_micro_batches_gives_no_snapshot(attach, caplog):
     def micro_batch(model, optimizer, index):
         model(torch.full((2, 8), index + 1.0)).square().mean().backward()
         if index % 2:
@@ -393,7 +394,7 @@ def test_a_mark_between_micro_batches_is_not_taken_for_their_gradients_are_not_h
         micro_batch(model, optimizer, index)
         session.step_end()
         assert bool(session.seal(timeout=10)) == bool(index % 2)
-    assert "gradients are not held" in caplog.text
+    assert "Snapshots hold no gradients" in caplog.text
     other, another = make()
     assert attach(other, another).step == 4 and state_bytes(other, another) == before
 
@@ -407,7 +408,7 @@ def test_marks_without_gradients_and_without_a_step_are_taken(attach):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_optimizer_that_takes_the_place_of_a_passed_one_is_seen(attach, caplog, fused):
+def test_a_foreign_optimizer_is_detected(attach, caplog, fused):
     model, optimizer = make()
     session = attach(model, optimizer)
     for _ in session.steps(2):
@@ -418,21 +419,21 @@ def test_an_optimizer_that_takes_the_place_of_a_passed_one_is_seen(attach, caplo
     for _ in session.steps(4):
         step_once(model, another)
     assert not session.seal(timeout=10) and session.stats()["whole_step"] == 2
-    assert "updated by a AdamW, another optimizer" in caplog.text
+    assert "updated by a AdamW that was not passed to attach" in caplog.text
     other, one = make()
     assert attach(other, one).step == 2 and state_bytes(other, one) == expected
 
 
-def test_without_marks_an_optimizer_that_takes_the_place_of_a_passed_one_is_said_once(attach, caplog):
+def test_without_marks_a_foreign_optimizer_is_logged_once(attach, caplog):
     model, optimizer = make()
     session = attach(model, optimizer)
     for each in [optimizer] * 2 + [torch.optim.SGD(model.parameters(), lr=0.1)] * 5:
         step_once(model, each)
     assert session.step == 2
-    assert caplog.text.count("no step is counted: parameters were updated by a SGD, another optimizer") == 1
+    assert caplog.text.count("no step is counted: parameters were updated by a SGD that was not passed to attach") == 1
 
 
-def test_optimizers_of_other_parameters_and_inside_of_a_step_do_not_count(attach, caplog):
+def test_optimizers_of_other_parameters_or_inside_a_step_are_not_foreign(attach, caplog):
     class Outer(torch.optim.SGD):
         def step(self, closure=None):
             torch.optim.SGD(self.param_groups, lr=0.1).step(closure)
@@ -443,10 +444,10 @@ def test_optimizers_of_other_parameters_and_inside_of_a_step_do_not_count(attach
     for _ in session.steps(4):
         step_once(elsewhere, another)
         step_once(model, optimizer)
-    assert session.seal(timeout=60).step == 4 and "another optimizer" not in caplog.text
+    assert session.seal(timeout=60).step == 4 and "that was not passed" not in caplog.text
 
 
-def test_a_stranger_ends_the_window(attach, monkeypatch):
+def test_a_foreign_optimizer_ends_the_window(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer)
     events = []
@@ -460,7 +461,7 @@ def test_a_stranger_ends_the_window(attach, monkeypatch):
     assert events == ["fence", "writes"]
 
 
-def test_a_closed_session_and_one_that_is_gone_follow_no_optimizer(attach):
+def test_a_closed_or_deleted_session_hooks_no_optimizer(attach):
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
     before = len(hooks)
@@ -478,14 +479,14 @@ def test_without_marks_the_optimizer_that_steps_last_must_be_the_last_one(attach
     for _ in range(4):
         step_once(model, *optimizers)
     assert session.step == 4 and bool(session.seal(timeout=10)) == is_in_turn
-    assert ("stepped ahead of others" in caplog.text) != is_in_turn
+    assert ("stepped before others" in caplog.text) != is_in_turn
 
 
-def test_without_marks_the_log_says_that_an_average_is_held_a_step_behind(attach, caplog):
+def test_without_marks_an_average_one_step_behind_is_logged(attach, caplog):
     model, optimizer = make()
     average = torch.optim.swa_utils.AveragedModel(model)
     attach(model, optimizer, state={"average": average})
     for _ in range(2):
         step_once(model, optimizer)
         average.update_parameters(model)
-    assert "no step is marked: average are held as they are when optimizer.step returns" in caplog.text
+    assert "no step is marked: a snapshot holds average as they are when optimizer.step returns" in caplog.text

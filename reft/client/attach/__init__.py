@@ -1,1 +1,1 @@
-"""All ranks agree what this job is, and what it starts from."""
+"""Attach: all ranks agree on the job, and on the version that the job starts from."""

@@ -1,4 +1,7 @@
-"""Asking nodes that take no part any more what they hold; `reft.core.recovery.survey_timeout` says for how long."""
+"""Survey of nodes that no longer take part in the job: asks what these nodes hold.
+
+The time for an answer is decided in `reft.core.recovery.survey_timeout`.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from reft.core.recovery.survey_timeout import is_settled
 from reft.wire.inventory import JobSurvey, is_itself
 from reft.wire.v1 import daemon_pb2 as pb
 
-DEADLINE_S = 20.0  # nodes may be gone for good, or need time to end orphans
+DEADLINE_S = 20.0  # a node may be gone for good, or need time to end orphans
 
 
 @dataclass(frozen=True)
 class AbsentNodeSurvey:
-    """Has one rank's daemon ask, and tells every rank what it heard.
+    """A survey by one rank's daemon, with the answers sent to all ranks.
 
     Attributes:
-        rank: the one that asks; its daemon knows the job.
+        rank_group: all ranks of the job.
+        rank: the rank whose daemon asks; that daemon knows the job.
         call: calls a method of this rank's daemon; see `Attachment`.
-        launch, round: in which this attach takes place; -1 without reft's rendezvous.
+        job: name of the job.
+        launch: launch mark of this attach.
+        round: round of reft's rendezvous; -1 without reft's rendezvous.
     """
 
     rank_group: RankGroup
@@ -33,55 +39,72 @@ class AbsentNodeSurvey:
     round: int
 
     def __call__(self, nodes: Sequence[pb.Node], is_again: bool) -> pb.SurveyReply:
-        """What these nodes hold. Those that were given up get little time, unless they are asked again."""
+        """Returns what these nodes hold; all ranks call it together.
+
+        Args:
+            nodes: the nodes to ask.
+            is_again: whether these nodes are asked for the second time. The first time, nodes that
+                were given up get little time.
+        """
         request = pb.SurveyRequest(job=self.job, nodes=nodes, launch=self.launch, end_orphans=True, again=is_again)
         if self.round >= 0:
             request.round = self.round
-        said = self.rank_group.gather_or_raise(lambda: self._ask(request) if self.rank_group.rank == self.rank else {})
-        return pb.SurveyReply.FromString(bytes_of(said[self.rank]["reply"]))
+        replies = self.rank_group.gather_or_raise(
+            lambda: self._ask(request) if self.rank_group.rank == self.rank else {}
+        )
+        return pb.SurveyReply.FromString(bytes_of(replies[self.rank]["reply"]))
 
     def _ask(self, request: pb.SurveyRequest) -> dict[str, Any]:
         return {"reply": text_of(self.call("Survey", request, DEADLINE_S).SerializeToString())}
 
 
 def survey_absent_nodes(
-    found: JobSurvey,
+    survey: JobSurvey,
     absent: Sequence[pb.Node],
     ask: Callable[[Sequence[pb.Node], bool], pb.SurveyReply],
     erased: Collection[tuple[str, str, Version]],
 ) -> JobSurvey:
-    """What all daemons hold, as far as they answer; the same on every rank, as `ask` is. No node is asked more than twice.
+    """Returns the survey with the answers of all absent nodes that answer.
+
+    The result is the same on every rank, because `ask` gives the same answers. No node is asked
+    more than twice.
 
     Args:
-        found: of the nodes that take part.
-        absent: the others that these know of.
+        survey: answers of the nodes that take part.
+        absent: the other nodes that these answers name.
         ask: an `AbsentNodeSurvey`.
         erased: (node, name, version) of slots and capsules that failed their digests.
     """
     asked = {node.id for node in absent}
-    brief: list[pb.Node] = []
+    ask_again: list[pb.Node] = []
     while absent:
-        found, given_up = _add(found, ask(absent, False))
-        brief += given_up
-        absent = _further(found, asked)
-        if not absent and brief and not is_settled(found.plan(erased), found.decision):
-            found, _ = _add(found, ask(brief, True))
-            brief, absent = [], _further(found, asked)
+        survey, unanswered = _add(survey, ask(absent, False))
+        ask_again += unanswered
+        absent = _not_asked(survey, asked)
+        if not absent and ask_again and not is_settled(survey.plan(erased), survey.decision):
+            survey, _ = _add(survey, ask(ask_again, True))
+            ask_again, absent = [], _not_asked(survey, asked)
         asked |= {node.id for node in absent}
-    return found
+    return survey
 
 
-def _further(found: JobSurvey, asked: Collection[str]) -> list[pb.Node]:
-    """Nodes that nobody knew of until others had answered: the job may have gone on without any that take part now."""
-    return [node for node in found.absent(()) if node.id in found.inventory.members and node.id not in asked]
+def _not_asked(survey: JobSurvey, asked: Collection[str]) -> list[pb.Node]:
+    """Returns the absent nodes that only the last answers named.
+
+    There are such nodes if the job went on for a time without any node that takes part now.
+    """
+    return [node for node in survey.absent(()) if node.id in survey.inventory.members and node.id not in asked]
 
 
-def _add(found: JobSurvey, reply: pb.SurveyReply) -> tuple[JobSurvey, list[pb.Node]]:
-    """The findings with a survey's answers; and who did not answer in the little time that it had."""
-    heard = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
+def _add(survey: JobSurvey, reply: pb.SurveyReply) -> tuple[JobSurvey, list[pb.Node]]:
+    """Returns the survey with these answers, and the nodes that may be asked again.
+
+    A node may be asked again if it had little time and did not answer.
+    """
+    answers = {each.node.id: each.reply for each in reply.nodes if is_itself(each)}
     missing = [each for each in reply.nodes if not is_itself(each)]
     asked = {each.node.name for each in reply.nodes}
-    silent = (*(name for name in found.silent if name not in asked), *(each.node.name for each in missing))
-    return replace(found, replies={**found.replies, **heard}, silent=silent), [
+    silent = (*(name for name in survey.silent if name not in asked), *(each.node.name for each in missing))
+    return replace(survey, replies={**survey.replies, **answers}, silent=silent), [
         each.node for each in missing if each.brief and not each.HasField("reply")
     ]

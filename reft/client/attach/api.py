@@ -1,4 +1,4 @@
-"""`reft.attach`: from the user's arguments to a session."""
+"""`reft.attach`: makes a session from the user's arguments."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def attach(
     model: Any, optimizer: Any, schedule: Any, *, state: Mapping[str, Any] | None, tolerate: int | None, protect: str,
     every: Any, slots: int | None, job: str | None, daemon: str | None, config: Config | None,
 ) -> Session:  # fmt: skip
-    """See `reft.attach`."""
+    """Attaches this rank; see `reft.attach`."""
     name_warnings()
     arguments = {"job": job, "daemon": daemon, "slots": slots}
-    given: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
-    settings = replace(config, **given) if config else Config.load(**given)
+    overrides: dict[str, Any] = {name: value for name, value in arguments.items() if value is not None}
+    settings = replace(config, **overrides) if config else Config.load(**overrides)
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if settings.mode == "off":
         say("switched off (REFT_MODE=off): no snapshots are taken.")
@@ -36,12 +36,12 @@ def attach(
         launch = Launch.load()
         if not launch.rank and (notice := dropped_backend(launch, agents_command())):
             say(notice)
-        asked = settings.tolerate if tolerate is None else tolerate
-        request = AttachArguments(
-            model, optimizers, schedule, dict(state or {}), None if asked == -1 else asked,
+        requested = settings.tolerate if tolerate is None else tolerate
+        attach_arguments = AttachArguments(
+            model, optimizers, schedule, dict(state or {}), None if requested == -1 else requested,
             settings.protect if protect == "auto" else protect, 1 if every in (None, "auto") else every, every == "auto",
         )  # fmt: skip
-        attachment = Attachment(settings, launch, rank_group, request)
+        attachment = Attachment(settings, launch, rank_group, attach_arguments)
         session = attachment.run()
     except BaseException:
         rank_group.close()
@@ -50,7 +50,10 @@ def attach(
 
 
 def _with_reviews(session: Session, attachment: Attachment) -> Session:
-    """Keeps the exchange for reviews, if there is anything that nodes could keep for one another."""
+    """Adds placement reviews to the session, if nodes can protect one another.
+
+    The reviews keep the rank group; without reviews the rank group is closed.
+    """
     domains = {node.domain or node.id for node in attachment.nodes}
     if len(domains) > 1 and attachment.request.protect != "none":
         session.reviews = PlacementReviews(attachment, session.step)

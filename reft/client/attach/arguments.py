@@ -1,4 +1,4 @@
-"""What the user passed to `reft.attach`, and what it must be."""
+"""The arguments of `reft.attach`, and the checks of these arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ SCHEMES = ("auto", "arc", "aec", "none")
 
 @dataclass(frozen=True)
 class AttachArguments:
-    """What the user passed, and what it must be."""
+    """The arguments that the user passed to `reft.attach`.
+
+    Attributes:
+        every: the snapshot interval; 1 with every="auto", until the ranks agree on another
+            interval.
+        adapts: whether the user passed every="auto".
+    """
 
     model: Any
     optimizers: Sequence[Any]
@@ -29,31 +35,31 @@ class AttachArguments:
     tolerate: int | None
     protect: str
     every: int
-    adapts: bool = False  # every="auto": 1 until the ranks have agreed on another
+    adapts: bool = False
 
     def tracked(self) -> TrackedObjects:
-        """Models and optimizers, checked.
+        """Returns the models and optimizers, after checking all arguments.
 
         Raises:
-            ConfigError: something is of the wrong kind.
-            UnsupportedState: something can't be held.
+            ConfigError: an argument has the wrong type or value.
+            UnsupportedState: reft can't hold a part of the state.
         """
         models = list(self.model) if isinstance(self.model, (list, tuple, nn.ModuleList)) else [self.model]
         for value in models:
             if not isinstance(value, nn.Module) and not stage_names.is_stage(value):
                 raise ConfigError(f"model is a {type(value).__name__}; an nn.Module is expected.")
         for value in self.optimizers:
-            found = extractor_of(value)
-            if found is None or "optimizer" not in found.roles:
+            extractor = extractor_of(value)
+            if extractor is None or "optimizer" not in extractor.roles:
                 raise ConfigError(
-                    f"optimizer is a {type(value).__name__}; a torch.optim.Optimizer is expected, or what "
-                    "reft.client.register_extractor was told of."
+                    f"optimizer is a {type(value).__name__}; it must be a torch.optim.Optimizer, or a kind that was passed to "
+                    "reft.client.register_extractor."
                 )
         for name, value in self.state.items():
-            found = extractor_of(value)
-            if found is not None and found.roles == {"optimizer"}:
+            extractor = extractor_of(value)
+            if extractor is not None and extractor.roles == {"optimizer"}:
                 raise ConfigError(
-                    f"state[{name!r}] is a {type(value).__name__}: an optimizer there would write while its state is copied.",
+                    f"state[{name!r}] is a {type(value).__name__}: an optimizer in state= would write while its state is copied.",
                     "pass it in optimizer=[...]",
                 )
         hooks.check(self.schedule)
@@ -69,21 +75,21 @@ class AttachArguments:
         modules |= {f"state.{name}": value for name, value in self.state.items() if isinstance(value, nn.Module)}
         scalers = {name: value for name, value in self.state.items() if isinstance(value, torch.amp.GradScaler)}
         tracked = TrackedObjects(modules, tuple(self.optimizers), scalers)
-        for prefix, value, its in tracked.items():
-            its.check(prefix, value)
+        for prefix, value, extractor in tracked.items():
+            extractor.check(prefix, value)
         return tracked
 
     def objects(self) -> dict[str, Any]:
-        """What of `state` is neither a module nor a scaler."""
+        """Returns the entries of `state` that are neither modules nor scalers."""
         return {n: v for n, v in self.state.items() if not isinstance(v, (nn.Module, torch.amp.GradScaler))}
 
     def uncovered(self) -> list[str]:
-        """What a restart would not bring back, as far as that can be seen."""
-        found = []
+        """Returns the objects that a restart would not restore, as far as attach can tell."""
+        missing = []
         others = [v for v in self.objects().values() if not isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
         has_scheduler = len(others) < len(self.objects())
         if not has_scheduler and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in self.optimizers):
-            found.append("the LR scheduler")
+            missing.append("the LR scheduler")
         if not others:
-            found.append("the data position")
-        return found
+            missing.append("the data position")
+        return missing

@@ -1,5 +1,8 @@
-"""What a trainer and its torchrun agent have to do with each other: a mark of the launch, death with the agent, and whether
-the agent has the rendezvous and the name that it was asked for."""
+"""The trainer and its torchrun agent.
+
+Finds the launch mark, ends the trainer together with the agent, and checks whether the agent uses
+the rendezvous and the run id that the user gave.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,24 @@ _TORCHRUN = re.compile(r"(.*/)?torchrun|torch\.distributed\.run|.*/torch/distrib
 
 
 def launch_mark(launch: Launch) -> str:
-    """What tells this launch from any other: as reft's rendezvous says, else the agent that restarts its workers, else we."""
+    """Returns the mark that distinguishes this launch from any other launch.
+
+    The mark comes from reft's rendezvous if there is one. Else it names the agent's process, or
+    this process if there is no agent.
+    """
     if launch.launch:
         return launch.launch
     return mark_of(os.getppid() if launch.under_agent else os.getpid())
 
 
 def die_with_parent() -> None:
-    """Ends this process when its agent ends: a SIGKILLed agent leaves its workers training, and the next ones collide.
+    """Makes the kernel kill this process when its agent ends.
+
+    Otherwise the workers of a SIGKILLed agent would go on training, and collide with the next
+    workers.
 
     Raises:
-        AttachError: the agent is gone already.
+        AttachError: the agent has ended already.
     """
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -39,7 +49,7 @@ def die_with_parent() -> None:
 
 
 def agents_command() -> list[str]:
-    """The command line of this process's parent; empty if it can't be read."""
+    """Returns the command line of this process's parent; empty if it can't be read."""
     try:
         return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
@@ -47,34 +57,38 @@ def agents_command() -> list[str]:
 
 
 def chosen_run_id(launch: Launch, agent: Sequence[str]) -> str:
-    """The --rdzv-id that a person gave; for one node without a backend torchrun puts a random one in its place.
+    """Returns the --rdzv-id that the user gave.
+
+    On one node without a backend, torchrun replaces the user's id by a random one.
 
     Args:
-        launch: what the agent told this process.
-        agent: its command line.
+        launch: facts from this process's environment.
+        agent: the command line of the agent.
     """
-    was_drawn = _UUID4.fullmatch(launch.run_id) and launch.run_id != launch.asked_id
-    if not was_drawn or not any(map(_TORCHRUN.fullmatch, agent)):
+    is_random = _UUID4.fullmatch(launch.run_id) and launch.run_id != launch.asked_id
+    if not is_random or not any(map(_TORCHRUN.fullmatch, agent)):
         return launch.run_id
-    words = " ".join(agent).replace("--rdzv_id", "--rdzv-id")
-    written = re.search(r"--rdzv-id[= ](\S+)", words)
-    return written.group(1) if written else launch.asked_id or "none"
+    command = " ".join(agent).replace("--rdzv_id", "--rdzv-id")
+    option = re.search(r"--rdzv-id[= ](\S+)", command)
+    return option.group(1) if option else launch.asked_id or "none"
 
 
 def dropped_backend(launch: Launch, agent: Sequence[str]) -> str:
-    """What to tell a person who asked torchrun for reft's rendezvous and did not get it; empty if nobody did.
+    """Returns a notice if the user requested reft's rendezvous and torchrun uses another one.
+
+    Returns an empty text otherwise.
 
     Args:
-        launch: what the agent told this process.
-        agent: its command line.
+        launch: facts from this process's environment.
+        agent: the command line of the agent.
     """
     if not launch.under_agent or launch.launch:
         return ""
-    words = " ".join(agent).replace("=", " ").replace("_", "-")
-    asked = "--rdzv-backend reft" in words or launch.backend == "reft"
-    if not asked or "--standalone" not in agent:
+    command = " ".join(agent).replace("=", " ").replace("_", "-")
+    wants_reft = "--rdzv-backend reft" in command or launch.backend == "reft"
+    if not wants_reft or "--standalone" not in agent:
         return ""
     return (
-        "torchrun's --standalone has dropped --rdzv-backend=reft without a word, and took c10d: restarts may hang, ranks may "
-        "move. Leave --standalone out; on one node the reft backend needs no endpoint."
+        "torchrun's --standalone silently replaced --rdzv-backend=reft by c10d: restarts may hang, and ranks may move. "
+        "Leave --standalone out; on one node the reft backend needs no endpoint."
     )

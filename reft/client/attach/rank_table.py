@@ -1,4 +1,4 @@
-"""Who takes part in an attach: every rank's facts, and what follows from them alike on every rank."""
+"""The facts of all ranks in an attach, and conclusions that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 @dataclass(frozen=True)
 class RankTable:
-    """The facts of all ranks, in the order of ranks: JSON values that each rank gave of itself."""
+    """The facts of all ranks.
+
+    Attributes:
+        facts: JSON values that each rank sent about itself, in the order of ranks.
+    """
 
     facts: Sequence[Mapping[str, Any]]
 
     def job(self) -> JobIdentity:
-        """The job.
+        """Returns the job.
 
         Raises:
-            ConfigError: the ranks name different ones, or would not hold it alike.
+            ConfigError: the ranks name different jobs, or have different settings.
         """
         first = self.facts[0]
         for rank, facts in enumerate(self.facts):
@@ -49,7 +53,7 @@ class RankTable:
         return job_of(first)
 
     def nodes(self) -> list[pb.Node]:
-        """The nodes that the ranks run on, in the order of their lowest ranks."""
+        """Returns the nodes that the ranks run on, in the order of the nodes' lowest ranks."""
         nodes: dict[str, pb.Node] = {}
         for rank, facts in enumerate(self.facts):
             node = pb.Node(
@@ -59,31 +63,39 @@ class RankTable:
         return list(nodes.values())
 
     def describes(self, rank: int) -> bool:
-        """Whether this rank is the one that publishes its symbolic table: the first of those that share it."""
+        """Decides whether this rank publishes its symbolic table.
+
+        The first of all ranks with the same table does.
+        """
         mine = self.facts[rank]["table"]
         return all(facts["table"] != mine for facts in self.facts[:rank])
 
-    def layouts(self, described: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
-        """The symbolic tables, the distinct layouts, and for each rank the index of its own."""
-        number: dict[str, int] = {}
+    def layouts(self, descriptions: Sequence[Mapping[str, Any]]) -> tuple[list[bytes], list[pb.RankLayout], list[int]]:
+        """Returns the symbolic tables, the distinct layouts, and the layout index of each rank.
+
+        Args:
+            descriptions: what each rank published, in the order of ranks: the symbolic table, or
+                nothing.
+        """
+        table_index: dict[str, int] = {}
+        layout_index: dict[str, int] = {}
         tables: list[bytes] = []
         layouts: list[pb.RankLayout] = []
         index: list[int] = []
-        found: dict[str, int] = {}
-        for facts, said in zip(self.facts, described, strict=True):
-            if facts["table"] not in number:
-                number[facts["table"]] = len(tables)
-                tables.append(bytes_of(said["table"]))
-            if facts["layout"] not in found:
-                found[facts["layout"]] = len(layouts)
+        for facts, description in zip(self.facts, descriptions, strict=True):
+            if facts["table"] not in table_index:
+                table_index[facts["table"]] = len(tables)
+                tables.append(bytes_of(description["table"]))
+            if facts["layout"] not in layout_index:
+                layout_index[facts["layout"]] = len(layouts)
                 digest = bytes.fromhex(facts["layout"])
-                layouts.append(pb.RankLayout(table=number[facts["table"]], cuts=facts["cuts"], digest=digest))
-            index.append(found[facts["layout"]])
+                layouts.append(pb.RankLayout(table=table_index[facts["table"]], cuts=facts["cuts"], digest=digest))
+            index.append(layout_index[facts["layout"]])
         return tables, layouts, index
 
 
 def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
-    """What a rank says of the job that it belongs to."""
+    """Returns this rank's facts about the job."""
     script = str(Path(sys.argv[0]).resolve()) if sys.argv[0] else "script"
     return {
         "job": settings.job,
@@ -97,7 +109,10 @@ def identity_facts(settings: Config, launch: Launch) -> dict[str, Any]:
 
 
 def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
-    """What must be the same on all ranks: each makes the manifest for its own daemon, and with it the placement."""
+    """Returns the facts that must be the same on all ranks.
+
+    Each rank makes the manifest and the placement by itself, so they must not differ.
+    """
     agreed = {
         "protocol": messages.PROTOCOL,
         "protect": request.protect,
@@ -110,21 +125,21 @@ def agreed_facts(request: AttachArguments, settings: Config) -> dict[str, Any]:
 
 
 def team_facts(team: ComputeThreads) -> dict[str, Any]:
-    """What a rank says of its threads; the CPUs as the bits of a number."""
+    """Returns this rank's facts about its compute threads; the CPUs as bits of a hex number."""
     return {"threads": team.threads, "cpus": f"{sum(1 << cpu for cpu in team.cpus):x}"}
 
 
 def team_of(facts: Mapping[str, Any]) -> ComputeThreads:
-    """The reverse."""
+    """Returns the compute threads of a rank, by the facts of `team_facts`."""
     cpus = int(facts["cpus"], 16)
     return ComputeThreads(facts["threads"], frozenset(cpu for cpu in range(cpus.bit_length()) if cpus >> cpu & 1))
 
 
 def job_of(facts: Mapping[str, Any]) -> JobIdentity:
-    """The job to which a rank belongs by its own facts; rank 0's count.
+    """Returns the job that a rank's facts describe. For the whole job, the facts of rank 0 count.
 
     Raises:
-        ConfigError: its name is not allowed.
+        ConfigError: the job's name is not allowed.
     """
     return identify(
         chosen=facts["job"],
@@ -138,6 +153,9 @@ def job_of(facts: Mapping[str, Any]) -> JobIdentity:
 
 
 def layout_facts(layout: Layout, form: SymbolicLayout) -> dict[str, Any]:
-    """What a rank says of its layout: digests of it and of its symbolic table, and its cuts, as numbers in a row."""
+    """Returns this rank's facts about its layout.
+
+    These are digests of the layout and of the symbolic table, and all cuts as one list of numbers.
+    """
     table = xxhash.xxh3_128_hexdigest(manifest.table_to(form.table))
     return {"layout": layout.digest.hex(), "table": table, "cuts": [number for cut in form.cuts for number in cut]}

@@ -1,20 +1,28 @@
-"""Reattach: when the state no longer fits its placement, all ranks attach anew in mid-run, without loading.
+"""Re-attach: if the state no longer fits the placement, all ranks attach again during training.
 
-    mark of step 2, 4, 8, … after attach     the same steps on every rank, because their numbers alone say so
-        each rank: do my leaves and their bytes fit the placement? ─► exchange ─┬─► all do: go on
-                                                                                └─► one does not: all, at this mark:
-              old snapshots end ─► released ─► introduce … decide ─► lease ─► snapshots of a new epoch, from this step on
+A re-attach loads nothing, because the trainers have newer state than the slots.
 
-It does not fit if leaves exist that attach could not foresee (an optimizer that refuses to step on `meta`, state that comes
-late): nobody else keeps them. Or if ranks were found to hold different bytes in a cell: attach compares each leaf on its own,
-and those that differ are kept by every rank for itself.
+    mark of step 2, 4, 8, … after attach     every rank reviews at the same steps, without a message
+        each rank: do my leaves and their bytes fit the placement?
+            ─► exchange ─┬─► all fit: go on
+                         └─► one does not fit: all ranks re-attach at this mark:
+                                old snapshots end ─► released ─► introduce … decide ─► lease
+                                ─► snapshots of a new epoch, from this step on
+
+The state does not fit in two cases:
+  * Leaves exist that attach could not predict: the optimizer refuses to step on `meta`, or the
+    state appears late. Such leaves are unreplicated.
+  * Replicas of a cell are mismatched. Attach then compares each leaf, and every rank keeps its own
+    copy of the mismatched leaves.
 
 Invariants
-  1. The newest version that any rank or daemon was told to be whole is the base of the new epoch: it stays until a newer
-     one is whole. A daemon all of whose trainers have closed their sessions lets go of nothing any more, and is asked after that:
-     whatever it hears later, it still holds what it then knew. What all ranks sealed after the base may be what the round
-     refused because replicas differ, so that is given up.
-  2. A rank that does not come ends the reviews, a renewal that fails ends the snapshots of this run; training goes on.
+  1. The base of the new epoch is the newest version that any rank or daemon knows to be whole. The
+     base stays until a newer version is whole. Each daemon is asked after all its trainers have
+     closed their sessions, too. From then on a daemon frees nothing, so it still holds the version
+     that it named. Newer sealed versions are given up: the round may have refused them because of
+     mismatched replicas.
+  2. If a rank misses a review, the reviews end. If a re-attach fails, the snapshots of this run
+     end. In both cases training goes on.
 """
 
 from __future__ import annotations
@@ -34,105 +42,110 @@ from reft.errors import ReftError
 from reft.wire.v1 import daemon_pb2 as pb
 
 log = logging.getLogger("reft")
-DEADLINE_S = 30.0  # for ranks to come to the mark of one step
+DEADLINE_S = 30.0  # the longest wait until all ranks reach the mark of one step
 NAMES_SHOWN = 3
-NOTHING = (-1, -1)  # comes before the order of any version
+NOTHING = (-1, -1)  # sorts before the order of any version
 
 
 @dataclass
 class PlacementReviews:
-    """The reviews of one session.
+    """The placement reviews of one session.
 
     Args:
-        attachment: that made the session; its exchange is kept until `close`.
-        start: the step at which it began.
+        attachment: the attachment that made the session; its rank group stays open until `close`.
+        start: the first step of the session.
     """
 
     attachment: Attachment
     start: int
 
     def at(self, step: int, snapshots: Snapshotter) -> Snapshotter | None:
-        """What takes snapshots from this mark on: the same, new ones, or none if they could not be made.
+        """Returns the snapshotter from this mark on: the same, a new one, or None after a failure.
 
-        All ranks call it at each mark, after the window is closed.
+        All ranks call this method at each mark, after the window is closed.
         """
         if not is_due(step - self.start) or self.attachment.rank_group.group is None:
             return snapshots
         rank_group = self.attachment.rank_group
         try:
-            found = rank_group.gather_or_raise(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
+            reviews = rank_group.gather_or_raise(lambda: {"misfits": misfits(snapshots)}, deadline_s=DEADLINE_S)
         except ReftError as error:
             log.warning("reft no longer reviews its placement: %s Training and snapshots go on.", error)
             rank_group.close()
             return snapshots
-        if not any(rank["misfits"] for rank in found):
+        if not any(rank["misfits"] for rank in reviews):
             return snapshots
         try:
-            return self._renewed(step, snapshots)
+            return self._reattached(step, snapshots)
         except Exception as error:
-            # A protector must not be the killer: whatever went wrong, training goes on.
-            log.error("reft takes no more snapshots in this run: attaching anew failed: %s Training goes on.", error)
+            # No error of reft may stop training.
+            log.error("reft takes no more snapshots in this run: re-attach failed: %s Training goes on.", error)
             self.close()
             return None
 
-    def _renewed(self, step: int, snapshots: Snapshotter) -> Snapshotter:
+    def _reattached(self, step: int, snapshots: Snapshotter) -> Snapshotter:
         before = self.attachment
-        # Asked once no rank can hear of a newer one any more: a rank that hears of one writes over older ones.
-        known = before.rank_group.gather_or_raise(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
-        renewal = Reattach(before.settings, before.launch, before.rank_group, before.request)
-        renewal.step, renewal.known_unequal = step, tuple(before.manifest.mismatched)
-        renewal.whole = max(tuple(rank["whole"]) for rank in known)
-        renewal.copy_engine, renewal.counts = snapshots.copy_engine, snapshots.counts
-        renewal.run()
-        self.attachment = renewal
-        if renewal.rank_group.rank == 0:
-            say(f"step {step}: the placement was made anew; {_said(before, renewal)}")
-        return renewal.snapshots
+        # Each rank answers after its own snapshots have ended. Otherwise the rank could hear of a
+        # newer whole version later, and overwrite older ones.
+        answers = before.rank_group.gather_or_raise(
+            lambda: {"whole": _end_snapshots(step, snapshots)}, extra_s=DEADLINE_S
+        )
+        reattach = Reattach(before.settings, before.launch, before.rank_group, before.request)
+        reattach.step, reattach.known_mismatched = step, tuple(before.manifest.mismatched)
+        reattach.whole = max(tuple(rank["whole"]) for rank in answers)
+        reattach.copy_engine, reattach.counts = snapshots.copy_engine, snapshots.counts
+        reattach.run()
+        self.attachment = reattach
+        if reattach.rank_group.rank == 0:
+            say(f"step {step}: the placement was made anew; {_reason(before, reattach)}")
+        return reattach.snapshots
 
     def close(self) -> None:
-        """Gives the exchange back."""
-        with contextlib.suppress(RuntimeError, ValueError):  # the user's program ended torch.distributed before
+        """Closes the rank group."""
+        # The user's program may have ended torch.distributed already.
+        with contextlib.suppress(RuntimeError, ValueError):
             self.attachment.rank_group.close()
 
 
 class Reattach(Attachment):
-    """An attach of ranks that train: what they have is newer than what is held.
+    """An attach during training: the ranks have newer state than the slots.
 
     Attributes:
-        step: that was completed.
-        whole: epoch counter and step of the newest version that any rank was told to be whole; NOTHING: none was told of one.
-        known_unequal: names of leaves that were unequal before.
-        copy_engine: the engine, which goes on.
-        counts: the session's counts, which go on.
-        snapshots: what was made.
+        step: the completed step.
+        whole: epoch counter and step of the newest version that any rank knows to be whole; NOTHING
+            if there is none.
+        known_mismatched: names of leaves that were mismatched before.
+        copy_engine: the session's copy engine; stays in use.
+        counts: the session's counts; stay in use.
+        snapshots: the new snapshotter, after `run`.
     """
 
     step: int
     whole: tuple[int, ...]
-    known_unequal: Sequence[str]
+    known_mismatched: Sequence[str]
     copy_engine: CopyEngine
     counts: SnapshotCounts
     snapshots: Snapshotter
 
-    def _mismatched(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
-        return sorted({*found, *self.known_unequal, *(base.mismatched if base else ())})
+    def _mismatched(self, mismatched_now: Sequence[str], base: pb.Manifest | None) -> list[str]:
+        return sorted({*mismatched_now, *self.known_mismatched, *(base.mismatched if base else ())})
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
         super()._find(inventories)
         if self.whole == NOTHING and self.job_survey.inventory.had_whole:
-            return  # the news of the very first whole version had not come yet
-        found: list[HeldSlot | HeldCapsule] = [*self.job_survey.held, *self.job_survey.copies]
+            return  # no rank had yet heard of the very first whole version
+        copies: list[HeldSlot | HeldCapsule] = [*self.job_survey.held, *self.job_survey.copies]
         self.erased = {
             (each.node, each.slot, each.version)
-            for each in found
+            for each in copies
             if each.version is not None and each.version.order > self.whole
         }
 
-    def _may_begin_anew(self) -> bool:
-        return not self.job_survey.inventory.had_whole  # what is given up here was never whole
+    def _may_start_fresh(self) -> bool:
+        return not self.job_survey.inventory.had_whole  # the erased versions were never whole
 
-    def _make_room(self) -> None:
-        """Nothing is restored."""
+    def _prefault(self) -> None:
+        """Does nothing, because nothing is restored."""
 
     def _restore(self) -> list[int]:
         self.rank_group.gather_or_raise(self._register)
@@ -146,32 +159,34 @@ class Reattach(Attachment):
 
 
 def is_due(steps: int) -> bool:
-    """Whether a review is due so many steps after attach: at powers of two from 2 on."""
+    """Decides whether a review is due `steps` steps after attach: at 2, 4, 8, …"""
     return steps >= 2 and steps & (steps - 1) == 0
 
 
 def misfits(snapshots: Snapshotter) -> bool:
-    """Whether this rank's state does not fit its placement, as far as the last snapshot showed."""
+    """Decides whether this rank's state misfits the placement, by the last snapshot."""
     return bool(snapshots.unforeseen or snapshots.reporter.mismatched)
 
 
-def _retired(step: int, snapshots: Snapshotter) -> list[int]:
-    """Ends the snapshots; the order of the newest version that this rank, or its daemon, was told to be whole.
+def _end_snapshots(step: int, snapshots: Snapshotter) -> list[int]:
+    """Ends the snapshots, and returns the order of the newest whole version.
+
+    That is the newest version that this rank or its daemon knows to be whole.
 
     Raises:
-        ReftError: they do not end, or the daemon does not answer.
+        ReftError: the snapshots do not end, or the daemon does not answer.
     """
     if not snapshots.retire(DEADLINE_S):
         raise ReftError(f"the snapshot before step {step} did not end within {DEADLINE_S:.0f} s.")
-    told = snapshots.leases.whole()
-    if told is not None and snapshots.leaves_out(told.step):
-        told = None
-    return list(max((each.order for each in (snapshots.whole, told) if each is not None), default=NOTHING))
+    daemon_whole = snapshots.leases.whole()
+    if daemon_whole is not None and snapshots.leaves_out(daemon_whole.step):
+        daemon_whole = None
+    return list(max((each.order for each in (snapshots.whole, daemon_whole) if each is not None), default=NOTHING))
 
 
-def _said(before: Attachment, after: Attachment) -> str:
+def _reason(before: Attachment, after: Attachment) -> str:
     names = set(after.manifest.mismatched) - set(before.manifest.mismatched)
     if not names:
-        return "it covers leaves that attach could not foresee."
+        return "it covers leaves that attach could not predict."
     rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"ranks differ in {', '.join(sorted(names)[:NAMES_SHOWN])}{rest}: each keeps its own."
+    return f"ranks differ in {', '.join(sorted(names)[:NAMES_SHOWN])}{rest}: each rank keeps its own copy."

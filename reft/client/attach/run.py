@@ -1,17 +1,22 @@
-"""Attach: from the user's objects to a session, in steps that all ranks take together.
+"""The steps of attach, which all ranks take together.
 
-    name        what the leaves of pipeline stages are called
-    introduce   find or start this node's daemon; every rank learns every rank's facts
-    describe    one rank for each symbolic table publishes it; leaves that should be replicas and differ are named
-    inventory   one rank a node: orphans are ended, headers of all held slots and capsules; one rank asks nodes that are gone
-    plan        the same pure functions on every rank: base version and who reads what, or a fresh start; the new placement
-    decide      one rank a node: the decision record, before anyone loads
-    open, load  every rank: register as trainer, slots ─► live tensors    (a damaged slot: back to inventory, without it)
-    lease       one rank a node: the base's capsules lie with their holders again; every rank: slots for the snapshots to
-                come, every page touched
-    begin       host state, random generators last; if the base had lost a node, the first snapshot is taken now
+    name        agree on the names of the leaves of pipeline stages
+    introduce   find or start this node's daemon; every rank learns the facts of all ranks
+    describe    for each symbolic table one rank publishes the table; find mismatched leaves
+    inventory   one rank a node: end orphans, read the headers of all held slots and capsules;
+                one rank surveys absent nodes
+    plan        the same pure functions on every rank: base version and readers, or a fresh start;
+                the new placement
+    decide      one rank a node: store the decision, before any rank loads
+    open, load  every rank: register as trainer, slots ─► live tensors
+                (after a damaged slot: back to inventory, without that slot)
+    lease       one rank a node: store the base's capsules with their holders again;
+                every rank: slots for the next snapshots, every page touched
+    begin       host state, random generators last; if a node of the base was lost, take the first
+                snapshot now
 
-Each step ends in an exchange: an error of one rank is raised on all, within a deadline, and nobody hangs.
+Each step ends with an exchange. An error of one rank is raised on all ranks within a deadline, so
+no rank hangs.
 """
 
 from __future__ import annotations
@@ -72,21 +77,24 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 @dataclass
 class Attachment:
-    """One attach of one rank."""
+    """One attach of one rank.
+
+    Attributes:
+        erased: node id, slot and version of everything that was found damaged, or was given up.
+        restore_buffer: memory for the state to restore; made once a restore is likely.
+    """
 
     settings: Config
     launch: Launch
     rank_group: RankGroup
     request: AttachArguments
     erased: set[tuple[str, str, Any]] = field(default_factory=set)
-    room: HugePageBuffer = field(
-        default_factory=lambda: HugePageBuffer(0)
-    )  # for state that is held, once it is likely that there is some
-    _before: JobSurvey | None = None  # what the first try found, once that one is over
+    restore_buffer: HugePageBuffer = field(default_factory=lambda: HugePageBuffer(0))
+    _before: JobSurvey | None = None  # the survey of the first try, during later tries
     _registered: bool = False
 
     def run(self) -> Session:
-        """All steps, in order; what this rank took is given back if they fail."""
+        """Runs all steps in order; releases this rank's registration if a step fails."""
         try:
             return self._run()
         except Exception:
@@ -95,7 +103,7 @@ class Attachment:
                     self.leases.release()
             raise
         finally:
-            self.room.close()
+            self.restore_buffer.close()
 
     def _run(self) -> Session:
         self.failpoints = Failpoints(self.settings.failpoints)
@@ -110,18 +118,19 @@ class Attachment:
             damaged = self._restore()
             if not damaged:
                 break
-            # Together: an inventory must not find a rank that has not withdrawn yet.
+            # All ranks together: the next inventory must not find a rank that is still registered.
             self.rank_group.gather_or_raise(partial(self._erase, damaged))
             self._before = self._before or self.job_survey
-            self.tracked.bind().rollback_to(self.tensor_index)  # an older version may lack what that try has made
-            self.room.close()
-            self.room = HugePageBuffer(0)  # else the memory of what was taken out stays
+            # Remove the state that this try has made: an older version may not have it.
+            self.tracked.bind().rollback_to(self.tensor_index)
+            self.restore_buffer.close()
+            self.restore_buffer = HugePageBuffer(0)  # frees the memory of the removed state
         else:
             raise RestoreError(
                 f"every version of job {self.job.id} that was tried is damaged.", f"reft-cli purge {self.job.id}"
             )
-        room = self.placement.part(self.rank_group.rank).data_bytes * self.settings.slots * self.rank_group.world
-        self.rank_group.gather_or_raise(self._lease, extra_s=room / ALLOCATION_BYTES_PER_S)
+        slot_bytes = self.placement.part(self.rank_group.rank).data_bytes * self.settings.slots * self.rank_group.world
+        self.rank_group.gather_or_raise(self._lease, extra_s=slot_bytes / ALLOCATION_BYTES_PER_S)
         return self._begin()
 
     # introduce, describe
@@ -141,7 +150,7 @@ class Attachment:
         self.address, self.hello = daemon_launcher.find(self.settings, job=rank_table.job_of(identity).id)
         self.own = local_socket.introduce(self.hello.local_socket, self.settings.attach_deadline_s)
         if self.hello.held:
-            self._make_room()
+            self._prefault()
         self.symbolic, self.table = symbolic.of(leaves), messages.table_to(self.predicted)
         if self.launch.under_agent:
             die_with_parent()
@@ -152,9 +161,9 @@ class Attachment:
             **rank_table.layout_facts(self.predicted, self.symbolic), **rank_table.agreed_facts(self.request, self.settings),
         }  # fmt: skip
 
-    def _make_room(self) -> None:
-        """Begins to make memory for what will probably be restored; that goes on beside all else."""
-        self.room = room_for(self.predicted.leaves, self.tracked, self.tensor_index)
+    def _prefault(self) -> None:
+        """Starts to make memory in the background for the state that will probably be restored."""
+        self.restore_buffer = room_for(self.predicted.leaves, self.tracked, self.tensor_index)
 
     def _secrets(self) -> dict[str, str]:
         return {"ident": secrets.token_hex(16 * (self.settings.slots + 2)), "token": secrets.token_hex(32)}
@@ -163,10 +172,10 @@ class Attachment:
         is_mine = self.rank_table.describes(self.rank_group.rank)
         return {"table": text_of(manifest.table_to(self.symbolic.table))} if is_mine else {}
 
-    def _describe(self, described: Sequence[Mapping[str, Any]]) -> None:
-        """What the new manifest says of layouts."""
+    def _describe(self, descriptions: Sequence[Mapping[str, Any]]) -> None:
+        """Makes the new manifest, with the layouts and the mismatched leaves."""
         first = self.rank_table.facts[0]
-        tables, layouts, index = self.rank_table.layouts(described)
+        tables, layouts, index = self.rank_table.layouts(descriptions)
         tolerate = -1 if self.request.tolerate is None else self.request.tolerate
         self.manifest = pb.Manifest(
             job=self.job.id, named=self.job.named, token=bytes.fromhex(first["token"]), world=self.rank_group.world,
@@ -174,10 +183,10 @@ class Attachment:
             protect=self.request.protect, tolerate=tolerate, chunk_bytes=self.settings.chunk_bytes, tables=tables,
             layouts=layouts, layout_of=index,
         )  # fmt: skip
-        self.alike = division_of(self.manifest, inline_bytes_max(domains_of(self.manifest)), ())
+        self.division = division_of(self.manifest, inline_bytes_max(domains_of(self.manifest)), ())
         names = layouts_of(self.manifest)[0].names
         self.manifest.mismatched.extend(
-            replica_check.find_mismatched(self.rank_group, self.alike, names, self.tensor_index)
+            replica_check.find_mismatched(self.rank_group, self.division, names, self.tensor_index)
         )
 
     @property
@@ -193,10 +202,10 @@ class Attachment:
         return next(node for node in self.nodes if rank in node.ranks)
 
     def _call(self, method: str, request: Any, deadline_s: float | None = None) -> Any:
-        """A call of this node's daemon.
+        """Calls a method of this node's daemon, and returns the reply.
 
         Raises:
-            ReftError: it failed; see `rpc.error_of`.
+            ReftError: the call failed; see `rpc.error_of`.
         """
         with rpc.channel(self.address) as channel:
             try:
@@ -216,7 +225,7 @@ class Attachment:
         return {"reply": text_of(self._call("Inventory", request).SerializeToString())}
 
     def _find(self, inventories: Sequence[Mapping[str, Any]]) -> None:
-        """What all daemons hold, those of the old manifest that do not take part any more included."""
+        """Surveys all daemons, also those of the old manifest that no longer take part."""
         replies = {
             self.rank_table.facts[rank]["node_id"]: pb.InventoryReply.FromString(bytes_of(inventory["reply"]))
             for rank, inventory in enumerate(inventories)
@@ -226,30 +235,30 @@ class Attachment:
         absent = self.job_survey.absent(self.nodes)
         if not absent:
             return
-        # Any daemon that knows the job has its token; the first of them asks for all.
-        asker = next(rank for rank, said in enumerate(inventories) if said and self._knows(rank))
+        # Any daemon that knows the job has the job's token; the first of these daemons asks.
+        asker = next(rank for rank, inventory in enumerate(inventories) if inventory and self._daemon_knows_job(rank))
         ask = AbsentNodeSurvey(self.rank_group, asker, self._call, self.job.id, self.manifest.launch, self.launch.round)
         self.job_survey = survey_absent_nodes(self.job_survey, absent, ask, self.erased)
 
-    def _knows(self, rank: int) -> bool:
+    def _daemon_knows_job(self, rank: int) -> bool:
         return self.job_survey.replies[self.rank_table.facts[rank]["node_id"]].HasField("decision")
 
     def _plan(self, attempt: int) -> None:
-        """Pure, from what all ranks were told: the plan, the decision, and the new placement."""
+        """Makes the plan, the decision and the new placement, from facts that all ranks know."""
         before = self.job_survey.manifest
         self.job_survey.inventory.refuse_rivals(self.job.id)
         self.plan = self.job_survey.plan(self.erased)
         base = self.plan.base
-        if base is None and not self._may_begin_anew():
+        if base is None and not self._may_start_fresh():
             raise RestoreError(
                 report.lost(self.job.id, self.job_survey, self.plan, self.erased),
                 f"start the missing daemons, or reft-cli purge {self.job.id} to start fresh",
             )
         if base is None:
-            self.room.close()
-        elif not attempt and not self.room.nbytes:
-            self._make_room()
-        # A fresh random id for each try: two decisions of one attach must not look the same.
+            self.restore_buffer.close()
+        elif not attempt and not self.restore_buffer.nbytes:
+            self._prefault()
+        # A new random id for each try: two decisions of one attach must differ.
         ident = bytes.fromhex(self.rank_table.facts[0]["ident"])[16 * attempt :][:16]
         decisions = list(self.job_survey.inventory.decisions.values())
         epoch = next_epoch(decisions, self.job_survey.held, ident)
@@ -260,16 +269,21 @@ class Attachment:
         mismatched = self._mismatched(self.manifest.mismatched, self.job_survey.manifests[base.epoch] if base else None)
         del self.manifest.mismatched[:]
         self.manifest.mismatched.extend(mismatched)
-        self.placement = placement_of(self.manifest, self.alike)
+        self.placement = placement_of(self.manifest, self.division)
         self._is_reshaped = base is not None and is_reshaped(self.job_survey.manifests[base.epoch], self.manifest)
 
-    def _may_begin_anew(self) -> bool:
+    def _may_start_fresh(self) -> bool:
         return not self.erased and not self.job_survey.inventory.had_whole  # else a person must decide
 
-    def _mismatched(self, found: Sequence[str], base: pb.Manifest | None) -> list[str]:
-        """Leaves that each rank keeps for itself, of those that were found unlike now and those of the base."""
-        # Random values before a restore say nothing; what was found unequal when training began, does.
-        return list(found if base is None else base.mismatched)
+    def _mismatched(self, mismatched_now: Sequence[str], base: pb.Manifest | None) -> list[str]:
+        """Returns the mismatched leaves, of which each rank keeps its own copy.
+
+        Args:
+            mismatched_now: leaves that are mismatched at this attach.
+            base: manifest of the base; None for a fresh start.
+        """
+        # Before a restore the model has random values, so only the base's mismatched leaves count.
+        return list(mismatched_now if base is None else base.mismatched)
 
     def _decide(self) -> dict[str, Any]:
         if self._is_leader:
@@ -287,34 +301,41 @@ class Attachment:
     # open, load, lease
 
     def _restore(self) -> list[int]:
-        """Registers, and brings the base back; the ranks whose slots were damaged, the same on every rank."""
-        self._tree: dict[str, Any] | None = None
-        self._reshaping: ReshardRestore | None = None
+        """Registers this rank and restores the base.
+
+        Returns:
+            The ranks whose slots were damaged, the same on every rank; empty after a success.
+        """
+        self._host_tree: dict[str, Any] | None = None
+        self._reshard: ReshardRestore | None = None
         self.rank_group.gather_or_raise(self._register)
         if self.plan.base is None:
             return []
         facts = {"rank": self.rank_group.rank, "epoch": self.decision.epoch.counter}
         hit = lambda chunk: self.failpoints.hit("restore.chunk", chunk=chunk, **facts)  # noqa: E731
         if self._is_reshaped:
-            self._reshaping = self._reshaping_of(self.plan.base)
-            damaged = self._reshaping.run(self._transport, hit)
+            self._reshard = self._make_reshard(self.plan.base)
+            damaged = self._reshard.run(self._transport, hit)
             if not damaged:
-                self._tree = self._reshaping.finish()
+                self._host_tree = self._reshard.finish()
             return damaged
-        with contextlib.closing(self._restoration(self.plan.base)) as restoration:
-            said = self.rank_group.gather_or_raise(restoration.open, extra_s=restoration.far_s)
-            is_unlike = are_mismatched(each["compared"] for each in said)
-            damaged = list(range(self.rank_group.world)) if is_unlike else self._damaged(said)
+        with contextlib.closing(self._make_restore(self.plan.base)) as restore:
+            results = self.rank_group.gather_or_raise(restore.open, extra_s=restore.far_s)
+            is_mismatched = are_mismatched(each["compared"] for each in results)
+            damaged = list(range(self.rank_group.world)) if is_mismatched else self._damaged(results)
             if damaged:
                 return damaged
-            load = lambda: {"damaged": restoration.load(self._transport(), hit)}  # noqa: E731
+            load = lambda: {"damaged": restore.load(self._transport(), hit)}  # noqa: E731
             damaged = self._damaged(self.rank_group.gather_or_raise(load))
             if not damaged:
-                self._tree = restoration.finish()
+                self._host_tree = restore.finish()
             return damaged
 
     def _transport(self) -> Transport | None:
-        """How bytes travel while they are loaded; all ranks call it together."""
+        """Returns the transport between ranks for a load; all ranks call it together.
+
+        None if there is only one rank.
+        """
         group, deadline_s = self.rank_group.group, self.settings.attach_deadline_s
         return group and transport_of(self.settings.load_transport, group, self._device, deadline_s)
 
@@ -327,21 +348,21 @@ class Attachment:
         self._registered = True
         return {}
 
-    def _restoration(self, base: Version) -> Restore:
+    def _make_restore(self, base: Version) -> Restore:
         layouts, index = layouts_of(self.job_survey.manifests[base.epoch])
         return Restore(
             self.plan, self.job_survey.placements[base.epoch], self.rank_group.rank, self._node.id,
             {node.id: list(node.ranks) for node in self.nodes}, layouts[index[self.rank_group.rank]].leaves, self.leases,
-            self._remote(), self.tracked, self.tensor_index, self.host, self.room,
+            self._remote(), self.tracked, self.tensor_index, self.host, self.restore_buffer,
             decoder_for(self._device, self.settings.parity_scratch_bytes),
         )  # fmt: skip
 
-    def _reshaping_of(self, base: Version) -> ReshardRestore:
+    def _make_reshard(self, base: Version) -> ReshardRestore:
         before = self.job_survey.manifests[base.epoch]
         return ReshardRestore(
             self.plan, self.job_survey.placements[base.epoch], leaves_by_rank(before), leaves_by_rank(self.manifest),
             before.mismatched, self.rank_group.rank, self._node.id, {node.id: list(node.ranks) for node in self.nodes},
-            self.leases, self._remote(), self.tracked, self.tensor_index, self.host, self.room, self.rank_group,
+            self.leases, self._remote(), self.tracked, self.tensor_index, self.host, self.restore_buffer, self.rank_group,
         )  # fmt: skip
 
     def _remote(self) -> RemoteSlots:
@@ -352,7 +373,11 @@ class Attachment:
         return sorted({rank for result in results for rank in result["damaged"]})
 
     def _erase(self, damaged: Sequence[int]) -> dict[str, Any]:
-        """Notes the slots that were damaged, on every rank alike, and withdraws for another try."""
+        """Excludes the damaged slots from the next try, and ends this rank's registration.
+
+        Args:
+            damaged: the ranks whose slots were damaged; the same on every rank.
+        """
         for rank in damaged:
             source: Any = self.plan.sources.get(rank) or self.plan.capsules[rank]
             self.erased.add((source.node, source.slot, source.version))
@@ -372,9 +397,9 @@ class Attachment:
     # begin
 
     def _begin(self) -> Session:
-        base, tree = self.decision.base, self._tree
+        base, tree = self.decision.base, self._host_tree
         snapshots = self._snapshots(SnapshotCounts(), base.step if base else 0)
-        moved = self._reshaping is not None or any(
+        moved = self._reshard is not None or any(
             source.node != self._node_of(rank).id for rank, source in self.plan.sources.items()
         )
         restored_from = None if base is None else "peers" if moved or self.plan.capsules else "memory"
@@ -424,17 +449,17 @@ class Attachment:
 
     @property
     def _must_protect_again(self) -> bool:
-        """Whether the base lies elsewhere than its placement says, or is to lie elsewhere from now on."""
+        """Whether a node of the base was lost, or the placement has changed since the base."""
         before = self.job_survey.manifests[self.decision.base.epoch] if self.decision.base else self.manifest
         return bool(self.plan.capsules) or placing(before) != placing(self.manifest)
 
     def _announce(self, restored_from: str | None) -> None:
-        """What was restored and what is not covered, once."""
+        """Prints once what was restored, and what a restart would not restore."""
         lines = report.restored(
             self.job.id, self.decision.base, restored_from, self.manifest, self.job_survey, self.plan
         )
-        if self._reshaping is not None:
-            lines += report.reshaped(len(self._reshaping.before), self.rank_group.world, self._reshaping.lines)
+        if self._reshard is not None:
+            lines += report.reshaped(len(self._reshard.before), self.rank_group.world, self._reshard.lines)
         if self.decision.base is None and not self.job.named:
             lines += report.earlier_runs(self.job_survey, self.manifest.script)
         lines += report.exposure(self.placement)
@@ -444,7 +469,7 @@ class Attachment:
 
     @property
     def _device(self) -> torch.device:
-        """Where this rank's state lies: its CUDA device, if any parameter is on one."""
+        """The device of this rank's state: the CUDA device of any parameter, else the CPU."""
         devices = (named.local.device for named in self.tracked.parameters())
         return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 

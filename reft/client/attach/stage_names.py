@@ -1,7 +1,9 @@
-"""Pipeline stages: which of the models is which stage, and how the ranks agree on what the leaves of stages are called.
+"""Pipeline stages: the stage number of each model, and names of leaves that all ranks agree on.
 
-schedule=, or stages as model= ─► prefix model.stage<i> ─► one rank a stage tells its names ─► core.stages: the naming
-                                                       └─► possible ties: their bytes too ┘
+schedule=, or stages as model=
+    ─► prefix model.stage<i>
+    ─► for each stage, one rank sends the names      ─┬─► core/layout/stage_naming.py: the naming
+       and digests of tensors that may be tied       ─┘
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from reft.errors import ConfigError
 
 
 def modules_of(models: Sequence[Any], schedule: Any) -> dict[str, Any]:
-    """The modules by prefix: "model.stage<i>" for stages, "model.<i>" for what is none.
+    """Returns the modules by prefix: "model.stage<i>" for stages, "model.<i>" for other models.
 
     Args:
         models: modules, or stages of torch.distributed.pipelining.
-        schedule: of torch.distributed.pipelining, of `reft.schedules`, or None.
+        schedule: a schedule of torch.distributed.pipelining or of `reft.schedules`, or None.
 
     Raises:
         ConfigError: the schedule's stages are not among the models.
@@ -37,26 +39,29 @@ def modules_of(models: Sequence[Any], schedule: Any) -> dict[str, Any]:
         missing = set(numbers) - {id(_unwrapped(module)) for module in plain}
         if missing:
             raise ConfigError(
-                f"the schedule runs stages {sorted(numbers.values())}, and {len(missing)} of them are not what was passed "
-                "as model: what a stage does not train can't be told from what it trains.",
+                f"the schedule runs stages {sorted(numbers.values())}, and {len(missing)} of them were not passed as model: "
+                "reft can't tell what these stages train.",
                 "model=[stage.submod for each stage of this process]",
             )
     else:
         numbers = {
             id(_unwrapped(module)): at for module, at in zip(plain, _described(schedule, len(plain)), strict=False)
         }
-    found = {}
+    modules = {}
     for i, module in enumerate(plain):
         number = numbers.get(id(_unwrapped(module)))
-        found[f"model.{i}" if number is None else stage_prefix(number)] = module
-    return found
+        modules[f"model.{i}" if number is None else stage_prefix(number)] = module
+    return modules
 
 
 def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedObjects:
-    """The subjects, with names that mean the same in all processes of the job; all ranks call it together.
+    """Returns the tracked objects, with names that mean the same on all ranks.
+
+    All ranks call it together.
 
     Args:
-        make: finds what the user passed.
+        rank_group: all ranks of the job.
+        make: returns the objects that the user passed.
 
     Raises:
         ReftError: `make` raised on some rank.
@@ -74,40 +79,43 @@ def named(rank_group: RankGroup, make: Callable[[], TrackedObjects]) -> TrackedO
             own.update(_stages(made[0], tensor_index))
         return {"stages": sorted(own)}
 
-    said = [frozenset(each["stages"]) for each in rank_group.gather_or_raise(introduce)]
-    speaker: dict[int, int] = {}
-    for rank, numbers in enumerate(said):
+    stages_by_rank = [frozenset(each["stages"]) for each in rank_group.gather_or_raise(introduce)]
+    speaker: dict[int, int] = {}  # stage → the first rank that has it, which sends the stage's names
+    for rank, numbers in enumerate(stages_by_rank):
         for number in sorted(numbers):
             speaker.setdefault(number, rank)
     if not speaker:
         return made[0]
-    _check(said, sorted(speaker))
+    _check(stages_by_rank, sorted(speaker))
     mine = {number: own[number] for number, rank in speaker.items() if rank == rank_group.rank}
-    told = rank_group.gather_or_raise(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
-    stages = {int(number): _from_plain(stage) for each in told for number, stage in each.items()}
-    possible = candidates(stages, said)
+    gathered = rank_group.gather_or_raise(lambda: {str(number): _to_plain(stage) for number, stage in mine.items()})
+    stages = {int(number): _from_plain(stage) for each in gathered for number, stage in each.items()}
+    tied_names = candidates(stages, stages_by_rank)
     values: dict[int, Mapping[str, str]] = {}
-    if possible:
-        digests = rank_group.gather_or_raise(
-            lambda: {str(number): _digests(tensor_index, number, possible) for number in mine}
+    if tied_names:
+        gathered = rank_group.gather_or_raise(
+            lambda: {str(number): _digests(tensor_index, number, tied_names) for number in mine}
         )
-        values = {int(number): found for each in digests for number, found in each.items() if found}
-    return replace(made[0], naming=naming(stages, possible, values))
+        values = {int(number): digests for each in gathered for number, digests in each.items() if digests}
+    return replace(made[0], naming=naming(stages, tied_names, values))
 
 
-def _check(said: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:
-    without = [rank for rank, stages in enumerate(said) if not stages]
+def _check(stages_by_rank: Sequence[frozenset[int]], numbers: Sequence[int]) -> None:
+    without = [rank for rank, stages in enumerate(stages_by_rank) if not stages]
     if without:
         raise ConfigError(
-            f"rank {without[0]} has no pipeline stage and other ranks have: the same names would mean different tensors.",
+            f"rank {without[0]} has no pipeline stage, but other ranks have one: equal names would mean different tensors.",
             "pass schedule= on every rank, or on none",
         )
     if list(numbers) != list(range(len(numbers))):
-        raise ConfigError(f"the ranks have stages {list(numbers)}: a stage below {max(numbers)} is on none of them.")
+        raise ConfigError(f"the ranks have stages {list(numbers)}: some stage below {max(numbers)} is on no rank.")
 
 
 def _stages(tracked: TrackedObjects, tensor_index: TensorIndex) -> Iterator[tuple[int, StageNames]]:
-    """What this rank says of each of its stages. A tensor that two of them share counts for the first."""
+    """Yields the number and the names of each stage of this rank.
+
+    A tensor that two stages share belongs to the first.
+    """
     leaves = tensor_index.leaves()
     for number in tracked.stages():
         prefix = f"{stage_prefix(number)}."
@@ -124,52 +132,61 @@ def _stages(tracked: TrackedObjects, tensor_index: TensorIndex) -> Iterator[tupl
 
 def _digests(tensor_index: TensorIndex, number: int, names: frozenset[str]) -> dict[str, str]:
     prefix = f"{stage_prefix(number)}."
-    found = value_digests(tensor_index, {prefix + name for name in names})
-    return {piece.partition("\n")[0].removeprefix(prefix): digest for piece, digest in found.items()}
+    digests = value_digests(tensor_index, {prefix + name for name in names})
+    return {piece.partition("\n")[0].removeprefix(prefix): digest for piece, digest in digests.items()}
 
 
 def _to_plain(stage: StageNames) -> dict[str, Any]:
     return {"parameters": dict(stage.parameters), "buffers": sorted(stage.buffers)}
 
 
-def _from_plain(said: Mapping[str, Any]) -> StageNames:
-    return StageNames(said["parameters"], frozenset(said["buffers"]))
+def _from_plain(plain: Mapping[str, Any]) -> StageNames:
+    return StageNames(plain["parameters"], frozenset(plain["buffers"]))
 
 
 def is_stage(value: Any) -> bool:
-    """Whether it is a stage of torch.distributed.pipelining."""
+    """Decides whether a value is a stage of torch.distributed.pipelining."""
     return not isinstance(value, nn.Module) and hasattr(value, "submod") and hasattr(value, "stage_index")
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    """The stages of this process in a schedule of torch.distributed.pipelining, which names them in private only."""
-    found = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-    return [stage for stage in found if is_stage(stage)]
+    """Returns this process's stages in a schedule of torch.distributed.pipelining.
+
+    Only private attributes of the schedule have them.
+    """
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    return [stage for stage in stages if is_stage(stage)]
 
 
 def _described(schedule: Any, models: int) -> list[int]:
-    """The stages of this process by a description of `reft.schedules`; none if it says none.
+    """Returns this process's stage numbers by a description of `reft.schedules`.
+
+    Empty for any other schedule.
+
+    Args:
+        schedule: a schedule, or None.
+        models: number of models that were passed.
 
     Raises:
-        ConfigError: there are more or fewer models.
+        ConfigError: the number of models differs from the number of stages.
     """
     if not hasattr(schedule, "stage") or not hasattr(schedule, "stages"):
         return []
     count, at = schedule.stages, schedule.stage
     if schedule.is_v_shaped:
-        found = [at, 2 * count - 1 - at]
+        numbers = [at, 2 * count - 1 - at]
     else:
-        found = [at + count * turn for turn in range(getattr(schedule, "virtual_stages", 1))]
-    if len(found) != models:
+        numbers = [at + count * turn for turn in range(getattr(schedule, "virtual_stages", 1))]
+    if len(numbers) != models:
         raise ConfigError(
-            f"{type(schedule).__name__} has {len(found)} parts of the model a process; {models} were passed as model.",
+            f"{type(schedule).__name__} has {len(numbers)} parts of the model a process; {models} were passed as model.",
             "model=[one module for each part, in the order of the pipeline]",
         )
-    return found
+    return numbers
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module itself, without DDP and what torch.compile puts around it."""
+    """Returns the module without the wrappers of DDP and torch.compile."""
     while type(module).__name__ in ("DistributedDataParallel", "OptimizedModule"):
         module = module.module if hasattr(module, "module") else module._orig_mod
     return module

@@ -1,1 +1,1 @@
-"""Speaks with this node's daemon and with the other ranks."""
+"""Communicates with this node's daemon and with the other ranks."""

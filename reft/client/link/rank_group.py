@@ -1,11 +1,12 @@
-"""What the ranks of a job tell one another at attach: every rank's facts, or every rank's error, within a deadline.
+"""Exchange of facts between all ranks during attach, with a deadline.
 
     rank 0 ─┐  {"ok": facts}                      ┌─► all facts, in the order of ranks
     rank 1 ─┼► gather, on a group of reft's own ──┤
-    rank 2 ─┘  {"error": text}                    └─► AttachError on every rank, naming the ranks that failed
+    rank 2 ─┘  {"error": text}                    └─► AttachError on every rank, with the rank
 
-Facts are JSON over plain byte tensors: nothing is unpickled. The group is gloo, so that it works beside NCCL and so
-that a rank that is missing can be waited for with a deadline. Nothing here runs after attach.
+If one rank fails, every rank raises that error. Facts are JSON in plain byte tensors; nothing is
+unpickled. The group uses gloo: gloo works beside NCCL, and a wait for a missing rank can have a
+deadline. After attach only the placement reviews use the group (`reft.client.attach.reattach`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import torch.distributed as dist
 from reft.core.text import more
 from reft.errors import AttachError, ReftError
 
-BROADCAST_BYTES = 1 << 20  # what could move while a broadcast makes its way through thousands of ranks
-FACTS_MAX = 64 << 20  # bytes from one rank: headers of a node's slots, or a manifest
+# The cost of one broadcast, in bytes that could move while it passes through thousands of ranks.
+BROADCAST_BYTES = 1 << 20
+# The most bytes from one rank: headers of a node's slots, or a manifest.
+FACTS_MAX = 64 << 20
 
 
 class RankGroup:
-    """The ranks of one job.
+    """All ranks of one job.
 
     Args:
         deadline_s: the longest that one exchange may take.
 
     Attributes:
-        group: the process group of reft's own; None if there is only one rank.
+        group: reft's own process group; None if there is only one rank, and after `close`.
 
     Raises:
         AttachError: the group can't be made.
@@ -57,15 +60,16 @@ class RankGroup:
     def gather_or_raise(
         self, act: Callable[[], dict[str, Any]], extra_s: float = 0.0, deadline_s: float | None = None
     ) -> list[dict[str, Any]]:
-        """Runs `act` on every rank and gives every rank all results, in the order of ranks.
+        """Runs `act` on every rank, and returns all results in the order of ranks.
 
         Args:
-            extra_s: more time than the deadline.
-            deadline_s: None means that of this exchange.
+            act: returns this rank's facts.
+            extra_s: time added to the deadline.
+            deadline_s: the longest to wait; None means the group's deadline.
 
         Raises:
-            ReftError: `act` raised on this rank; the same error.
-            AttachError: it raised on another rank, or a rank did not come within the deadline.
+            ReftError: `act` raised this error on this rank.
+            AttachError: `act` raised on another rank, or a rank missed the deadline.
         """
         own: Exception | None = None
         try:
@@ -117,22 +121,24 @@ class RankGroup:
         work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
 
     def close(self) -> None:
-        """Gives the group back."""
+        """Destroys the process group."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
             self.group = None
 
 
 def spoken_alone(widths: Sequence[int]) -> list[int]:
-    """The ranks whose messages are broadcast one by one, so that nobody else's is padded to their length.
+    """Chooses the ranks whose messages are broadcast one by one.
 
-    A gathering pads all messages to the longest: one table of 200 kB would cost 16,384 ranks 3 GB each.
+    An all-gather pads all messages to the length of the longest: one table of 200 kB would cost
+    16,384 ranks 3 GB each. So the longest messages are broadcast.
 
     Args:
         widths: bytes of each rank's message.
 
     Returns:
-        Those of the longest messages with which the fewest bytes move, BROADCAST_BYTES counted for each; ascending.
+        The ranks, ascending. They are chosen so that the fewest bytes move, with BROADCAST_BYTES
+        added for each broadcast.
     """
     longest = sorted(range(len(widths)), key=lambda rank: -widths[rank])
     best, fewest, spoken = 0, len(widths) * max(widths, default=0), 0
@@ -145,10 +151,10 @@ def spoken_alone(widths: Sequence[int]) -> list[int]:
 
 
 def text_of(data: bytes) -> str:
-    """Bytes as JSON can carry them."""
+    """Encodes bytes as text for JSON."""
     return base64.b64encode(data).decode()
 
 
 def bytes_of(text: str) -> bytes:
-    """The reverse of `text_of`."""
+    """Decodes the text that `text_of` made."""
     return base64.b64decode(text)

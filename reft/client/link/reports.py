@@ -1,8 +1,10 @@
-"""Tells the daemon what became of each snapshot, and hears what became of the round. Never waited for in a step.
+"""Reports each snapshot to the daemon, and receives the outcome of the round.
 
-Each report says all of what is undecided (`reft.core.commit.round.StepReport`), so what was lost with a daemon is repaired by the
-next. At most CALLS_MAX of them are not answered; the daemon holds a reply back until the newest step is decided or it has
-waited long enough. A thread hears the replies. After the connection has ended, the next report makes a new one.
+A training step never waits for a reply. Each report covers all undecided steps
+(`reft.core.commit.round.StepReport`), so the next report repairs what a daemon lost. At most
+CALLS_MAX reports are unanswered. The daemon holds a reply back until the newest step is decided, or
+until the wait time in the report is over. A thread receives the replies. If the connection has
+ended, the next report opens a new one.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 log = logging.getLogger("reft")
 CALLS_MAX = 4
 NO_CELLS: Mapping[int, int] = MappingProxyType({})
-RELEASE_DEADLINE_S = 10.0  # not beside training; a process that the daemon thinks attached can't attach again
-AGAIN_S = 0.2  # after which somebody who waits asks again, if nothing was said meanwhile
-MARGIN_S = 0.5  # by which a reply may come later than the daemon may hold it back
+# Longer than other calls: a release does not run beside training, and a process that the daemon
+# still thinks attached can't attach again.
+RELEASE_DEADLINE_S = 10.0
+AGAIN_S = 0.2  # `wait` asks the daemon again after this time without news
+MARGIN_S = 0.5  # added to the daemon's wait time before a reply counts as missing
 T = TypeVar("T")
 
 
@@ -41,11 +45,18 @@ class Reporter:
     """One rank's reports to its daemon.
 
     Args:
-        address: of the daemon's unix socket.
-        path: of its local socket, from HelloReply.local_socket.
-        job, epoch, rank: who reports.
-        deadline_s: for which the daemon may hold back a reply.
-        refused: called with the address when nobody listens to reports.
+        address: address of the daemon's gRPC socket.
+        path: path of the daemon's local socket, from HelloReply.local_socket.
+        job, epoch, rank: identify the reporting rank.
+        deadline_s: how long the daemon may hold back a reply.
+        failpoints: faults to inject.
+        refused: called with `address` when the local socket refuses the connection.
+
+    Attributes:
+        error: why the last report failed; None if it was answered.
+        slots_missing: whether the daemon has lost slots of this rank.
+        requested_every: requested snapshot interval, sent with each report; see
+            `reft.core.commit.snapshot_interval`.
     """
 
     def __init__(
@@ -57,28 +68,26 @@ class Reporter:
         self._failpoints, self._refused = failpoints, refused
         self._changed = threading.Condition()
         self._connection: ReportConnection | None = None
-        self._until = -1  # the newest step that was answered
+        self._newest_reported = -1  # the newest reported step
         self._sealed: dict[int, Mapping[int, int]] = {}  # undecided step → cell → digest
-        self._under_way = 0
-        self._held_back = False  # whether there is something to say for which the next reply is waited
-        self._heard_s = 0.0  # the last reply, or the first report after it
+        self._unanswered = 0  # unanswered reports
+        self._has_unsent_report = False  # whether a report waits for the next reply
+        self._last_reply_s = 0.0  # time of the last reply, or of the first report after it
         self._trouble = ""
         self._outcome = Outcome()
-        self.error: ReftError | None = None  # why the last report was not heard
+        self.error: ReftError | None = None
         self.slots_missing = False
-        self.requested_every = (
-            0  # how often to snapshot, see `reft.core.commit.snapshot_interval`; travels with the answers
-        )
+        self.requested_every = 0
         self._delays = OutcomeDelays()
 
     @property
     def interval(self) -> SnapshotInterval:
-        """How often all ranks snapshot, as far as this one has heard."""
+        """The agreed snapshot interval, by the newest outcome that this rank has received."""
         return self._outcome.interval
 
     @property
     def is_fenced(self) -> bool:
-        """Whether a newer attach has taken the job: this process must not write any more."""
+        """Whether a newer attach owns the job: then this process must not write any more."""
         return isinstance(self.error, StaleEpoch)
 
     @property
@@ -88,83 +97,88 @@ class Reporter:
         return Version(self._epoch, step) if step >= 0 else None
 
     def voids(self, version: Version) -> bool:
-        """Whether a version is known never to become whole."""
+        """Decides whether a version is known never to become whole."""
         return version.epoch == self._epoch and self._outcome.voids(version.step)
 
     def answer(self, step: int, answer: StepAnswer, trouble: str = "", digests: Mapping[int, int] = NO_CELLS) -> None:
-        """Reports a step; returns at once. Steps come in their order: what is said of one that is passed changes nothing.
+        """Reports a step, and returns at once.
+
+        Report steps in ascending order. A report of an earlier step changes nothing.
 
         Args:
-            trouble: why the snapshot failed; empty if it did not.
-            digests: cell → digest of what this rank has in it, with a sealed step.
+            step: the step.
+            answer: whether this rank has sealed the step.
+            trouble: why the snapshot failed; empty after a success.
+            digests: cell → digest of this rank's bytes in the cell; for a sealed step.
         """
         with self._changed:
-            if answer is StepAnswer.SEALED and step > self._until:
+            if answer is StepAnswer.SEALED and step > self._newest_reported:
                 self._sealed[step] = digests
-            self._until = max(self._until, step)
+            self._newest_reported = max(self._newest_reported, step)
             self._trouble = trouble
         self._send()
 
     def _send(self) -> None:
         now_s = time.monotonic()
         with self._changed:
-            if self._under_way and now_s - self._heard_s > self._deadline_s + MARGIN_S:
-                self._failed(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
-            self._held_back = self._under_way >= CALLS_MAX
-            if self._held_back or self._failpoints.hit("report.send", rank=self._rank):
+            if self._unanswered and now_s - self._last_reply_s > self._deadline_s + MARGIN_S:
+                self._note_error(rpc.error_from(grpc.StatusCode.DEADLINE_EXCEEDED, "", self._address))
+            self._has_unsent_report = self._unanswered >= CALLS_MAX
+            if self._has_unsent_report or self._failpoints.hit("report.send", rank=self._rank):
                 return
+            report = StepReport(self._outcome.whole, self._newest_reported, frozenset(self._sealed))
             request = pb.ReportRequest(
                 job=self._job,
                 epoch=messages.epoch_to(self._epoch),
                 rank=self._rank,
-                steps=messages.report_to(StepReport(self._outcome.whole, self._until, frozenset(self._sealed)), self._sealed),
+                steps=messages.report_to(report, self._sealed),
                 wait_ms=int(self._deadline_s * 1000), trouble=self._trouble, requested_every=self.requested_every,
             )  # fmt: skip
             try:
                 self._connected().send(request)
             except OSError as error:
-                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, str(error), self._address))
                 if isinstance(error, ConnectionRefusedError):
                     self._refused(self._address)
                 return
-            if not self._under_way:
-                self._heard_s = now_s
-            self._under_way += 1
+            if not self._unanswered:
+                self._last_reply_s = now_s
+            self._unanswered += 1
 
     def _connected(self) -> ReportConnection:
-        """The connection; made anew if there is none, with a thread that hears what comes back."""
+        """Returns the connection; opens one if needed, with a thread that receives the replies."""
         if self._connection is None:
             self._connection = ReportConnection(self._path)
-            threading.Thread(target=self._hear, args=(self._connection,), name="reft-news", daemon=True).start()
+            threading.Thread(target=self._receive, args=(self._connection,), name="reft-news", daemon=True).start()
         return self._connection
 
-    def _hear(self, connection: ReportConnection) -> None:
-        """In a thread of its own: takes in what the daemon says, until the connection ends."""
+    def _receive(self, connection: ReportConnection) -> None:
+        """Receives replies until the connection ends; runs in a thread of its own."""
         why = "it has ended the connection"
         try:
             for reply in connection.replies():
                 with self._changed:
-                    self._under_way -= reply.calls
-                    self._heard_s = time.monotonic()
+                    self._unanswered -= reply.calls
+                    self._last_reply_s = time.monotonic()
                     if reply.status:
-                        self._failed(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
+                        self._note_error(rpc.error_from(rpc.CODES[reply.status], reply.error, self._address))
                     else:
                         self._take(reply)
-                    if self._held_back and not self.is_fenced:
-                        self._send()  # nobody else would, if no step follows
+                    if self._has_unsent_report and not self.is_fenced:
+                        self._send()  # perhaps no step follows that would send the report
                     self._changed.notify_all()
         except (ValueError, KeyError, DecodeError) as error:
-            why = f"it said what can't be read: {error}"
+            why = f"its reply can't be read: {error}"
         with self._changed:
-            if self._connection is connection:  # nobody here has closed it
-                self._connection, self._under_way = None, 0
-                self._failed(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
+            if self._connection is connection:  # `close` was not called
+                self._connection, self._unanswered = None, 0
+                self._note_error(rpc.error_from(grpc.StatusCode.UNAVAILABLE, why, self._address))
                 self._changed.notify_all()
         connection.close()
 
-    def _failed(self, error: ReftError) -> None:
+    def _note_error(self, error: ReftError) -> None:
         if self.is_fenced:
-            return  # for ever: whatever else fails, this process must not write any more
+            return  # keep the fence: this process must never write again
         if type(error) is not type(self.error):
             log.warning("the round does not advance: %s Training goes on; the last whole snapshot stays.", error)
         self.error = error
@@ -173,27 +187,28 @@ class Reporter:
         try:
             messages.check_protocol(reply.protocol, "the daemon was replaced, and now speaks", "this trainer")
         except ReftError as error:
-            self._failed(error)
+            self._note_error(error)
         else:
-            self._heard(reply.report)
+            self._apply(reply.report)
 
-    def _heard(self, reply: pb.ReportReply) -> None:
+    def _apply(self, reply: pb.ReportReply) -> None:
         if self.error is not None and not self.is_fenced:
             log.warning("the daemon answers again: snapshots go on.")
             self.error = None
         self.slots_missing = reply.slots_missing
         self._outcome = self._outcome.then(messages.outcome_from(reply))
         for step in [step for step in self._sealed if self._outcome.decides(step)]:
-            self._delays.decided(step, self._until, self._outcome.voids(step))
+            self._delays.decided(step, self._newest_reported, self._outcome.voids(step))
             del self._sealed[step]
 
     def spacing(self, step: int, since: int, every: int, slots: int) -> int:
-        """Each how many-th due step is to be taken, see `reft.core.commit.lag_backoff`.
+        """Returns n: take every n-th due step, see `reft.core.commit.lag_backoff`.
 
         Args:
-            step: that is due.
-            since: the newest step that is known to be whole, or the last one before the first.
-            every: each how many-th step is due.
+            step: the due step.
+            since: the newest step known to be whole; at first, the step before the first due step.
+            every: snapshot interval; every n-th step is due.
+            slots: number of this rank's slots.
         """
         with self._changed:
             oldest, in_vain = min(self._sealed, default=None), self._delays.in_vain
@@ -203,38 +218,42 @@ class Reporter:
 
     @property
     def mismatched(self) -> frozenset[int]:
-        """Cells whose replicas were found to differ: as long as they do, nothing becomes whole."""
+        """Cells with mismatched replicas; no version becomes whole while there are any."""
         return self._outcome.mismatched
 
     def wait(self, step: int, deadline_s: float) -> bool:
-        """Waits until `step` is decided; True if it, or a newer step, is whole. Not for use inside a step.
+        """Waits until `step` is decided; returns whether that step or a newer one is whole.
 
-        Ends early when the daemon turns out to be missing slots: what only it lacks may be what the step waits for.
+        Not for use inside a training step. Ends early if the daemon misses slots: the step may be
+        waiting for these slots.
         """
         end = time.monotonic() + deadline_s
         with self._changed:
             while not (self._outcome.decides(step) or self.is_fenced or self.slots_missing):
                 if (left := end - time.monotonic()) <= 0:
                     break
-                # Paced: as long as this rank itself has not answered the step, each reply comes at once.
-                if not self._changed.wait(min(AGAIN_S, left)) and not self._under_way:
+                # Not at once: the daemon replies immediately until this rank has answered the step.
+                if not self._changed.wait(min(AGAIN_S, left)) and not self._unanswered:
                     self._send()
             return self._outcome.whole >= step
 
-    def wait_for(self, found: Callable[[], T]) -> T:
-        """The first true value of `found`, asked again whenever there is news or somebody calls `wake`. For a copy thread."""
+    def wait_for(self, find: Callable[[], T]) -> T:
+        """Returns the first true value of `find`; used by a copy thread.
+
+        Calls `find` again after each reply, and after each call of `wake`.
+        """
         with self._changed:
-            while not (value := found()):
+            while not (value := find()):
                 self._changed.wait()
             return value
 
     def wake(self) -> None:
-        """Makes `wait_for` ask again."""
+        """Makes `wait_for` call its function again."""
         with self._changed:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Tells the daemon that the session was closed; a daemon that is gone need not know."""
+        """Tells the daemon that the session is closed. Only logs an error of the call."""
         request = pb.ReleaseRequest(job=self._job, epoch=messages.epoch_to(self._epoch), rank=self._rank)
         try:
             with rpc.channel(self._address) as channel:
@@ -242,9 +261,10 @@ class Reporter:
         except grpc.RpcError as error:
             level = logging.INFO if error.code() is grpc.StatusCode.UNAVAILABLE else logging.WARNING
             why = rpc.error_of(error, self._address)
-            log.log(level, "the daemon did not hear that the session was closed: %s", why)
+            log.log(level, "the daemon could not be told that the session was closed: %s", why)
 
     def close(self) -> None:
+        """Closes the connection."""
         with self._changed:
             connection, self._connection = self._connection, None
         if connection is not None:

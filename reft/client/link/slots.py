@@ -1,4 +1,4 @@
-"""The slots of this rank: leased from its node's daemon, mapped, touched once, and registered with CUDA where there is one."""
+"""The slots of this rank: leased from the node's daemon, mapped, touched, and pinned for CUDA."""
 
 from __future__ import annotations
 
@@ -24,22 +24,27 @@ from reft.wire.slot_format import PAGE, Bytes, SlotMap
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
-SPARE_TABLE = 4096  # bytes, so that a step counter that moves to another device does not outgrow the table
-SPARE_DATA = 64 << 10  # bytes, so that a few small leaves that come later need no larger slots
-ALLOCATION_BYTES_PER_S = 100 << 20  # slower than any machine makes pages; stretches the deadline of a lease
+# Spare bytes of the table: it grows when a step counter moves to another device.
+SPARE_TABLE = 4096
+# Spare bytes for data: a few small leaves may appear later.
+SPARE_DATA = 64 << 10
+# Lower than any machine's speed of making pages. Extends the deadline of a lease.
+ALLOCATION_BYTES_PER_S = 100 << 20
 
 
 @dataclass
 class SlotLeases:
-    """One rank's way to its slots.
+    """One rank's leases of slots.
 
     Args:
-        address: of the daemon's unix socket.
-        socket_path: of the socket that hands out descriptors, from HelloReply.local_socket.
-        job, epoch, rank: who leases.
+        address: address of the daemon's gRPC socket.
+        socket_path: path of the socket that passes descriptors, from HelloReply.local_socket.
+        job, epoch, rank: identify the leasing rank.
+        settings: deadlines, number of slots, chunk size.
         own: this process, as the daemon sees it.
-        under_agent: whether a torchrun agent is this process's parent: once it is gone, this is an orphan.
-        pins_for: the CUDA device whose copies into the slots are to run beside the host; None if there is none.
+        under_agent: whether a torchrun agent is this process's parent. Then this process is an
+            orphan once the agent has ended.
+        pins_for: the CUDA device that copies into the slots beside the host; None if there is none.
     """
 
     address: str
@@ -53,14 +58,20 @@ class SlotLeases:
     pins_for: torch.device | None
 
     def register(self) -> None:
-        """Makes this process known as the rank's trainer, so that the daemon notices its death."""
+        """Registers this process as the rank's trainer, so that the daemon notices its death."""
         self._call(self._request(0, 0, 0))
 
     def lease(self, data_bytes: int, table_bytes: int) -> list[MappedSlot]:
-        """Slots with room for so much, mapped, every page touched. Blocks for as long as memory takes to be made.
+        """Returns mapped slots of this size with every page touched.
+
+        Blocks until the daemon has made the memory.
+
+        Args:
+            data_bytes: bytes of data in each slot; SPARE_DATA is added.
+            table_bytes: bytes of the table in each slot; SPARE_TABLE is added.
 
         Raises:
-            NoRoom: they don't fit.
+            NoRoom: the slots don't fit into memory.
         """
         request = self._request(
             self.settings.slots, align(data_bytes + SPARE_DATA, PAGE), align(table_bytes + SPARE_TABLE, PAGE)
@@ -74,7 +85,12 @@ class SlotLeases:
         return slots
 
     def take(self, names: list[str], keeps: bool = False) -> list[MappedSlot]:
-        """Maps slots of this rank by name; `keeps`: their descriptors stay open until they are closed."""
+        """Maps slots of this rank.
+
+        Args:
+            names: names of the slots in the daemon's arena.
+            keeps: whether the descriptors stay open until the slots are closed.
+        """
         request = pb.SlotsRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, slots=names)
         descriptors = local_socket.ask_slots(self.socket_path, request, [], self.settings.attach_deadline_s)
         return [
@@ -83,22 +99,29 @@ class SlotLeases:
         ]
 
     def give_back(self, slots: list[MappedSlot]) -> None:
-        """Gives a restarted daemon the memfds that this process kept for it."""
-        kept = [slot for slot in slots if slot.descriptor >= 0]
+        """Passes the memfds of this process back to a restarted daemon."""
+        memfd_slots = [slot for slot in slots if slot.descriptor >= 0]
         request = pb.SlotsRequest(
-            job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank, returned=[slot.name for slot in kept]
+            job=self.job,
+            epoch=messages.epoch_to(self.epoch),
+            rank=self.rank,
+            returned=[slot.name for slot in memfd_slots],
         )
-        descriptors = [slot.descriptor for slot in kept]
+        descriptors = [slot.descriptor for slot in memfd_slots]
         local_socket.ask_slots(self.socket_path, request, descriptors, self.settings.rpc_deadline_s)
 
     def release(self) -> None:
-        """Takes the registration back."""
+        """Ends the registration of this process."""
         self._rpc("Release", pb.ReleaseRequest(job=self.job, epoch=messages.epoch_to(self.epoch), rank=self.rank), 0)
 
     def whole(self) -> Version | None:
-        """The newest version of this epoch that the daemon knows to be whole. Any error of the call is raised."""
-        found = self._rpc("Status", pb.StatusRequest(job=self.job), 0).jobs
-        return Version(self.epoch, found[0].whole) if found and found[0].whole >= 0 else None
+        """Returns the newest version of this epoch that the daemon knows to be whole.
+
+        Raises:
+            ReftError: the call failed; see `rpc.error_of`.
+        """
+        jobs = self._rpc("Status", pb.StatusRequest(job=self.job), 0).jobs
+        return Version(self.epoch, jobs[0].whole) if jobs and jobs[0].whole >= 0 else None
 
     def _request(self, slots: int, data_bytes: int, table_bytes: int) -> pb.LeaseRequest:
         process, mine = self.own.process, os.sched_getaffinity(0)
@@ -127,13 +150,14 @@ log = logging.getLogger("reft")
 
 @dataclass
 class MappedSlot:
-    """One slot.
+    """One mapped slot.
 
     Attributes:
-        index: its place among this rank's slots.
-        name: its name in the daemon's arena.
-        descriptor: kept open only for a memfd, which a restarted daemon needs back, and while the slot is restored; else -1.
-        map: its parts.
+        index: index among this rank's slots.
+        name: name in the daemon's arena.
+        descriptor: the open descriptor; -1 if closed. Stays open for a memfd, because a restarted
+            daemon needs it back, and while the slot is restored.
+        map: the parts of the slot.
     """
 
     index: int
@@ -146,9 +170,16 @@ class MappedSlot:
 
     @classmethod
     def open(cls, index: int, name: str, descriptor: int, file_bytes: int, keeps: bool) -> MappedSlot:
-        """Maps a slot; takes the descriptor over, and keeps it open if asked to."""
+        """Maps a slot, and takes ownership of the descriptor.
+
+        Args:
+            index, name: see the attributes.
+            descriptor: descriptor of the slot's file.
+            file_bytes: size of the file.
+            keeps: whether the descriptor stays open until `close`.
+        """
         pages, whole = map_file(descriptor, file_bytes)
-        # A DataLoader's forked workers must neither keep the pages alive nor pay for their page tables.
+        # Forked DataLoader workers must not keep the pages alive, nor copy the page tables.
         pages.madvise(mmap.MADV_DONTFORK)
         if not keeps:
             os.close(descriptor)
@@ -156,29 +187,35 @@ class MappedSlot:
         return cls(index, name, descriptor if keeps else -1, slot, pages, whole)
 
     def touch(self) -> None:
-        """Maps every page now: the first write through a new mapping costs four times the later ones.
+        """Maps every page now: the first write through a new mapping costs four times a later one.
 
-        By reading: the kernel maps many pages at a time then, and pages of a shared mapping of shared
-        memory may be written from then on.
+        Reads each page instead of writing: for a read the kernel maps many pages at a time. A page
+        of a shared mapping of shared memory is then writable, too.
         """
         map_shared(self._bytes)
 
     def register(self, device: torch.device) -> None:
-        """Pins the pages for CUDA, so that a device's copies run beside the host; until `close`, or until nobody has the slot."""
+        """Pins the pages for CUDA, so that copies of the device run beside the host.
+
+        The pages stay pinned until `close`, or until this object is garbage-collected.
+        """
         address = self._bytes.ctypes.data
         if error := pin(address, self._bytes.nbytes, device):
             log.warning("slot %s can't be pinned (CUDA error %d): copies will block the host.", self.name, error)
             return
         self._unpin = weakref.finalize(self, unpin, address, device)
-        self._unpin.atexit = False  # the process's end does it
+        self._unpin.atexit = False  # the end of the process unpins the pages
 
     def view(self) -> Slot:
-        """What the reuse rule needs to know."""
+        """Returns the facts that the reuse rule of slots needs."""
         header = self.map.header
         return Slot(self.index, header.state, header.version)
 
     def close(self) -> None:
-        """Unmaps; the slot itself stays with the daemon."""
+        """Unpins the pages and closes the descriptor; the daemon keeps the slot.
+
+        The mapping ends when the last reference to it is gone.
+        """
         if self._unpin is not None:
             self._unpin()
         if self.descriptor >= 0:

@@ -1,1 +1,1 @@
-"""When to copy: the phases of an iteration, and which steps are due."""
+"""Decides when to copy: the phases of an iteration, and the due steps."""

@@ -1,11 +1,17 @@
-"""Who steps between two marks: what is left where nobody, or another did, is not held, and no snapshot may claim that it is.
+"""Detects marks whose state is not complete in a snapshot.
 
-    another optimizer steps our parameters ─► the window ends, as before a step of our own; unmarked and twice: the log says so
-    mark, no passed optimizer has stepped  ─► another one has, or gradients wait for the next step: that mark is not taken
-    no marks, the last one steps first     ─► its steps end no iteration: nothing is taken until a mark
+A passed optimizer is one that was passed to attach; any other is foreign.
 
-An optimizer that is made anew in mid-run calls no hook of the old one's, and its moments are not held; a loop that marks each
-micro-batch would come back without the gradients that it had gathered. Both would train on, and differ.
+    a foreign optimizer steps held parameters ─► the window ends; without marks, the second such
+                                                 step in a row writes a warning
+    a mark, but no passed optimizer stepped   ─► no snapshot if a foreign optimizer stepped, or
+                                                 if gradients exist
+    no marks, and the last optimizer is first ─► no snapshot until a mark: the steps of the last
+                                                 optimizer end no iteration
+
+Two loops need these checks. A loop may replace its optimizer during the run: reft does not hold the
+moments of the new one, and gets no call of its hooks. A loop may mark each micro-batch: reft does
+not hold the accumulated gradients. After a restart both loops would go on with wrong state.
 """
 
 from __future__ import annotations
@@ -19,91 +25,100 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 UNHELD = (
-    "parameters were updated by a {}, another optimizer than was passed to attach: its state is not held. Close the session, "
-    "and attach with the one that trains."
+    "parameters were updated by a {} that was not passed to attach: its state is not held. Close the session, and attach with "
+    "the optimizer that trains."
 )
 UNSTEPPED = (
-    "gradients are there, and no optimizer that was passed to attach has stepped since the mark before (nor does one where a "
-    "GradScaler skips it): gradients are not held, a restart would go on without them. Mark behind the optimizer's step only."
+    "gradients exist, and no optimizer that was passed to attach has stepped since the last mark (a step that a GradScaler "
+    "skips does not count). Snapshots hold no gradients, so a restart would go on without them. Mark only after the optimizer's "
+    "step."
 )
 OUT_OF_TURN = (
-    "no step is marked, and the last of the optimizers stepped ahead of others: where an iteration ends can't be told. Mark "
+    "no step is marked, and the last of the optimizers stepped before others: reft can't tell where an iteration ends. Mark "
     "steps with session.step_end() or session.steps(), or pass the optimizer that steps last as the last one."
 )
 
 
 class ForeignOptimizerGuard:
-    """Who else than the passed optimizers writes what a session holds.
+    """Watches the steps of optimizers that were not passed to attach.
 
     Args:
-        optimizers: the passed ones. Nothing is followed unless all are torch's or derived from them: what others step
-            inside of their own step is theirs to know.
-        holds: whether a parameter, by its id, is one that the session holds.
-        before: called before such a write; with what there is to say where nothing is marked, once; else "".
+        optimizers: the passed optimizers. Foreign optimizers are watched only if all passed ones
+            are torch.optim.Optimizers: any other may call further optimizers inside its own step.
+        holds: decides whether the session holds a parameter, given the parameter's id.
+        before: called before a foreign optimizer writes held parameters. The argument is the text
+            of a warning for a loop without marks; empty if there is nothing to warn of.
+
+    Attributes:
+        remove: ends the watch.
     """
 
     def __init__(self, optimizers: Sequence[Any], holds: Callable[[int], bool], before: Callable[[str], None]) -> None:
-        self._stepped: set[int] = set()  # indexes of the passed ones that have, since the mark before
+        self._stepped: set[int] = set()  # indexes of the passed optimizers that stepped since the last mark
         self._passed = len(optimizers)
-        self._in_turn = True  # in the first round, the last of them stepped behind all others
-        self._own = {id(each) for each in optimizers}  # the session keeps them alive
+        self._last_steps_last = True  # whether the last optimizer made its first step after all others
+        self._own = {id(each) for each in optimizers}  # the session keeps these objects alive
         self._holds = holds
         self._before = before
-        self._calls = 0  # of others, since an own one was called
-        self._name = ""
+        self._foreign_steps = 0  # steps of foreign optimizers since the last step of a passed one
+        self._foreign_name = ""  # class of the last foreign optimizer
         self._follows = bool(optimizers) and all(isinstance(each, torch.optim.Optimizer) for each in optimizers)
-        self.remove: Callable[[], object] = _followed(self) if self._follows else _nothing
+        self.remove: Callable[[], object] = _hook_all_optimizers(self) if self._follows else _nothing
 
     def called(self, optimizer: torch.optim.Optimizer) -> None:
-        """Any optimizer of this process is about to step."""
+        """Notes that any optimizer of this process is about to step."""
         if id(optimizer) in self._own or not self._writes_ours(optimizer):
             return
-        self._calls += 1
-        self._name = type(optimizer).__name__
-        is_alone = self._calls == 2  # a single one may be part of, or around, a step of our own
-        self._before(UNHELD.format(self._name) if is_alone else "")
+        self._foreign_steps += 1
+        self._foreign_name = type(optimizer).__name__
+        # A single foreign step may be inside, or around, the step of a passed optimizer.
+        is_alone = self._foreign_steps == 2
+        self._before(UNHELD.format(self._foreign_name) if is_alone else "")
 
     def _writes_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(self._holds(id(parameter)) for group in optimizer.param_groups for parameter in group["params"])
 
     def own_step(self, index: int) -> None:
-        """A passed optimizer steps."""
-        self._calls = 0
+        """Notes that a passed optimizer steps."""
+        self._foreign_steps = 0
         self._stepped.add(index)
 
     def first_call(self) -> None:
-        """The last of the passed optimizers has stepped for the first time, and nothing was marked."""
-        self._in_turn = len(self._stepped) == self._passed
+        """Notes the first step of the last optimizer, in a loop without marks so far."""
+        self._last_steps_last = len(self._stepped) == self._passed
 
     def mark(self, is_unmarked: bool, modules: Iterable[nn.Module]) -> str:
-        """Why the state at this mark is not all that a restart needs; empty if it is, as far as can be told.
+        """Returns why this mark must give no snapshot; empty if there is no known reason.
 
         Args:
-            is_unmarked: it is no mark, but a call of the last optimizer.
-            modules: whose gradients are looked at if nobody has stepped.
+            is_unmarked: whether the mark is a call of the last optimizer, in a loop without marks.
+            modules: modules that may have gradients; checked if no passed optimizer has stepped.
         """
         stepped, self._stepped = self._stepped, set()
-        if is_unmarked and not self._in_turn:
+        if is_unmarked and not self._last_steps_last:
             return OUT_OF_TURN
         if stepped:
             return ""
-        if self._calls:
-            return UNHELD.format(self._name)
-        waits = self._follows and any(p.grad is not None for module in modules for p in module.parameters())
-        return UNSTEPPED if waits else ""
+        if self._foreign_steps:
+            return UNHELD.format(self._foreign_name)
+        has_gradients = self._follows and any(p.grad is not None for module in modules for p in module.parameters())
+        return UNSTEPPED if has_gradients else ""
 
 
-def _followed(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
-    """Hooks every optimizer of the process, until that is called which it returns, or the session is gone."""
+def _hook_all_optimizers(foreign_optimizers: ForeignOptimizerGuard) -> Callable[[], object]:
+    """Hooks every optimizer of the process, and returns a function that removes the hook.
+
+    The hook is also removed when the guard is garbage-collected.
+    """
     reference = weakref.ref(foreign_optimizers)
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        found = reference()
-        if found is not None:
-            found.called(optimizer)
+        guard = reference()
+        if guard is not None:
+            guard.called(optimizer)
 
     return weakref.finalize(foreign_optimizers, register_optimizer_step_pre_hook(torch.compiler.disable(before)).remove)
 
 
 def _nothing() -> None:
-    """Nothing is hooked."""
+    """Does nothing, because no hook was installed."""

@@ -1,14 +1,17 @@
-"""The rhythm of training: which stretches a window has, how long each lasts, and so where the next snapshot's bytes go.
+"""Profile of an iteration: the phases of a window, their durations, and the pacing plan.
 
-    mark ─► stretch 0 │ 1 │ 2 │ 3 … ─► fence      told by hooks of the schedule (hooks) and by session.idle()
+    mark ─► phase 0 │ 1 │ 2 │ 3 … ─► fence      reported by schedule hooks and session.idle()
               │          │
-              │          └► engine: enters stretch 2, which is a gap: chunks may go
-              └► next mark: lengths ─► what to expect ─► course of the next snapshot (core/pipeline/course.py)
-                                    └► profile of gaps (core/pipeline/profile.py) ─► how far the closed form was off
+              │          └► copy engine: phase 2 begins, which is a gap: chunks may be copied
+              └► next mark: durations ─► expected phases ─► pacing plan of the next snapshot
+                                     │                      (core/pipeline/course.py)
+                                     └► profile of gaps ─► error of the schedule's closed form
+                                        (core/pipeline/profile.py)
 
-The trainer's thread calls, and waits for nothing. Lengths are the device's: the engine stamps the beginning of each stretch
-with a time (CPU) or an event (CUDA) and tells what lay between when the device has passed. Until two windows had the same
-stretches there is no course, and copies go at once; likewise if nobody told of a gap.
+The trainer's thread makes all calls, and never waits. Durations are measured on the device: the
+engine stamps the beginning of each phase with a time (CPU) or an event (CUDA), and returns the
+times once the device has passed the stamps. There is no pacing plan until two windows had the same
+phases, nor if no gap was reported. Without a pacing plan copies start at once.
 """
 
 from __future__ import annotations
@@ -29,29 +32,40 @@ from reft.core.pipeline.pacing import Tier
 from reft.core.pipeline.profile import GapComparison, StageProfile
 
 GUARD_S = 300e-6
-PENDING_MAX = 4  # windows whose lengths the device has not told yet
-OTHER = "other"
-WAIT = "wait"  # for a collective, outside of the schedule's work
+PENDING_MAX = 4  # windows whose times are not known yet
+OTHER = "other"  # name of a phase between actions of the schedule
+WAIT = "wait"  # name of a wait for a collective, outside of the schedule's actions
 Closed = Callable[[ActionTimes], Sequence[Gap]]
 
 
 @dataclass
 class _Window:
-    """What was told between a mark and the next fence."""
+    """The phases between a mark and the next fence.
+
+    Attributes:
+        step: the step that the mark ended.
+        tiers, names: tier and name of each phase.
+        kinds: kind of action of each phase; None if the phase is no action of the schedule.
+        stamps: stamp of the beginning of each phase; after the fence one more, for the end.
+    """
 
     step: int
     tiers: list[Tier] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    kinds: list[ActionKind | None] = field(default_factory=list)  # of the schedule's work
-    stamps: list[Any] = field(default_factory=list)  # one more than the others once it is over
+    kinds: list[ActionKind | None] = field(default_factory=list)
+    stamps: list[Any] = field(default_factory=list)
 
 
 class IterationProfiler:
-    """See the module.
+    """Measures the phases of each window, and plans the copies of the next one.
 
     Args:
-        copy_engine: the engine; it also keeps the time.
-        closed: the idle times that the schedule should have, if somebody knows.
+        copy_engine: the copy engine; it also measures the times.
+        closed: returns the gaps of the schedule by closed form; None if there is no closed form.
+
+    Attributes:
+        profile: the measured actions and gaps.
+        keeps_host_time: whether the device's time is the host's time, as on the CPU.
     """
 
     def __init__(self, copy_engine: CopyEngine, closed: Closed | None = None) -> None:
@@ -59,19 +73,19 @@ class IterationProfiler:
         self.keeps_host_time = copy_engine.keeps_host_time
         self._copy_engine = copy_engine
         self._closed = closed
-        self._lengths = PhaseDurations()
+        self._durations = PhaseDurations()
         self._window: _Window | None = None
         self._pending: deque[_Window] = deque(maxlen=PENDING_MAX)
-        self._works = 0  # pieces of the schedule's work in each window of the profile
-        self._meets = False  # whether the stages wait for one another between the schedule and the fence
+        self._action_count = 0  # actions of the schedule in each window of the profile
+        self._stages_meet = False  # whether the stages wait for each other between schedule and fence
 
     @property
     def name(self) -> str:
-        """Of the stretch that training is in; empty between fence and mark."""
+        """The name of the current phase; empty between fence and mark."""
         return self._window.names[-1] if self._window else ""
 
     def mark(self, step: int) -> PacingPlan | None:
-        """The end of step `step`, and the beginning of the next window; the course that its snapshot is to take."""
+        """Ends `step`, begins the next window, and returns the pacing plan for its snapshot."""
         self.fence()
         self._window = _Window(step)
         self.enter(Tier.COMPUTE, OTHER)
@@ -80,10 +94,12 @@ class IterationProfiler:
         return self._pacing_plan()
 
     def enter(self, tier: Tier, name: str, kind: ActionKind | None = None) -> None:
-        """A stretch begins here: what training does from now on.
+        """Begins a phase.
 
         Args:
-            kind: if it is a piece of the schedule's work.
+            tier: tier of the copies in this phase.
+            name: name of the phase.
+            kind: kind of action; None if the phase is no action of the schedule.
         """
         window = self._window
         if window is None or self._copy_engine.is_capturing():
@@ -95,54 +111,61 @@ class IterationProfiler:
         window.stamps.append(stamp)
 
     def fence(self) -> None:
-        """The window ends: something is about to write the state."""
+        """Ends the window, because the state is about to change."""
         if self._window is not None:
             self._window.stamps.append(self._copy_engine.stamp())
             self._pending.append(self._window)
             self._window = None
 
     def comparison(self) -> GapComparison | None:
-        """How far the schedule's closed form is off what was measured; None if there is none, or too little was measured."""
+        """Compares the gaps by closed form with the measured gaps.
+
+        None if there is no closed form, or too few measurements.
+        """
         times = self.profile.times()
         if self._closed is None or times is None:
             return None
-        foreseen = tuple(self._closed(times))
-        if not self._meets:
-            foreseen = bubbles.steady(foreseen, self._works)
-        places = {gap.place for gap in foreseen}
-        return profile.compare(foreseen, [gap for gap in self.profile.gaps() if gap.place in places])
+        expected = tuple(self._closed(times))
+        if not self._stages_meet:
+            expected = bubbles.steady(expected, self._action_count)
+        places = {gap.place for gap in expected}
+        return profile.compare(expected, [gap for gap in self.profile.gaps() if gap.place in places])
 
     def trace(self, rank: int) -> dict[str, Any]:
-        """The timeline, and the gaps as they were foreseen and measured. Any thread may ask."""
+        """Returns the timeline, with the expected and the measured gaps. Any thread may call it."""
         comparison = self.comparison()
         gaps = [
-            {"place": place, "foreseen_ms": 1000 * foreseen, "measured_ms": 1000 * measured}
-            for place, foreseen, measured in (comparison.differences if comparison else ())
+            {"place": place, "foreseen_ms": 1000 * expected_s, "measured_ms": 1000 * measured_s}
+            for place, expected_s, measured_s in (comparison.differences if comparison else ())
         ]
         return {**self._copy_engine.copy_stats.timeline.chrome(rank), "otherData": {"gaps": gaps}}
 
     def _learn(self, window: _Window) -> bool:
-        """Takes a window's lengths into account; False if the device has not been through it yet."""
+        """Adds a window's durations to the profile.
+
+        Returns:
+            False if the device has not finished the window yet.
+        """
         times = self._copy_engine.times(window.stamps)
         if times is None:
             return False
-        self._lengths.observe(window.tiers, [end - begin for begin, end in pairwise(times)])
-        self._observe_work(window, times)
+        self._durations.observe(window.tiers, [end - begin for begin, end in pairwise(times)])
+        self._observe_actions(window, times)
         timeline = self._copy_engine.copy_stats.timeline
         timeline.add(TimelineEvent(STEPS, f"after step {window.step}", times[0], times[-1]))
         for name, tier, (begin, end) in zip(window.names, window.tiers, pairwise(times), strict=True):
             timeline.add(TimelineEvent(TRAINING, name, begin, end, None if tier is Tier.COMPUTE else tier))
         return True
 
-    def _observe_work(self, window: _Window, times: Sequence[float]) -> None:
-        """The idle time before each piece of the schedule's work, and after the last."""
+    def _observe_actions(self, window: _Window, times: Sequence[float]) -> None:
+        """Adds the schedule's actions, and the gaps before and after them, to the profile."""
         works = sum(kind is not None for kind in window.kinds)
         if not works:
             return
-        if works != self._works:
-            self._works, self.profile = works, StageProfile()
+        if works != self._action_count:
+            self._action_count, self.profile = works, StageProfile()
         idle, starts = [0.0] * (works + 1), [times[0]] * (works + 1)
-        place, self._meets = 0, False
+        place, self._stages_meet = 0, False
         for kind, tier, (begin, end) in zip(window.kinds, window.tiers, pairwise(times), strict=True):
             if kind is not None:
                 self.profile.observe_action(kind, end - begin)
@@ -152,11 +175,11 @@ class IterationProfiler:
                 idle[place] += end - begin
         for place, (start, seconds) in enumerate(zip(starts, idle, strict=True)):
             self.profile.observe(place, start - times[0], start - times[0] + seconds)
-        self._meets = WAIT in window.names or "idle" in window.names
+        self._stages_meet = WAIT in window.names or "idle" in window.names
 
     def _pacing_plan(self) -> PacingPlan | None:
-        phases = self._lengths.phases()
-        if all(stretch.tier is Tier.COMPUTE for stretch in phases):
+        phases = self._durations.phases()
+        if all(phase.tier is Tier.COMPUTE for phase in phases):
             return None
         copy_stats = self._copy_engine.copy_stats
         rates = copy_stats.rate(Tier.GAP), copy_stats.rate(Tier.COMPUTE)

@@ -1,36 +1,39 @@
-"""How a session counts steps: by marks, or by calls of the optimizer until the first mark."""
+"""The ways a session counts steps: by marks, or by calls of the optimizer."""
 
 from __future__ import annotations
 
 
 class StepCounting:
-    """How steps are counted: by marks, or by calls of the optimizer until the first mark."""
+    """A way to count steps."""
 
 
 class CountByMarks(StepCounting):
-    """The loop marks its steps."""
+    """Counts marks, because the loop marks its steps."""
 
 
 class CountResumed(CountByMarks):
-    """The loop that the restored step is of marked its steps; this one has not done so yet."""
+    """Waits for marks, because the restored step was marked; this loop has no mark yet."""
 
     def __init__(self) -> None:
         self._calls = 0
 
     def count(self) -> int:
-        """Counts a call of the optimizer; how many there were."""
+        """Counts a call of the optimizer, and returns the number of calls."""
         self._calls += 1
         return self._calls
 
 
 class CountByOptimizer(StepCounting):
-    """Nothing was marked yet."""
+    """Counts calls of the optimizer, because the loop has no mark yet."""
 
     def __init__(self, start: int) -> None:
         self.start = start
         self._calls = 0
 
     def count(self) -> bool:
-        """Counts a call of the optimizer; True from the second on, when it is clear that nobody marks."""
+        """Counts a call of the optimizer, and returns whether the call is a step.
+
+        The first call is no step yet: a mark may follow.
+        """
         self._calls += 1
         return self._calls > 1

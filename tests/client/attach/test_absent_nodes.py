@@ -1,4 +1,4 @@
-"""Who is asked what in a survey, and when again: beside a fake of the daemons."""
+"""Tests of the survey of absent nodes, with fake daemons: who is asked, and who is asked again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ NODES = {name: pb.Node(name=name, id=name) for name in "abcd"}
 
 
 def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
-    """`answers`: node → what it says when it is asked first, and again. Returns the findings, and who was asked how."""
+    """Returns the survey's result, and the list of questions.
+
+    Args:
+        answers: node → its answers to the first and to the second question.
+    """
     asked = []
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
 
@@ -32,7 +36,7 @@ def survey(monkeypatch, answers: dict[str, list[str]], settled: bool):
     return sorted(found.replies), found.silent, asked
 
 
-def test_who_was_given_up_is_not_waited_for_where_nothing_newer_is_known(monkeypatch):
+def test_a_given_up_node_is_asked_once_if_no_newer_version_is_known(monkeypatch):
     answers = {"b": ["brief"], "c": ["silent"], "d": ["answers"]}
     assert survey(monkeypatch, answers, settled=True) == (["a", "d"], ("b", "c"), [("bcd", False)])
 
@@ -40,18 +44,18 @@ def test_who_was_given_up_is_not_waited_for_where_nothing_newer_is_known(monkeyp
 @pytest.mark.parametrize(
     "later, heard, silent", [("answers", ["a", "b", "d"], ("c",)), ("silent", ["a", "d"], ("c", "b"))]
 )
-def test_else_it_is_asked_again(monkeypatch, later, heard, silent):
+def test_a_given_up_node_is_asked_again_if_a_newer_version_may_exist(monkeypatch, later, heard, silent):
     answers = {"b": ["brief", later], "c": ["silent"], "d": ["answers brief"]}
     assert survey(monkeypatch, answers, settled=False) == (heard, silent, [("bcd", False), ("b", True)])
 
 
-def test_whoever_had_the_whole_time_is_not_asked_again(monkeypatch):
+def test_a_node_that_had_the_full_time_is_not_asked_again(monkeypatch):
     assert survey(monkeypatch, {"b": ["silent"]}, settled=False) == (["a"], ("b",), [("b", False)])
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_another_node_at_the_address_of_one_that_is_gone_is_not_counted_twice(monkeypatch, settled):
-    """a was rebooted: it is another node now, which takes part, and answers at the address of b, which it was before."""
+def test_a_node_at_the_address_of_a_lost_node_is_not_counted_twice(monkeypatch, settled):
+    """Node b was rebooted as node a, which takes part now and answers at the address of b."""
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: settled)
     asked = []
 
@@ -66,7 +70,7 @@ def test_another_node_at_the_address_of_one_that_is_gone_is_not_counted_twice(mo
 
 
 def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.InventoryReply:
-    """What a node says that remembers the attach of an epoch, on these nodes, and the nodes of its base."""
+    """Returns the reply of a node that knows an epoch, the epoch's nodes, and the base's nodes."""
     epochs = [pb.Epoch(counter=each, ident=bytes([each]) * 16) for each in (epoch, epoch - 1)]
     reply = pb.InventoryReply(node_id=node, decision=pb.Decision(epoch=epochs[0]))
     reply.manifest.nodes.extend(NODES[each] for each in nodes)
@@ -76,8 +80,8 @@ def chained(node: str, epoch: int, nodes: str, base_nodes: str = "") -> pb.Inven
     return reply
 
 
-def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
-    """The job went from a and b to b and c: a, which takes part again, never heard of c."""
+def test_a_node_that_only_a_survey_names_is_asked_too(monkeypatch):
+    """The job moved from nodes a, b to b, c. Now a takes part again, and does not know c."""
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
     says, asked = {"b": chained("b", 2, "bc", "ab"), "c": chained("c", 2, "bc", "ab")}, []
 
@@ -89,8 +93,8 @@ def test_whom_only_nodes_that_were_asked_know_is_asked_too(monkeypatch):
     assert asked == ["b", "c"] and sorted(found.replies) == ["a", "b", "c"]
 
 
-def test_nodes_of_a_history_that_is_over_are_not_asked(monkeypatch):
-    """Nodes that were left two attaches ago may be gone for good: each restart would wait for them."""
+def test_nodes_of_an_older_history_are_not_asked(monkeypatch):
+    """Nodes that left two attaches ago may be gone for good; each restart would wait for them."""
     monkeypatch.setattr(absent_nodes, "is_settled", lambda plan, decision: True)
     asked = []
 

@@ -24,7 +24,7 @@ AGENT = ["python", "torchrun", "--nproc-per-node=2"]
         (Launch.load({}), ["--standalone", "--rdzv-backend=reft"], False),
     ],
 )
-def test_who_asked_for_the_backend_and_did_not_get_it_is_told(launch, flags, is_told):
+def test_a_dropped_backend_gives_a_notice(launch, flags, is_told):
     assert bool(dropped_backend(launch, [*AGENT, *flags, "train.py"])) is is_told
 
 
@@ -43,13 +43,13 @@ DRAWN = replace(WORKER, run_id="0b0a3c0e-7a34-4d6c-9a51-0a3f3f1f2b11")
         (WORKER, ["--rdzv-id=other"], "run"),
     ],
 )
-def test_a_name_that_torchrun_drew_is_nobodys_choice(launch, flags, name):
+def test_a_random_run_id_is_replaced_by_the_users_id(launch, flags, name):
     assert chosen_run_id(launch, [*AGENT, *flags, "train.py"]) == name
     assert chosen_run_id(launch, ["bash", "wrapper", *flags]) == launch.run_id, "that is no torchrun"
 
 
-def test_torchruns_own_default_keeps_the_name(tmp_path):
-    """torch 2.13 for real: one node, no backend."""
+def test_a_real_torchrun_keeps_the_users_run_id(tmp_path):
+    """Runs a real torchrun (tried with torch 2.13): one node, no backend."""
     script = tmp_path / "train.py"
     script.write_text(
         "from reft.client.attach.rank_table import identity_facts; from reft.config import Config, Launch\n"
@@ -59,14 +59,14 @@ def test_torchruns_own_default_keeps_the_name(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True).stdout == "36 run1\n"
 
 
-def test_the_agents_command_line_is_read():
+def test_agents_command_returns_the_parents_command_line():
     code = "from reft.client.attach.launcher import agents_command; print(agents_command())"
     middle = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     said = subprocess.run([sys.executable, "-c", middle, "--standalone"], capture_output=True, text=True).stdout
     assert "--standalone" in said
 
 
-def test_an_agent_of_another_user_says_nothing(monkeypatch):
+def test_an_unreadable_command_line_is_empty(monkeypatch):
     def refuse(path: Path) -> bytes:
         raise PermissionError(path)
 
@@ -74,6 +74,6 @@ def test_an_agent_of_another_user_says_nothing(monkeypatch):
     assert agents_command() == []
 
 
-def test_a_launch_is_the_rendezvous_launch_if_there_is_one_else_its_agent():
+def test_launch_mark_is_the_rendezvous_launch_else_the_agent():
     assert launch_mark(replace(WORKER, launch="abc")) == "abc"
     assert launch_mark(WORKER) != launch_mark(Launch.load({}))

@@ -1,4 +1,4 @@
-"""What all ranks must have been told alike before anything is placed."""
+"""Tests of the facts that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WHO = {"job": "job", "run_id": "", "slurm": "", "script": "s.py", "user": 0, "la
 
 
 def job_of(other: dict[str, object]) -> str:
-    """The job of two ranks, of which the second one says something else."""
+    """Returns the job of two ranks with different facts."""
     return RankTable([{**WHO, **agreed_facts(REQUEST, SETTINGS)}, {**WHO, **other}]).job().id
 
 
-def test_ranks_that_were_told_the_same_have_one_job():
-    others = replace(SETTINGS, slots=2, rpc_deadline_s=1.0, failpoints="x")  # each rank's own affair
+def test_ranks_with_equal_facts_have_one_job():
+    others = replace(SETTINGS, slots=2, rpc_deadline_s=1.0, failpoints="x")  # may differ by rank
     assert job_of(agreed_facts(REQUEST, others)) == "job"
 
 
@@ -39,13 +39,13 @@ def test_ranks_that_were_told_the_same_have_one_job():
         ({}, {"load_transport": "nccl"}, "load_transport 'gloo', rank 1 'nccl'."),
     ],
 )
-def test_what_differs_is_named(request_changes, settings_changes, text):
+def test_a_differing_setting_is_named(request_changes, settings_changes, text):
     other = agreed_facts(replace(REQUEST, **request_changes), replace(SETTINGS, **settings_changes))
     with pytest.raises(ConfigError, match=re.escape(f"rank 0 has {text} Fix: give all ranks the same arguments")):
         job_of(other)
 
 
-def test_another_reft_on_another_node_is_refused(monkeypatch):
+def test_a_node_with_another_protocol_version_is_refused(monkeypatch):
     with monkeypatch.context() as older:
         older.setattr(messages, "PROTOCOL", 6)
         other = agreed_facts(REQUEST, SETTINGS)

@@ -1,4 +1,4 @@
-"""Attach: what it refuses, what it says, whom it fences, and how it goes back to an older version."""
+"""Tests of attach: refused arguments, messages, fenced trainers, restores of an older version."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def execute(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return scripts.execute(path, {**kept, **environment})
 
 
-# What is refused, and how
+# Refused arguments and state
 
 
 def test_a_model_that_changed_shape_is_refused_with_the_differences(attach):
@@ -106,14 +106,14 @@ def test_meta_and_sparse_tensors_are_refused_by_name(attach):
 
 
 class Around(torch.optim.Optimizer):
-    """As ZeroRedundancyOptimizer and Accelerate's: an optimizer whose own state stays empty."""
+    """An optimizer whose own state stays empty, such as Accelerate's."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
         self.optim = inner
 
 
-def test_what_keeps_its_state_elsewhere_is_refused_instead_of_held_in_part(attach):
+def test_an_optimizer_with_state_elsewhere_is_refused(attach):
     model, optimizer = make()
     with pytest.raises(errors.UnsupportedState, match="keeps its state in another optimizer"):
         attach(model, Around(optimizer))
@@ -165,7 +165,7 @@ def test_a_second_trainer_of_a_living_rank_is_refused(daemon):
 
 
 def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
-    """What torchrun leaves when its agent is killed: a worker that trains on. Both runs say they are one launch."""
+    """A killed torchrun agent leaves a worker that trains on. Both runs have the same launch."""
     same = {"TORCHELASTIC_RUN_ID": "none"}  # the parent of both, the fork server, passes for their agent
     options = {"seal_at": [4, 5], "pause_at": [5]}  # step 4 is whole, so there is a slot for 5
     orphan = Trainers(Spec(daemon.address, steps=10_000, options=options, environment=same))
@@ -175,7 +175,7 @@ def test_an_orphan_of_the_same_launch_is_ended_by_the_next_attach(daemon):
     assert after[0]["from"] == "memory" and after[0]["began"] == 5
 
 
-def test_a_fork_after_attach_may_not_use_the_session(attach):
+def test_a_forked_child_may_not_use_the_session(attach):
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
@@ -205,10 +205,10 @@ def test_workers_of_a_data_loader_do_not_disturb(attach):
     assert counts["snapshots"] + counts["skipped"] == 8
 
 
-# Named or not
+# Jobs with and without a name
 
 
-def test_a_named_job_goes_on_and_an_unnamed_one_starts_fresh_and_says_what_is_held(tmp_path, daemon):
+def test_a_named_job_resumes_and_an_unnamed_one_starts_fresh_and_names_the_earlier_run(tmp_path, daemon):
     command = script(tmp_path, LOOP)
     first = execute(command, REFT_DAEMON=daemon.address)
     assert "began 0 None" in first.stdout and "sealed True" in first.stdout, first.stderr
@@ -220,7 +220,7 @@ def test_a_named_job_goes_on_and_an_unnamed_one_starts_fresh_and_says_what_is_he
     assert "began 5 memory" in resumed.stdout
 
 
-def test_a_restore_leaves_no_descriptor_of_a_slot(tmp_path, daemon):
+def test_a_restore_leaves_no_slot_descriptor_open(tmp_path, daemon):
     links = "[os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{n}')]"
     command = script(tmp_path, LOOP + f"print('open', sum('slot-' in link for link in {links}))\n")
     kept = {"REFT_DAEMON": daemon.address, "REFT_JOB": "named"}
@@ -253,7 +253,8 @@ def test_a_daemon_that_attach_had_started_and_that_died_is_started_again(tmp_pat
     )
     address = f"import signal, threading; from reft.wire import daemon_launcher; address = 'unix:{home}/daemon.sock'\n"
     more = f"print('whole', session.seal(timeout=60).step, session.step, {pid} > 0)\n"
-    # It may seal before the thread that had it started says so; the end of the process would cut that thread short.
+    # It may seal before the thread that had it started says so; the end of the process would cut
+    # that thread short.
     more += "[thread.join() for thread in threading.enumerate() if thread.name == 'reft-revive']\n"
     try:
         done = execute(script(tmp_path, address + loop + more), REFT_RUNTIME_DIR=str(home), REFT_JOB="auto")
@@ -276,9 +277,10 @@ def flip(folder: Path, name: str) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_before(daemon):
+def test_after_a_damaged_slot_all_ranks_restore_the_version_before(daemon):
     plain = run(Spec(daemon.address, job="plain"), 2)
-    # Each of these steps is waited for: steps of a millisecond outrun the round, and then there is no version before.
+    # Each of these steps is waited for: steps of a millisecond outrun the round, and then there is
+    # no version before.
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [5, 6, 7, 8]}), 2)
     trainers.wait_for(8)
     until(lambda: daemon.status("job").whole == 8, what="step 8")
@@ -292,8 +294,11 @@ def test_a_damaged_slot_is_an_erasure_and_all_ranks_go_back_to_the_version_befor
         assert mine["digests"] == reference["digests"]
 
 
-def test_state_that_the_version_before_did_not_have_is_taken_out_again(daemon):
-    """A parameter that is trained from step 8 on: what is made for the damaged step 8 must not stand in the way of step 7."""
+def test_state_missing_in_the_older_version_is_removed(daemon):
+    """A parameter is trained from step 8 on, and step 8 is damaged.
+
+    State that was made to restore step 8 must not prevent the restore of step 7.
+    """
     options = {"thaws_at": 7, "seal_at": [6, 7, 8]}
     plain = run(Spec(daemon.address, job="plain", options=options))
     trainers = Trainers(Spec(daemon.address, options={**options, "pause_at": [8]}))
@@ -306,8 +311,11 @@ def test_state_that_the_version_before_did_not_have_is_taken_out_again(daemon):
     assert after[0]["began"] == 7 and after[0]["digests"] == plain[0]["digests"]
 
 
-def test_if_all_that_came_after_a_restart_is_damaged_what_the_restart_began_with_is_found(daemon):
-    """That base is of an epoch which a decision of this attach, told before anyone looked at the slots, would not count."""
+def test_if_all_newer_versions_are_damaged_the_restored_base_is_found_again(daemon):
+    """The first decision of this attach is stored before any slot is read.
+
+    The epoch of the base would not count under that decision.
+    """
     for options in ({"pause_at": [8], "seal_at": [7, 8]}, {"pause_at": [9], "seal_at": [9]}):
         trainers = Trainers(Spec(daemon.address, options=options))
         trainers.wait_for(options["pause_at"][0])
@@ -318,8 +326,8 @@ def test_if_all_that_came_after_a_restart_is_damaged_what_the_restart_began_with
     assert run(Spec(daemon.address))[0]["began"] == 8
 
 
-def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
-    """A file that is shorter than its mapping kills whoever touches it: neither the daemon nor attach may."""
+def test_a_truncated_slot_is_an_erasure(daemon):
+    """Reading a mapping past the end of the file kills a process; daemon and attach survive."""
     trainers = Trainers(Spec(daemon.address, options={"pause_at": [8], "seal_at": [6, 7, 8]}))
     trainers.wait_for(8)
     trainers.kill()
@@ -331,7 +339,7 @@ def test_a_slot_that_was_cut_is_an_erasure_too(daemon):
     assert after[0]["sealed"] == [True, 12]
 
 
-def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
+def test_if_all_versions_are_damaged_attach_fails(daemon):
     run(Spec(daemon.address))
     for path in (daemon.folder / "job").glob("rank-0.slot-*"):
         flip(daemon.folder / "job", path.name)
@@ -340,23 +348,24 @@ def test_if_all_versions_are_damaged_attach_says_so_and_guesses_nothing(daemon):
     assert "RestoreError" in trainers.errors() and "damaged" in trainers.errors()
 
 
-def test_what_is_lost_is_said_too_where_nobody_knows_how_it_was_placed():
+def test_a_loss_is_reported_without_a_known_placement():
     version = Version(Epoch(1, b"e" * 16), 8)
     found = report.lost("job", JobSurvey({}), RecoveryPlan(None, partial=(Shortfall(version, is_placed=False),)), [])
     assert (
-        found.startswith("job job was held whole") and "no daemon that answers knows how its bytes were placed" in found
+        found.startswith("job job had a whole version")
+        and "no daemon that answers knows how its bytes were placed" in found
     )
 
 
-def test_another_number_of_ranks_goes_on_from_what_is_held(daemon):
+def test_another_number_of_ranks_restores_the_state(daemon):
     run(Spec(daemon.address), 2)
     trainers = Trainers(Spec(daemon.address, steps=14))
     assert trainers.wait() == [0], trainers.errors()
     assert trainers.results()[0]["began"] == 12 and trainers.results()[0]["from"] == "peers"
 
 
-def test_state_that_grew_after_the_first_step_comes_back(daemon):
-    """It is foreseen with one gradient in its cell, and held with three: every rank kept its own."""
+def test_state_that_grew_after_the_first_step_is_restored(daemon):
+    """Attach predicts one gradient in the cell, the snapshot has three: they are unreplicated."""
     options = {"growing": True}
     plain = run(Spec(daemon.address, job="plain", options=options), 2)
     run(Spec(daemon.address, steps=8, options=options), 2)
@@ -373,29 +382,32 @@ def test_an_error_of_one_rank_is_raised_on_all(daemon, pair_of_models):
 
 @pytest.fixture
 def pair_of_models(daemon):
-    """Two ranks, of which the second can't be held."""
+    """Two ranks; reft can't hold the state of the second."""
     return Trainers(Spec(daemon.address, options={"bad_rank": 1}), 2)
 
 
-# Replicas that are none
+# Mismatched replicas
 
 
-def test_ranks_that_were_told_unlike_things_are_refused(daemon):
-    """Each would place its shards by its own manifest, and what is whole by all reports could not be decoded."""
+def test_ranks_with_different_arguments_are_refused(daemon):
+    """The ranks would place shards by different manifests; a version can't be decoded then."""
     trainers = Trainers(Spec(daemon.address, options={"odd_rank": 1, "tolerate": 1}), 2)
     assert trainers.wait().count(0) == 0
     assert "rank 0 has tolerate 1, rank 1 2. Fix: give all ranks the same" in trainers.errors()
 
 
-def test_ranks_that_train_apart_are_never_taken_for_replicas(daemon):
-    """Equal at attach, other data, no gradient exchanged: shards of both would make a state that nobody ever had."""
+def test_ranks_that_train_separately_are_no_replicas(daemon):
+    """The ranks are equal at attach, then train on other data without exchanging gradients.
+
+    A restore from shards of both would give a state that no rank ever had.
+    """
     trainers = Trainers(Spec(daemon.address, options={"apart": True, "seal_s": 2}), 2)
     assert trainers.wait() == [0, 0]
     assert all(result["sealed"] == [False, -1] for result in trainers.results())
     assert "ranks hold different bytes where they should be replicas" in trainers.errors()
 
 
-def test_ranks_that_train_apart_keep_their_own_with_protect_none(daemon):
+def test_ranks_that_train_separately_keep_their_state_with_protect_none(daemon):
     options = {"apart": True, "protect": "none"}
     plain = run(Spec(daemon.address, job="plain", options=options), 2)
     assert plain[0]["digests"] != plain[1]["digests"]
@@ -406,14 +418,14 @@ def test_ranks_that_train_apart_keep_their_own_with_protect_none(daemon):
         assert mine["digests"] == reference["digests"]
 
 
-def test_replicas_that_differ_at_attach_are_kept_by_every_rank(daemon):
-    """Random weights without a common seed: each leaf that differs is each rank's own."""
+def test_every_rank_keeps_leaves_that_are_mismatched_at_attach(daemon):
+    """Random weights without a common seed: every rank keeps its own copy of mismatched leaves."""
     options = {"apart": True, "seed_by_rank": True}
     plain = run(Spec(daemon.address, job="plain", options=options), 2)
     assert plain[0]["sealed"] == [True, 12] and plain[0]["digests"] != plain[1]["digests"]
 
 
-def test_what_is_not_covered_is_said(attach, capsys):
+def test_uncovered_state_is_reported(attach, capsys):
     model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     attach(model, optimizer)
@@ -426,7 +438,7 @@ def test_what_is_not_covered_is_said(attach, capsys):
     assert "not covered: " not in capsys.readouterr().err
 
 
-def test_trainable_parameters_that_no_optimizer_has_are_said(attach, capsys):
+def test_trainable_parameters_without_an_optimizer_are_reported(attach, capsys):
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("frozen", "trained", "forgotten")})
     model["frozen"].requires_grad_(False)
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -438,7 +450,7 @@ def test_trainable_parameters_that_no_optimizer_has_are_said(attach, capsys):
     assert "in no optimizer" not in capsys.readouterr().err
 
 
-def test_state_that_a_communication_hook_keeps_is_said_to_be_uncovered():
+def test_state_of_a_communication_hook_is_reported_as_uncovered():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
@@ -451,13 +463,13 @@ def test_state_that_a_communication_hook_keeps_is_said_to_be_uncovered():
         dist.destroy_process_group()
 
 
-def test_an_optimizer_with_a_state_dict_of_its_own_is_said(attach, capsys):
+def test_an_optimizer_with_its_own_state_dict_is_reported(attach, capsys):
     class Counting(torch.optim.SGD):
         def state_dict(self):
             return {**super().state_dict(), "count": 0}
 
     model, optimizer = make()
     attach(model, [optimizer, Counting([nn.Parameter(torch.zeros(1))], lr=0.1)])
-    assert "not covered: what Counting.state_dict adds to torch's" in capsys.readouterr().err
+    assert "not covered: anything that Counting.state_dict adds to torch's" in capsys.readouterr().err
     attach(model, optimizer, job="another")
     assert "state_dict adds" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Pipeline stages in attach: which model is which stage, and names on which all ranks agree."""
+"""Tests of pipeline stages in attach: stage numbers of models, and common names of leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.client.snapshot.test_replica_check import Exchange
 
 
 def stage(index: int, module: nn.Module) -> SimpleNamespace:
-    """As torch's PipelineStage, which needs a process group."""
+    """A stand-in for torch's PipelineStage, which needs a process group."""
     return SimpleNamespace(submod=module, stage_index=index, num_stages=4)
 
 
@@ -28,7 +28,7 @@ def request(model, schedule=None, **optimizer) -> AttachArguments:
 
 
 def agreed(requests: list[AttachArguments]) -> list[list[str]]:
-    """The names of all leaves of each rank, those of the optimizer's state that is to come included."""
+    """Returns the names of all leaves of each rank, with the predicted optimizer state."""
     rank_group = Exchange(len(requests))
 
     def one(rank: int):
@@ -44,7 +44,7 @@ def block(bias: bool = False, seed: int = 0) -> nn.Module:
     return nn.Linear(4, 4, bias=bias)
 
 
-def test_which_model_is_which_stage():
+def test_each_model_gets_its_stage_number():
     a, b, c = (block() for _ in range(3))
     assert modules_of([a], None) == {"model.0": a}
     assert modules_of([a, b], Custom()) == {"model.0": a, "model.1": b}
@@ -62,14 +62,14 @@ def test_which_model_is_which_stage():
     assert modules_of([a], SimpleNamespace(_stage=stage(1, compiled))) == {"model.stage1": a}
 
 
-def test_a_schedule_of_other_models_is_refused():
-    with pytest.raises(ConfigError, match="not what was passed"):
+def test_a_schedule_with_other_models_is_refused():
+    with pytest.raises(ConfigError, match="were not passed as model"):
         modules_of([block()], SimpleNamespace(_stage=stage(3, block())))
     with pytest.raises(ConfigError, match="2 parts of the model a process; 1 were passed"):
         modules_of([block()], Interleaved(1, 4, 8))
 
 
-def test_names_of_the_whole_model_do_not_know_of_stages():
+def test_names_of_the_whole_model_are_kept():
     first, second = nn.Module(), nn.Module()
     first.layers, second.layers = nn.ModuleDict({"0": block()}), nn.ModuleDict({"1": block()})
     names = agreed([request(first, OneFOneB(0, 2, 4)), request(second, OneFOneB(1, 2, 4))])
@@ -78,7 +78,7 @@ def test_names_of_the_whole_model_do_not_know_of_stages():
     assert not any("stage" in name for each in names for name in each)
 
 
-def test_layers_that_are_numbered_anew_are_never_replicas_whatever_their_bytes():
+def test_layers_numbered_per_stage_are_never_replicas():
     names = agreed([request(nn.Sequential(block(seed=0)), OneFOneB(rank // 2, 2, 4)) for rank in range(4)])
     assert names[0] == names[1] and names[2] == names[3] and not set(names[0]) & set(names[2])
     assert names[2][0] == "model.stage1.0.weight"
@@ -103,8 +103,11 @@ def test_tied_embeddings_stay_replicas_if_their_bytes_are_equal():
         assert ("optimizer.0.exp_avg.model.0.embed.weight" in both) == together
 
 
-def test_several_stages_of_a_process_and_what_they_share():
-    """A V: the first and the last stage lie in one process and share one embedding, and each has its own buffer."""
+def test_several_stages_of_a_process_share_tensors():
+    """A V schedule: one process has the first and the last stage.
+
+    The two stages share an embedding, and each has its own buffer.
+    """
     first, last = nn.Module(), nn.Module()
     first.embed = last.embed = nn.Embedding(8, 4)
     for part, own in ((first, "a"), (last, "b")):
@@ -117,7 +120,7 @@ def test_several_stages_of_a_process_and_what_they_share():
     ]  # fmt: skip
 
 
-def test_all_ranks_have_stages_or_none():
+def test_a_rank_without_stages_is_refused():
     rank_group = [request(block(), OneFOneB(0, 1, 4)), request(block())]
     with pytest.raises(ConfigError, match="rank 1 has no pipeline stage"):
         agreed(rank_group)

@@ -1,4 +1,4 @@
-"""A rank's reporter and a daemon that a test plays: what is lost is said again, and nothing of it is waited for."""
+"""Tests of a rank's reporter with a fake daemon: lost reports are repeated, and no step waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPOCH = Epoch(1, b"e" * 16)
 
 
 class Played:
-    """The daemon's end."""
+    """The daemon's end of the connection."""
 
     def __init__(self, path) -> None:
         self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,7 +37,7 @@ class Played:
         self.waiting: list[bytes] = []
 
     def next(self) -> StepReport:
-        """What the next report says."""
+        """Returns the next report."""
         if self.there is None:
             self.there, _ = self.listening.accept()
             self.there.settimeout(20)
@@ -82,7 +82,7 @@ def whole(reporter) -> int:
     return reporter.whole.step if reporter.whole else -1
 
 
-def test_each_report_says_all_that_is_not_decided(reporter, played):
+def test_each_report_covers_all_undecided_steps(reporter, played):
     reporter.answer(1, SEALED)
     assert played.next() == says({1: SEALED})
     reporter.answer(2, VOID)
@@ -100,7 +100,7 @@ def test_each_report_says_all_that_is_not_decided(reporter, played):
     assert not reporter.voids(Version(Epoch(2, b"o" * 16), 4))
 
 
-def test_what_one_reply_decided_a_later_one_of_a_daemon_that_knows_less_does_not_undo(reporter, played):
+def test_a_later_reply_does_not_undo_a_decision(reporter, played):
     for step in (1, 2):
         reporter.answer(step, SEALED)
         played.next()
@@ -109,19 +109,19 @@ def test_what_one_reply_decided_a_later_one_of_a_daemon_that_knows_less_does_not
     reporter.answer(3, SEALED)
     assert played.next() == says({3: SEALED}, since=1)
     played.say(whole=-1, until=2, open=[1, 2])
-    until(lambda: reporter._under_way == 0)
+    until(lambda: reporter._unanswered == 0)
     assert whole(reporter) == 1 and reporter.voids(Version(EPOCH, 2))
 
 
-def test_a_step_that_was_passed_stays_void(reporter, played):
-    """Its number was said to be void with the newer one; to call it sealed now would be to take that back."""
+def test_a_step_older_than_the_last_report_stays_void(reporter, played):
+    """The report of a newer step made the step void; a later report must not call it sealed."""
     reporter.answer(5, VOID)
     assert played.next() == says({5: VOID})
     reporter.answer(4, SEALED)
     assert played.next() == says({5: VOID})
 
 
-def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_the_next_reply(reporter, played):
+def test_unanswered_reports_are_limited_and_the_next_reply_triggers_the_held_back_one(reporter, played):
     for step in range(1, CALLS_MAX + 3):
         reporter.answer(step, SEALED)
     for _ in range(CALLS_MAX):
@@ -130,12 +130,12 @@ def test_unanswered_reports_are_not_heaped_up_and_what_was_held_back_comes_with_
     played.say(CALLS_MAX, whole=-1)
     assert played.next().sealed == set(range(1, CALLS_MAX + 3)), "also if no step follows"
     played.say(1, whole=-1)
-    until(lambda: reporter._under_way == 0)
+    until(lambda: reporter._unanswered == 0)
     reporter.answer(CALLS_MAX + 3, SEALED)
     assert played.next().sealed == set(range(1, CALLS_MAX + 4))
 
 
-def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
+def test_a_restarted_daemon_gets_the_report_again(reporter, played, caplog):
     for step in range(1, CALLS_MAX + 1):
         reporter.answer(step, SEALED)
         played.next()
@@ -149,7 +149,7 @@ def test_a_daemon_that_was_restarted_is_told_again(reporter, played, caplog):
     assert "answers again" in caplog.text
 
 
-def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
+def test_sealed_steps_are_reported_after_a_long_absence_of_the_daemon(tmp_path):
     reporter = Reporter("unix:/none", str(tmp_path / "local"), "job", EPOCH, 0, 20.0, Failpoints())
     for step in range(1, 200):
         reporter.answer(step, SEALED if step in (3, 5) else VOID)
@@ -161,14 +161,14 @@ def test_what_was_sealed_is_told_however_long_the_daemon_was_away(tmp_path):
     daemon.listening.close()
 
 
-def test_a_daemon_that_is_gone_costs_an_error_and_no_time(tmp_path):
+def test_a_missing_daemon_gives_an_error_at_once(tmp_path):
     reporter = Reporter("unix:/none", str(tmp_path / "none"), "job", EPOCH, 0, 20.0, Failpoints())
     reporter.answer(1, SEALED)
-    assert isinstance(reporter.error, DaemonUnavailable) and reporter._under_way == 0
+    assert isinstance(reporter.error, DaemonUnavailable) and reporter._unanswered == 0
     reporter.close()
 
 
-def test_a_silent_daemon_is_called_so_once_its_time_is_over(reporter, played, monkeypatch):
+def test_a_silent_daemon_gives_an_error_after_the_deadline(reporter, played, monkeypatch):
     reporter.answer(1, SEALED)
     now = reporting.time.monotonic()
     monkeypatch.setattr(reporting.time, "monotonic", lambda: now + 19)
@@ -179,7 +179,7 @@ def test_a_silent_daemon_is_called_so_once_its_time_is_over(reporter, played, mo
     assert isinstance(reporter.error, DaemonUnavailable) and "in time" in str(reporter.error)
 
 
-def test_a_daemon_of_another_protocol_is_not_believed(reporter, played):
+def test_a_daemon_with_another_protocol_is_refused(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.say(whole=1, protocol=0)
@@ -187,18 +187,18 @@ def test_a_daemon_of_another_protocol_is_not_believed(reporter, played):
     assert "now speaks protocol 0" in str(reporter.error) and whole(reporter) == -1
 
 
-def test_a_daemon_of_the_protocol_before_the_envelopes_is_understood(reporter, played):
-    """It reads the report as its own ReportRequest, sees another protocol, and answers with its own ReportReply."""
+def test_a_reply_of_the_protocol_before_the_envelopes_is_understood(reporter, played):
+    """An old daemon reads the report as its ReportRequest, and answers with its ReportReply."""
     reporter.answer(1, SEALED)
     played.next()
     body = pb.ReportReply(whole=-1).SerializeToString()
     body += pb.LocalReply(calls=1, status=9, error="you speak protocol 7", protocol=6).SerializeToString()
     played.there.sendall(len(body).to_bytes(4, "little") + body)
     until(lambda: reporter.error is not None)
-    assert "you speak protocol 7" in str(reporter.error) and reporter._under_way == 0
+    assert "you speak protocol 7" in str(reporter.error) and reporter._unanswered == 0
 
 
-def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
+def test_a_fenced_rank_stays_fenced(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.refuse(10, "epoch 1 is over")
@@ -214,7 +214,7 @@ def test_a_rank_whose_epoch_is_over_never_comes_back(reporter, played):
     assert reporter.is_fenced
 
 
-def test_what_can_not_be_read_ends_the_connection(reporter, played):
+def test_an_unreadable_reply_ends_the_connection(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.there.sendall(b"\3\0\0\0\xff\xff\xff")
@@ -222,7 +222,7 @@ def test_what_can_not_be_read_ends_the_connection(reporter, played):
     assert "can't be read" in str(reporter.error)
 
 
-def test_who_waits_hears_of_the_outcome(reporter, played):
+def test_wait_returns_the_outcome(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     played.say(whole=1)
@@ -230,8 +230,11 @@ def test_who_waits_hears_of_the_outcome(reporter, played):
     assert not reporter.wait(2, 0.0)
 
 
-def test_who_waits_asks_at_a_pace_while_its_own_answer_is_to_come(reporter, played):
-    """The daemon answers at once what speaks of decided steps only: to ask again at each answer would keep both busy."""
+def test_wait_does_not_ask_after_each_reply(reporter, played):
+    """The daemon answers at once if all reported steps are decided.
+
+    Asking again after each answer would keep both processes busy.
+    """
     reporter.answer(1, SEALED)
     played.next()
     played.say(whole=1)
@@ -249,7 +252,7 @@ def test_who_waits_asks_at_a_pace_while_its_own_answer_is_to_come(reporter, play
         assert waiting.result()
 
 
-def test_who_waits_tells_a_daemon_that_was_restarted(reporter, played):
+def test_wait_reports_to_a_restarted_daemon(reporter, played):
     reporter.answer(1, SEALED)
     played.next()
     with ThreadPoolExecutor(1) as pool:
@@ -260,8 +263,8 @@ def test_who_waits_tells_a_daemon_that_was_restarted(reporter, played):
         assert waiting.result()
 
 
-def test_a_session_is_closed_without_its_daemon_too(reporter, caplog):
+def test_a_session_closes_without_its_daemon(reporter, caplog):
     with caplog.at_level(logging.INFO, "reft"):
         reporter.release()
     (record,) = caplog.records
-    assert record.levelno == logging.INFO and "did not hear that the session was closed" in record.message
+    assert record.levelno == logging.INFO and "could not be told that the session was closed" in record.message

@@ -1,4 +1,4 @@
-"""Slots as a trainer maps them: once touched, the first snapshot into them costs no page faults."""
+"""Tests of mapped slots: after `touch`, the first snapshot into a slot costs no page faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = Geometry(table_capacity=0, data_capacity=16 << 20, chunk_bytes=256 << 10)
 
 @pytest.fixture
 def descriptor():
-    """A slot's file with all its pages, as the daemon makes it; taken over by who maps it."""
+    """Returns the descriptor of a slot's file with all pages; the slot that maps it owns it."""
     file = os.memfd_create("slot")
     os.posix_fallocate(file, 0, MANY.file_bytes)
     SlotMap.create(np.frombuffer(mmap.mmap(file, MANY.file_bytes), np.uint8), MANY, "job", 0)
@@ -38,15 +38,15 @@ def test_a_touched_slot_is_written_without_page_faults(descriptor):
     assert faults_of_writing(slot) < 16
 
 
-def test_touching_does_without_the_kernels_help(descriptor, monkeypatch):
-    monkeypatch.setattr(prefault, "_POPULATE_READ", 9999)  # as a kernel before 5.14 takes it
+def test_touch_works_without_populate_read(descriptor, monkeypatch):
+    monkeypatch.setattr(prefault, "_POPULATE_READ", 9999)  # unknown to the kernel, as before Linux 5.14
     slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps=False)
     slot.touch()
     assert faults_of_writing(slot) < 16
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_descriptor_is_kept_only_if_asked_for(descriptor, keeps):
+def test_a_descriptor_is_kept_only_with_keeps(descriptor, keeps):
     slot = MappedSlot.open(0, "slot", descriptor, MANY.file_bytes, keeps)
     out = np.ones(3 * PAGE, np.uint8)
     slot.map.read(PAGE, out)

@@ -1,4 +1,4 @@
-"""Torch's own pipeline schedules, followed: which action precedes which gap, how long gaps are, and where bytes go.
+"""Tests of torch's pipeline schedules: order of actions and gaps, durations, and copied bytes.
 
 The stages are scripted (tests/support/stages.py), so the loops are torch's and the times are exact.
 """
@@ -33,7 +33,7 @@ KINDS = {"1F1B": (Schedule1F1B, actions.one_f_one_b), "GPipe": (ScheduleGPipe, a
 
 
 class Played:
-    """One stage of a played pipeline, followed by a rhythm."""
+    """One stage of a simulated pipeline, followed by a profiler."""
 
     def __init__(self, kind: str, stage: int, doing=lambda action: None) -> None:
         torch_schedule, order = KINDS[kind]
@@ -52,7 +52,7 @@ class Played:
         return self.profiler.mark(self.steps)
 
     def train(self) -> None:
-        """From a mark to the fence; at the end all stages meet."""
+        """Runs one window, from a mark to the fence; at the end all stages meet."""
         began = self.clock.now
         self.schedule.step(return_outputs=False)
         self.profiler.enter(Tier.GAP, "wait")
@@ -125,7 +125,7 @@ def test_chunks_go_into_gaps_only_if_these_suffice(kind, stage):
     played.close()
 
 
-def test_hooks_are_taken_off():
+def test_hooks_are_removed():
     played = Played("1F1B", 1)
     wait = dist.Work.wait
     assert "forward_one_chunk" in vars(played.stage) and "step" in vars(played.schedule)
@@ -135,7 +135,7 @@ def test_hooks_are_taken_off():
     played.copy_engine.close()
 
 
-def test_an_error_in_the_users_stage_is_the_users():
+def test_an_error_in_a_stage_reaches_the_user():
     played = Played("GPipe", 0)
 
     def doing(action) -> None:
@@ -151,7 +151,7 @@ def test_an_error_in_the_users_stage_is_the_users():
 
 
 class Engine:
-    """Executes instructions as DeepSpeed's PipelineEngine does: by a table of its class, each function bound anew."""
+    """Executes instructions like DeepSpeed's PipelineEngine: from a table of the class."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -178,13 +178,13 @@ class Engine:
             MethodType(table[name], self)()
 
 
-def test_deepspeeds_pipeline_is_idle_but_for_its_work():
+def test_deepspeeds_pipeline_is_idle_between_actions():
     engine = Engine()
     copy_engine = CpuCopyEngine([], Clock())
     engine.profiler = IterationProfiler(copy_engine, hooks.closed(engine))
     stop = hooks.follow(engine, engine.profiler)
     hooks.check(engine)
-    for _ in range(2):  # the second step counts anew
+    for _ in range(2):  # the second step starts to count at zero
         engine.said = []
         engine.profiler.mark(1)
         engine._exec_schedule([*Engine.names[:5], "ForwardPass", *Engine.names[5:]])
@@ -199,7 +199,7 @@ def test_deepspeeds_pipeline_is_idle_but_for_its_work():
     copy_engine.close()
 
 
-def test_what_is_no_schedule_is_refused():
+def test_an_unknown_schedule_is_refused():
     played = Played("1F1B", 1)
     for known in (None, schedules.OneFOneB(0, 2, 4), schedules.Custom(), Schedule1F1B(played.stage, M)):
         hooks.check(known)

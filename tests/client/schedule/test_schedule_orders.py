@@ -1,4 +1,4 @@
-"""Our orders of actions are those of torch.distributed.pipelining, so that gaps can be named by them."""
+"""Tests that reft orders actions like torch.distributed.pipelining, so gaps have equal numbers."""
 
 import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -16,7 +16,7 @@ SHAPES = [(2, 4), (3, 3), (4, 8), (4, 3), (4, 12), (6, 18), (5, 5)]
 
 
 def torchs(name, P, M, parts):
-    """For each stage (kind, virtual stage, microbatch) of each action, as torch orders them."""
+    """Returns (kind, virtual stage, microbatch) of each action of each stage, in torch's order."""
     tables = get_schedule_ops(name, P, M, num_stages_per_rank=parts)
     return [
         [
@@ -42,7 +42,7 @@ def test_orders_are_those_of_torch(P, M):
     assert [[(a.kind, p, a.microbatch) for a in order] for p, order in enumerate(gpipe)] == torchs("GPipe", P, M, None)
 
 
-@pytest.mark.parametrize(("P", "M"), [shape for shape in SHAPES if shape[0] <= shape[1]])  # torch wants so many
+@pytest.mark.parametrize(("P", "M"), [shape for shape in SHAPES if shape[0] <= shape[1]])  # torch needs M >= P
 def test_1f1b_is_that_of_torch_up_to_its_last_stage(P, M):
     """torch 2.13 lists the last stage's forwards from 1 on, but runs them from 0 on."""
     ours = [[(a.kind, p, a.microbatch) for a in actions.one_f_one_b(p, P, M)] for p in range(P)]

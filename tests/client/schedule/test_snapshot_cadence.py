@@ -1,4 +1,4 @@
-"""every="auto" with real sessions: measured, agreed through the daemon, and taken by the number of the step."""
+"""Tests of every="auto" with real sessions: measured, agreed on, and applied by step number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.client.attach.test_run import make
 from tests.scenarios.test_state_kinds import step_once
 from tests.support.daemons import until
 
-MOST_STEPS = 20_000  # the round takes its time on a busy machine; a step here takes a millisecond
+MOST_STEPS = 20_000  # a step takes 1 ms here, and the round is slow on a busy machine
 
 
 def spied(session, monkeypatch):
-    """The steps that the session tries to take."""
+    """Returns the list of steps that the session tries to snapshot."""
     taken = []
     original = session._snapshots.take
 
@@ -40,13 +40,16 @@ def train_until(session, model, optimizer, enough):
 
 
 def feed(session, monkeypatch, stall_s):
-    """Steps of a second, as those of large models, and a given stall: here a mark costs as much as a step."""
+    """Fakes steps of 1 s, as in large models, and a given stall.
+
+    In this test a real mark would cost as much time as a real step.
+    """
     interval = session._cadence.interval
     observe = interval.observe
     monkeypatch.setattr(interval, "observe", lambda _, stall: observe(1.0, None if stall is None else stall_s))
 
 
-def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplog):
+def test_the_interval_grows_until_the_budget_is_met(attach, monkeypatch, caplog):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
     feed(session, monkeypatch, 0.005)
@@ -58,14 +61,14 @@ def test_snapshots_become_as_rare_as_the_budget_wants(attach, monkeypatch, caplo
     train_until(session, model, optimizer, lambda: session.step >= stop)
     heard = max(step for step in taken if step % 5) + 1  # the first step when this rank knew
     assert taken == [step for step in range(1, session.step + 1) if is_due(step, 1 if step < heard else 5)]
-    assert "each 5. step is snapshotted" in caplog.text
+    assert "one step in 5 is snapshotted" in caplog.text
     sealed = session.seal(timeout=60)
     assert sealed.step == session.step, "a step that is not due is taken when it is asked for"
     session._cadence.mark(copy.copy(session._snapshots))
     assert session.every == 1, "another epoch: all ranks begin anew, whatever each has heard of the last one"
 
 
-def test_what_is_measured_is_what_held_up_training(attach, monkeypatch):
+def test_the_stall_is_measured(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
     copy_engine, interval = session._snapshots.copy_engine, session._cadence.interval
@@ -84,7 +87,7 @@ def test_what_is_measured_is_what_held_up_training(attach, monkeypatch):
     assert [stall is None for _, stall in seen].count(True) >= 1, "a control step has none"
 
 
-def test_each_step_is_taken_while_the_stall_fits_but_for_control_steps(attach, monkeypatch):
+def test_every_step_but_control_steps_is_taken_within_the_budget(attach, monkeypatch):
     model, optimizer = make()
     session = attach(model, optimizer, every="auto")
     taken = spied(session, monkeypatch)
@@ -108,12 +111,12 @@ def test_a_fixed_interval_is_neither_measured_nor_agreed(attach, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [0, -3, 1.5, "often"])
-def test_an_interval_that_can_not_be_is_refused(attach, every):
+def test_an_invalid_interval_is_refused(attach, every):
     with pytest.raises(ConfigError, match="every is"):
         attach(*make(), every=every)
 
 
-def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch):
+def test_the_jobs_failures_give_the_mtbf_by_default(attach, monkeypatch):
     monkeypatch.setattr(Inventory, "history", FailureHistory(PRIOR_S, 1))
     model, optimizer = make()
     for given, expected in ((0.0, PRIOR_S), (60.0, 60.0)):
@@ -123,8 +126,11 @@ def test_the_jobs_own_failures_are_its_mtbf_if_none_is_given(attach, monkeypatch
         session.close()
 
 
-def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monkeypatch, caplog):
-    """As if the round were 100 steps behind, after a snapshot in vain: see `reft.core.commit.lag_backoff`."""
+def test_while_the_round_lags_some_due_steps_are_skipped(attach, monkeypatch, caplog):
+    """Fakes a round that is 100 steps behind, after a sealed snapshot that became void.
+
+    See `reft.core.commit.lag_backoff`.
+    """
     model, optimizer = make()
     session = attach(model, optimizer, every=3)
     snapshots = session._snapshots
@@ -139,8 +145,8 @@ def test_while_the_round_lags_only_some_of_the_due_steps_are_taken(attach, monke
     assert [step for step in taken if step > 100] == [144, 192], "each 16th of the due ones, by its number"
     left_out = [step for step in range(102, 201, 3) if step not in taken]
     assert session.stats()["skipped"] >= len(left_out), "the other ranks hear that these are void"
-    assert "only each 16. step that is due is taken" in caplog.text
-    until(lambda: snapshots.reporter._until >= 198, what="the void of the last one that was left out")
+    assert "only one of 16 due steps is snapshotted" in caplog.text
+    until(lambda: snapshots.reporter._newest_reported >= 198, what="the void of the last one that was left out")
 
 
 def test_seal_takes_a_step_that_was_left_out(attach, monkeypatch):

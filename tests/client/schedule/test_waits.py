@@ -1,4 +1,4 @@
-"""Waits of DDP and FSDP2 are idle times, seen without a change of the loop: while they last, and not before or after."""
+"""Tests of waits of DDP and FSDP2: they are gaps exactly while they last."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def profiler(make_rhythm):
 
 
 def names(profiler):
-    """What the window had, since its mark."""
+    """Returns the phases of the window since its mark."""
     return profiler._window.names[1:]
 
 
 class Held(DistributedDataParallel):
-    """Its only bucket is reduced when somebody says so."""
+    """A DDP whose only bucket is reduced when the test calls `let_go`."""
 
     def hold(self):
         self.futures = []
@@ -88,7 +88,7 @@ def test_the_wait_for_ddps_buckets_is_a_gap(alone, profiler, wrap):
             until(lambda: profiler.name == WAIT, 10)
             seen.append(profiler.name)
         finally:
-            model.let_go()  # whatever was seen: backward waits for it
+            model.let_go()  # in any case: backward waits for it
 
     for _ in range(2):
         found = model(torch.ones(2, 4))
@@ -109,7 +109,7 @@ def test_the_wait_for_ddps_buckets_is_a_gap(alone, profiler, wrap):
     assert not model._forward_hooks and names(profiler) == [WAIT, OTHER] * 2
 
 
-def test_an_error_in_a_backward_pass_is_the_users(alone, profiler):
+def test_an_error_in_a_backward_pass_reaches_the_user(alone, profiler):
     model = DistributedDataParallel(nn.Linear(4, 4))
     stop = hooks.follow(schedules.Custom(), profiler, [model])
 
@@ -125,7 +125,7 @@ def test_an_error_in_a_backward_pass_is_the_users(alone, profiler):
 
 
 def test_waits_of_fsdp2_are_gaps(profiler, monkeypatch):
-    """Over torch's fake group of two: each gather and each reduction is waited for, in a gap, and nothing else is one."""
+    """In torch's fake group of two ranks only waits for gathers and reductions are gaps."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         inside = []
@@ -133,7 +133,7 @@ def test_waits_of_fsdp2_are_gaps(profiler, monkeypatch):
         monkeypatch.setattr(
             dist.Work, "wait", lambda *args, **kwargs: (inside.append(profiler.name), wait(*args, **kwargs))
         )
-        # Its works have a wait of their own; those of gloo and NCCL have the one that is wrapped.
+        # Works of the fake group have another `wait`; works of gloo and NCCL have the wrapped one.
         monkeypatch.setattr(FakeWork, "wait", lambda self, *args, **kwargs: dist.Work.wait(self, *args, **kwargs))
         model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         stop = hooks.follow(schedules.Custom(), profiler, [model])
@@ -187,7 +187,7 @@ def test_followers_share_one_wrapper_until_the_last_one_stops(alone, make_rhythm
 
 
 @pytest.mark.parametrize("wraps", [functools.wraps, lambda _: lambda wrapper: wrapper])
-def test_a_wrapper_of_somebody_else_stays_and_each_wait_is_told_once(alone, make_rhythm, monkeypatch, wraps):
+def test_a_foreign_wrapper_stays_and_each_wait_is_reported_once(alone, make_rhythm, monkeypatch, wraps):
     monkeypatch.setattr(dist.Work, "wait", dist.Work.wait)  # puts the original back at the end
     first, second = make_rhythm(), make_rhythm()
     stop = waits.follow(first)
@@ -204,7 +204,7 @@ def test_a_wrapper_of_somebody_else_stays_and_each_wait_is_told_once(alone, make
     assert dist.Work.wait is other
 
 
-def test_a_wait_that_raises_has_ended_too(alone, profiler, monkeypatch):
+def test_an_exception_ends_a_wait(alone, profiler, monkeypatch):
     monkeypatch.setattr(dist.Work, "wait", lambda _: 1 / 0)
     stop = waits.follow(profiler)
     with pytest.raises(ZeroDivisionError):

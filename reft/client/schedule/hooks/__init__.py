@@ -1,14 +1,15 @@
-"""Hooks that tell the rhythm what training does, without a change of the user's loop; one file each.
+"""Hooks that report the phases of an iteration to the profiler; the user's loop does not change.
 
-    pipelining    torch.distributed.pipelining, all of its schedules
+    pipelining    torch.distributed.pipelining, all schedules
     deepspeed     DeepSpeed's PipelineEngine
-    waits         waiting for a collective, outside of the schedule's work; FSDP2's
-    buckets       waiting for DDP's
-    megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into its config
+    waits         waits for collectives outside of the schedule's actions, also those of FSDP2
+    ddp           waits for DDP's buckets
+    megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into the config
 
-Other loops with an engine of their own mark their idle times with `session.idle()`, or have their waits followed
-(`schedule=reft.schedules.Custom()`) where a thread that waits is idle: where the host's time is the device's. On a device the
-stream waits and Python does not, so there nothing is followed without an engine's own hooks.
+Other loops have two ways. They mark their gaps with `session.idle()`, or pass
+`schedule=reft.schedules.Custom()`, and reft follows their waits for collectives. The second way
+works only on the CPU, where a rank that waits is idle. On a device the stream waits and Python does
+not.
 """
 
 from __future__ import annotations
@@ -25,22 +26,25 @@ PIPELINES = (GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV)
 
 
 def check(schedule: Any) -> None:
-    """Says at attach whether `follow` will understand a schedule.
+    """Checks at attach that reft can use a schedule.
 
     Raises:
-        ConfigError: it is of no known kind.
+        ConfigError: the schedule is of an unknown kind.
     """
     is_known = schedule is None or isinstance(schedule, (Custom, *PIPELINES)) or _follower(schedule) is not None
     if not is_known:
         raise ConfigError(
-            f"schedule is a {type(schedule).__name__}; a schedule of torch.distributed.pipelining or of reft.schedules, "
-            "or DeepSpeed's PipelineEngine, is expected.",
+            f"schedule is a {type(schedule).__name__}; it must be a schedule of torch.distributed.pipelining or of "
+            "reft.schedules, or DeepSpeed's PipelineEngine.",
             "schedule=None, and mark idle times with session.idle()",
         )
 
 
 def closed(schedule: Any) -> Closed | None:
-    """The idle times that a schedule should have, given the times of its actions; None if nobody knows."""
+    """Returns the function that computes a schedule's gaps from the times of its actions.
+
+    None if reft knows no description of the schedule.
+    """
     described = pipelining.description(schedule) if pipelining.is_schedule(schedule) else schedule
     if isinstance(described, PIPELINES):
         return described.gaps
@@ -48,12 +52,14 @@ def closed(schedule: Any) -> Closed | None:
 
 
 def follow(schedule: Any, profiler: IterationProfiler, models: Iterable[Any] = ()) -> Callable[[], None]:
-    """Follows a schedule; what it returns takes the hooks off again.
+    """Installs the hooks for a schedule, and returns a function that removes them.
 
-    Of a description the waits are followed, beside the idle times that the loop marks itself.
+    For a description (`reft.schedules`) on the CPU, the hooks follow waits for collectives.
 
     Args:
-        models: where DDP is looked for.
+        schedule: the schedule; None installs nothing.
+        profiler: gets the reports.
+        models: modules in which DDP is searched.
     """
     undo: list[Callable[[], None]] = []
     follower = _follower(schedule)
@@ -70,7 +76,7 @@ def follow(schedule: Any, profiler: IterationProfiler, models: Iterable[Any] = (
 
 
 def _follower(schedule: Any) -> Callable[[Any, IterationProfiler], Callable[[], None]] | None:
-    """What hooks it; None of a description, and of what is unknown."""
+    """Returns the function that hooks a schedule; None for a description or an unknown kind."""
     if pipelining.is_schedule(schedule):
         return pipelining.follow
     return deepspeed.follow if deepspeed.is_engine(schedule) else None

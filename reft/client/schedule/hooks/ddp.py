@@ -1,14 +1,15 @@
-"""Follows DistributedDataParallel to the end of its backward pass, where it waits in C++ for its buckets.
+"""Hooks for DistributedDataParallel: reports the wait for DDP's buckets, which happens in C++.
 
-    forward ─► output │ backward begins there ─► … ─► all gradients │ begun: gap │ DDP waits for its buckets │ ended: compute
-                        queues `begun`                                queues `ended`
+    forward ─► output │ backward begins ─► … ─► gradients │ begun: gap │ DDP waits │ ended: compute
+                        queues `begun`                      queues `ended`
 
-The seam: callbacks of the autograd engine run in their order once a backward pass has done everything else. DDP queues its
-own when its last bucket is full; so what is queued when the pass begins runs before it, and what that one queues behind it.
-Nothing of DDP or of the model is replaced, and gradients are those that they were.
+How it works: callbacks of the autograd engine run in order, after all other work of a backward
+pass. DDP queues its own callback when its last bucket is full. A callback queued at the start of
+the pass runs before DDP's callback, and a callback that this first one queues runs after DDP's.
+Nothing of DDP or the model is replaced, and gradients do not change.
 
-A backward pass that does not go through the first tensor of the output is not seen; nor are collectives of a second DDP in
-the same pass, beyond the first one's wait.
+Limits: a backward pass that does not go through the first tensor of the output is not seen. If a
+second DDP runs in the same pass, only the first one's wait is seen.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from reft.core.pipeline.pacing import Tier
 
 
 def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], None]:
-    """Hooks every DDP among the models and in them; what it returns takes the hooks off.
+    """Hooks every DDP module in the models, and returns a function that removes the hooks.
 
     Args:
-        profiler: of an engine whose time is the host's: on a device the stream waits, not Python.
+        models: the models; objects other than modules are ignored.
+        profiler: gets the reports. Its engine must keep host time: on a device the stream waits,
+            not Python.
     """
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -46,14 +49,14 @@ def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], N
         if tensor is not None:
             tensor.register_hook(lambda _: queue(begun))
 
-    found = [
+    ddp_modules = [
         module
         for model in models
         if isinstance(model, nn.Module)
         for module in model.modules()
         if isinstance(module, DistributedDataParallel)
     ]
-    handles = [module.register_forward_hook(forward) for module in found]
+    handles = [module.register_forward_hook(forward) for module in ddp_modules]
 
     def stop() -> None:
         for handle in handles:
@@ -63,7 +66,7 @@ def follow(models: Iterable[Any], profiler: IterationProfiler) -> Callable[[], N
 
 
 def _first(output: Any) -> torch.Tensor | None:
-    """The first tensor of a module's output through which a backward pass can come."""
+    """Returns the first tensor of a module's output that requires a gradient, or None."""
     if isinstance(output, torch.Tensor):
         return output if output.requires_grad else None
     parts: Iterable[Any] = ()

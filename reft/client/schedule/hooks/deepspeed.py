@@ -1,9 +1,10 @@
-"""Follows DeepSpeed's PipelineEngine: what lies between its forward and backward passes is waiting for a neighbour, so idle.
+"""Hooks for DeepSpeed's PipelineEngine: waits for neighbours between actions are gaps.
 
-    train_batch ─► _exec_schedule ─► each instruction: engine._INSTRUCTION_MAP[kind] ─► LoadMicroBatch, …
+    train_batch ─► _exec_schedule ─► instruction: engine._INSTRUCTION_MAP[kind] ─► LoadMicroBatch, …
 
-The seam: the engine looks that table up on itself each time, so one of its own in front of the class's wraps every instruction
-of this engine, and nothing of DeepSpeed is changed. Sending to and receiving from neighbours is what a stage waits in.
+How it works: the engine reads the table `_INSTRUCTION_MAP` from itself for each instruction. A
+table on the instance hides the table of the class, and wraps every instruction of this engine.
+Nothing of DeepSpeed is changed. A stage waits for its neighbours while it sends and receives.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ COLLECTIVE = ("ReduceGrads", "ReduceTiedGrads")
 
 
 def is_engine(value: Any) -> bool:
-    """Whether `follow` takes it: an engine whose instructions are looked up in a table."""
+    """Decides whether `follow` accepts a value: an engine with a table of instructions."""
     return callable(getattr(value, "_exec_schedule", None)) and isinstance(
         getattr(value, "_INSTRUCTION_MAP", None), dict
     )
 
 
 def follow(engine: Any, profiler: IterationProfiler) -> Callable[[], None]:
-    """Wraps the schedule and its instructions, on the instance; what it returns undoes that."""
+    """Wraps the engine's schedule and instructions, and returns a function that undoes that."""
     done = 0
     counts: dict[str, int] = {}
 
@@ -36,7 +37,7 @@ def follow(engine: Any, profiler: IterationProfiler) -> Callable[[], None]:
         profiler.enter(Tier.GAP, f"gap {done}")
 
     def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def instruction(its: Any, *args: Any, **kwargs: Any) -> Any:
+        def instruction(this_engine: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal done
             kind = WORK.get(name)
             if kind is None:
@@ -46,7 +47,7 @@ def follow(engine: Any, profiler: IterationProfiler) -> Callable[[], None]:
                 counts[name] = counts.get(name, 0) + 1
                 done += 1
             try:
-                return call(its, *args, **kwargs)
+                return call(this_engine, *args, **kwargs)
             finally:
                 idle()
 

@@ -1,11 +1,12 @@
-"""Follows a schedule of torch.distributed.pipelining: what lies between two pieces of a stage's work is idle time.
+"""Hooks for schedules of torch.distributed.pipelining: the time between two actions is a gap.
 
     schedule.step ─► gap 0 │ F0 │ gap 1 │ F1 │ gap 2 │ B0 │ … │ gap 2M ─► returns
 
-The seam: every schedule calls its stages' `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk`, each
-time looked up on the instance, so attributes of the instance wrap them and nothing of torch is changed. The number of a
-gap is how many of these were done when it began, as in reft.core.pipeline.bubbles. What a schedule does between them and what
-computes, the loss and the reduction of gradients, is wrapped too, where it exists.
+How it works: every schedule looks up its stages' `forward_one_chunk`, `backward_one_chunk` and
+`backward_weight_one_chunk` on the instance, for each call. Attributes of the instance therefore
+wrap these methods, and nothing of torch is changed. The number of a gap is the number of actions
+done before, as in reft.core.pipeline.bubbles. The loss and the reduction of gradients also compute
+between actions, so they are wrapped, too, if the schedule has them.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ WORK = {
 
 
 def is_schedule(value: Any) -> bool:
-    """Whether `follow` takes it; torch.distributed.pipelining is not imported to ask."""
+    """Decides whether `follow` accepts a value; does not import torch.distributed.pipelining."""
     return is_a(value, "_PipelineSchedule")
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """The stages of this process."""
+    """Returns the stages of this process."""
     return list(getattr(schedule, "_stages", None) or [schedule._stage])
 
 
 def description(schedule: Any) -> Pipeline | None:
-    """What reft.schedules knows of a schedule; None of one that it has no name for."""
+    """Returns the description of a schedule in `reft.schedules`; None for an unknown schedule."""
     stages = stages_of(schedule)
     microbatches, first = schedule._n_microbatches, stages[0]
     if is_a(schedule, "Schedule1F1B"):
@@ -55,7 +56,7 @@ def description(schedule: Any) -> Pipeline | None:
 
 
 def follow(schedule: Any, profiler: IterationProfiler) -> Callable[[], None]:
-    """Wraps the schedule and its stages, on the instances; what it returns undoes that."""
+    """Wraps the methods of the schedule and its stages, and returns a function that undoes that."""
     stages = stages_of(schedule)
     counted = _Counted(profiler)
     undo = [_wrap(schedule, "step", counted.step), _wrap(schedule, "_compute_loss", counted.beside("loss"))]
@@ -74,14 +75,14 @@ def follow(schedule: Any, profiler: IterationProfiler) -> Callable[[], None]:
 
 
 class _Counted:
-    """The wrappers of one schedule; they count the work that is done in a step."""
+    """The wrappers of one schedule; they count the actions done in a step."""
 
     def __init__(self, profiler: IterationProfiler) -> None:
         self._profiler = profiler
         self._done = 0
 
     def step(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A whole step of the schedule."""
+        """Runs a whole step of the schedule."""
         self._done = 0
         self._idle()
         try:
@@ -90,7 +91,7 @@ class _Counted:
             self._profiler.enter(Tier.COMPUTE, OTHER)
 
     def work(self, usual: ActionKind, part: str) -> Callable[..., Any]:
-        """One microbatch's forward or backward pass."""
+        """Returns the wrapper for one microbatch's forward or backward pass."""
 
         def wrapper(call: Callable[..., Any], microbatch: int, *args: Any, **kwargs: Any) -> Any:
             kind = usual if kwargs.get("full_backward", True) else ActionKind.INPUT
@@ -104,7 +105,7 @@ class _Counted:
         return wrapper
 
     def beside(self, name: str, tier: Tier = Tier.COMPUTE) -> Callable[..., Any]:
-        """Something else that the schedule does between pieces of work."""
+        """Returns the wrapper for other work that the schedule does between actions."""
 
         def wrapper(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self._profiler.enter(tier, name)
@@ -120,10 +121,10 @@ class _Counted:
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method on one instance; what it returns puts back what was there."""
+    """Replaces a method on one instance, and returns a function that undoes that."""
     if not hasattr(owner, name):
         return lambda: None
-    own = vars(owner).get(name)  # somebody else's wrapper
+    own = vars(owner).get(name)  # a wrapper of other code, if there is one
     call = getattr(owner, name)
 
     @functools.wraps(call)
@@ -134,7 +135,9 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], No
 
     def undo() -> None:
         if vars(owner).get(name) is not wrapped:
-            return  # wrapped again since: that wrapper calls ours, which goes on telling a rhythm that nobody asks
+            # Other code has wrapped the method since, and calls this wrapper. The wrapper stays,
+            # and reports to a profiler that is no longer used.
+            return
         if own is None:
             delattr(owner, name)
         else:

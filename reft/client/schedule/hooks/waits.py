@@ -1,13 +1,15 @@
-"""Follows waits for collectives outside of a schedule's work: the norm of all gradients, a barrier, a reduced loss, FSDP2's
-gathers and reductions, messages of a pipeline that the loop itself sends.
+"""Hooks for waits for collectives outside of a schedule's actions.
 
-The seam is `torch.distributed.Work.wait`, the one method that every blocking collective and every asynchronous one ends
-in when Python waits for it. It is wrapped for the whole process, but only while somebody follows: all followers share one
-wrapper, which has the list of them, and the last one to stop puts the original back. What waits inside of C++ is not seen:
-functional collectives, and the buckets of DDP, for which there is client/schedule/hooks/ddp.py.
+Examples are the norm of all gradients, a barrier, a reduced loss, FSDP2's gathers and reductions,
+and messages of a pipeline that the loop itself sends.
 
-Where the host's time is the device's, a thread that waits is idle, whatever the others do meanwhile: such a wait is a gap. On a
-device the stretch is the collective itself.
+How it works: whenever Python waits for a collective, it calls `torch.distributed.Work.wait`. That
+method is wrapped for the whole process, while there is at least one follower. All followers share
+one wrapper, and the last one puts the original back. Waits inside of C++ are not seen: functional
+collectives, and the buckets of DDP, which client/schedule/hooks/ddp.py reports.
+
+On the CPU a rank that waits is idle, so the wait is a gap. On a device the phase is the collective
+itself.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from reft.core.pipeline.pacing import Tier
 
 @dataclass(frozen=True, eq=False)
 class _Follower:
-    """One rhythm that is told of the waits of one thread.
+    """One profiler that gets the waits of one thread.
 
-    Args:
-        tier: what a wait is.
-        thread: the one that trains; others wait for their own sake.
+    Attributes:
+        profiler: gets the reports.
+        tier: the tier of a wait.
+        thread: id of the thread that trains; waits of other threads do not matter.
     """
 
     profiler: IterationProfiler
@@ -38,12 +41,15 @@ class _Follower:
     thread: int
 
     def is_waiting(self) -> bool:
-        """Whether a wait that begins now is one of this thread, outside of the schedule's work."""
+        """Decides whether to report a wait that begins now.
+
+        True in the follower's thread, outside of the schedule's actions.
+        """
         return threading.get_ident() == self.thread and self.profiler.name == OTHER
 
 
 class _SharedWrapper:
-    """Wraps `Work.wait` for all followers; the wrapper has this object as its attribute `shared`."""
+    """The wrapper of `Work.wait` for all followers; its attribute `shared` is this object."""
 
     def __init__(self) -> None:
         self.followers: list[_Follower] = []
@@ -64,7 +70,10 @@ class _SharedWrapper:
         self._wrapped = dist.Work.wait = wrapped
 
     def remove(self, follower: _Follower) -> None:
-        """Takes a follower off; after the last one the original is back, unless somebody else wrapped it again."""
+        """Removes a follower; after the last one puts the original method back.
+
+        The original stays wrapped if other code has wrapped the method again.
+        """
         if follower in self.followers:
             self.followers.remove(follower)
         if not self.followers and dist.Work.wait is self._wrapped:
@@ -72,10 +81,10 @@ class _SharedWrapper:
 
 
 def follow(profiler: IterationProfiler) -> Callable[[], None]:
-    """Tells the rhythm of each wait of this thread, until the function that it returns is called."""
+    """Reports each wait of this thread, and returns a function that ends the reports."""
     tier = Tier.GAP if profiler.keeps_host_time else Tier.COLLECTIVE
     follower = _Follower(profiler, tier, threading.get_ident())
-    found = getattr(dist.Work.wait, "shared", None)
-    shared = found if isinstance(found, _SharedWrapper) else _SharedWrapper()
+    current = getattr(dist.Work.wait, "shared", None)
+    shared = current if isinstance(current, _SharedWrapper) else _SharedWrapper()
     shared.followers.append(follower)
     return lambda: shared.remove(follower)
