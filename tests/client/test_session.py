@@ -161,14 +161,14 @@ def test_a_snapshot_with_a_write_in_its_window_is_discarded(attach, monkeypatch,
     model, optimizer = make()
     session = attach(model, optimizer)
     train(session, model, optimizer)
-    original = CpuCopyEngine._read
+    original = CpuCopyEngine._run_tasks
 
     def scribble(self, *arguments):
         original(self, *arguments)
         with torch.no_grad():
             model.weight.add_(1)
 
-    monkeypatch.setattr(CpuCopyEngine, "_read", scribble)
+    monkeypatch.setattr(CpuCopyEngine, "_run_tasks", scribble)
     with caplog.at_level(logging.WARNING, "reft"):
         step_once(model, optimizer)
         session.step_end()
@@ -182,7 +182,7 @@ def test_the_fence_waits_until_all_bytes_are_copied(attach, monkeypatch):
     model = nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session = attach(model, optimizer, slots=16)  # enough for all steps, even if a busy daemon answers none
-    original = CpuCopyEngine._read
+    original = CpuCopyEngine._run_tasks
     entered = []
 
     def held_back(self, *arguments):
@@ -191,7 +191,7 @@ def test_the_fence_waits_until_all_bytes_are_copied(attach, monkeypatch):
         original(self, *arguments)
         entered.append(torch.equal(before, model.weight))
 
-    monkeypatch.setattr(CpuCopyEngine, "_read", held_back)
+    monkeypatch.setattr(CpuCopyEngine, "_run_tasks", held_back)
     for _ in session.steps(6):
         step_once(model, optimizer)
     assert session.seal(timeout=60)
@@ -296,11 +296,11 @@ def test_an_unsealed_slot_is_not_reused_even_if_its_step_is_void(attach, monkeyp
     train(session, model, optimizer)
     snapshots = session._snapshots
     free = snapshots._free_slot()
-    snapshots._under_way.add(free.index)
+    snapshots._busy_slots.add(free.index)
     assert snapshots._free_slot() is None or snapshots._free_slot().index != free.index
-    snapshots._under_way.discard(free.index)
+    snapshots._busy_slots.discard(free.index)
     train(session, model, optimizer)
-    assert not snapshots._under_way
+    assert not snapshots._busy_slots
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("a step failed")])
