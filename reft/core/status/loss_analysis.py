@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reft.core.coding.placement import Placement
-from reft.core.recovery.gather import LaneGroup, alike, lost_shards, undecodable
+from reft.core.recovery.gather import LaneGroup, group_lanes, lost_shards, undecodable
 
 PAIRS_MAX = 256  # nodes: up to here every pair is named; 32,640 of them take about a second
 GONE = -1
@@ -153,7 +153,7 @@ class LossAnalysis:
 
     @cached_property
     def _groups(self) -> list[LaneGroup]:
-        return alike(self.placement.lanes)
+        return group_lanes(self.placement.lanes)
 
     @cached_property
     def _by_node(self) -> _Units:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reft.core.coding.erasure import ErasureCode
 from reft.core.coding.placement import Lane
-from reft.core.recovery.gather import StripeRead, alike, assign_readers, lost_shards, stripe_reads, undecodable
+from reft.core.recovery.gather import StripeRead, assign_readers, group_lanes, lost_shards, stripe_reads, undecodable
 
 
 class Lanes(NamedTuple):
@@ -68,7 +68,7 @@ def test_lanes_at_once_are_lanes_one_by_one(D, k, f):
                 stripe_reads(Lanes(lanes), i, {rank for rank in range(D + 1) if have[rank]})
             except ValueError:
                 failed.append(i)
-        assert undecodable(alike(lanes), np.array(have)) == tuple(failed)
+        assert undecodable(group_lanes(lanes), np.array(have)) == tuple(failed)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 12))
@@ -80,7 +80,7 @@ def test_losses_of_stripes_are_counted_around_the_circle(lost, width):
 
 def test_lanes_with_the_same_members_are_judged_once():
     lanes = [lane([0, 1], 1, 1), lane([2, 3], 1, 1), lane([0, 1], 1, 1), lane([0, 1, 2], 2, 1)]
-    pair, three = alike(lanes)
+    pair, three = group_lanes(lanes)
     assert (
         pair.members.tolist() == [[0, 1], [2, 3]]
         and pair.row.tolist() == [0, 1, 0]
@@ -88,7 +88,7 @@ def test_lanes_with_the_same_members_are_judged_once():
     )
     assert three.members.tolist() == [[0, 1, 2]] and (three.D, three.width, three.f) == (3, 3, 1)
     assert undecodable([pair, three], np.array([False, False, True, True])) == (0, 2, 3)
-    assert alike([]) == [] and undecodable([], np.array([True])) == ()
+    assert group_lanes([]) == [] and undecodable([], np.array([True])) == ()
 
 
 def test_ranks_read_their_own_slots():
