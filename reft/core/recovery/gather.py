@@ -1,12 +1,12 @@
 """Decides which slots each lane is read from, and which rank reads which slot.
 
-    a lane, D = 5, k = 2, f = 1     all slots are at hand except the slot of member 3
+    a lane, D = 5, k = 2, f = 1     all slots are at hand except that of member 3
 
       member      0    1    2   (3)   4         stripe 0 takes data 0 and 1, decodes nothing
-      stripe 0    0    1    P    .    .         stripe 1 lost its parity only
-      stripe 1    .    0    1   [P]   .         stripe 2 lost data 1: it takes data 0 and the parity
-      stripe 2    .    .    0   [1]   P         stripe 3 lost data 0: it takes data 1 and the parity
-      stripe 3    P    .    .   [0]   1         a stripe that lost more than f shards is lost, and its lane with it
+      stripe 0    0    1    P    .    .         stripe 1 lost parity only
+      stripe 1    .    0    1   [P]   .         stripe 2 lost data 1: takes data 0 and parity
+      stripe 2    .    .    0   [1]   P         stripe 3 lost data 0: takes data 1 and parity
+      stripe 3    P    .    .   [0]   1         a stripe that loses more than f loses its lane
       stripe 4    1    P    .    .    0
 
 Invariants

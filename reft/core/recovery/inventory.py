@@ -1,7 +1,7 @@
 """Combines what the daemons hold of a job: which history is in force, and how its nodes are named.
 
-    one NodeInventory a node that answered ─► Inventory ─► histories in force ─► one: recovery.plan
-                                                                              └► several: a person must choose
+    one NodeInventory a node ─► Inventory ─► histories ─► one: recovery.plan
+      that answered                          in force  └► several: a person must choose
 
 Invariants
   1. The same inventories give the same answers on every rank. The order of the nodes does not
@@ -139,7 +139,7 @@ class Inventory:
             upto = f", up to step {max(steps)}" if steps else ""
             lines.append(f"epoch {decision.epoch.counter} on {', '.join(sorted(holders))}{upto}")
         raise AttachError(
-            f"job {job} continued more than once, and neither continuation knew of the other: {'; '.join(lines)}.",
+            f"job {job} went on more than once, and neither continuation knew of the other: {'; '.join(lines)}.",
             f"reft-cli purge {job} on the nodes of the history to give up",
         )
 
@@ -155,7 +155,7 @@ class Inventory:
 
     @property
     def epochs(self) -> list[Epoch]:
-        """Returns the epoch in force and the epoch of its base; versions of both may still count."""
+        """Returns the epoch in force and the epoch of its base: versions of both may count."""
         decision = self.decision
         return [each.epoch for each in (decision, decision and decision.base) if each]
 
@@ -204,7 +204,7 @@ class Inventory:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Returns node id → name for people; with a part of the id if two nodes have the same name."""
+        """Returns node id → name for people; a part of the id follows an ambiguous name."""
         count = Counter(node.name for node in self.nodes.values())
         return {
             ident: node.name if node.name and count[node.name] == 1 else f"{node.name}#{ident[:6]}"

@@ -1,7 +1,8 @@
 """Decides which history of a job counts if daemons remember different decisions.
 
-    decision, epoch 4 ── knows 3, 2, 1 ── ends their versions, except its base                daemons on a, b
-    decision, epoch 3 ── knows 2, 1                                                           a daemon on c, back late
+    decision, epoch 4 ── knows 3, 2, 1 ── ends their versions,         daemons on a, b
+                                          except its base
+    decision, epoch 3 ── knows 2, 1                                    a daemon on c, back late
 
 A rank writes under a decision only after the daemons of all nodes of that decision have it. A
 daemon accepts only greater decisions. Suppose a daemon of the decision's own nodes has a lower
@@ -67,7 +68,10 @@ def histories(
 
 
 def _order(decision: Decision) -> tuple[object, ...]:
-    """Sorts decisions that go back to one history: by newest base, so that no kept version is dropped."""
+    """Sorts decisions of one history by their base.
+
+    The newest base wins, so that no version is dropped which another decision kept.
+    """
     base = () if decision.base is None else (decision.base.order, decision.base.epoch.ident)
     return (base, decision.epoch.counter, decision.epoch.ident)
 
@@ -85,6 +89,6 @@ def next_epoch(decisions: Iterable[Decision], held: Iterable[HeldSlot], ident: b
 
 
 def known_to(decisions: Iterable[Decision]) -> tuple[Epoch, ...]:
-    """Returns the epochs that a new decision knows, if it is made where these decisions are remembered."""
+    """Returns the epochs that a decision knows if it is made where `decisions` are remembered."""
     known = {epoch for decision in decisions for epoch in (decision.epoch, *decision.known)}
     return tuple(sorted(known, key=lambda epoch: (epoch.counter, epoch.ident), reverse=True)[:KNOWN_MAX])

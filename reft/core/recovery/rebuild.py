@@ -2,10 +2,10 @@
 
     stripe of a lane, k = 2, f = 2, slot of member 1 lost      columns a..b of each packet:
 
-      member      0    (1)    2     3                          read    data 0 ─┐          ┌─► data 1    ─► the new slot
-      shard     data 0 [data 1] P0   [P1 elsewhere]            read    P0     ─┴─ decode ─┘     │
-                                                               made: what member 1 had of this
-                                                                   stripe, data or parity
+      member      0    (1)    2     3                       read  data 0 ─┐
+      shard     data 0 [data 1] P0   [P1 elsewhere]         read  P0     ─┴─ decode ─► data 1
+                                                            made: member 1's shard of this stripe,
+                                                                  data or parity, in the new slot
 
 Invariants
   1. Every block of a lost rank is rebuilt from k surviving shards of its stripe. Nothing else is

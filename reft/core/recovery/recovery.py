@@ -1,12 +1,12 @@
 """Makes the recovery plan: what every rank loads, or what is missing, from all surviving headers.
 
-    headers of every reachable daemon ─► plan ─► decision record (new epoch, base) on every daemon ─► load
-                                           ▲                                                           │
-                                           └──────────── a slot that failed its digest is an erasure ──┘
+    headers of every reachable ─► plan ─► decision record (new epoch, ─► load
+    daemon                         ▲      base) on every daemon           │
+                                   └─ a slot that failed its digest is an erasure
 
-    a version:   rank        0        1        2        3       each lane needs k shards of every stripe,
-                 slot      sealed   sealed   erased   sealed    each rank its own slot, or a capsule if its slot
-                 capsule                     node 3             had no unreplicated leaves
+    rank        0        1        2        3       each lane needs k shards of every stripe
+    slot      sealed   sealed   erased   sealed    each rank needs its own slot, or a capsule
+    capsule                     node 3             if its slot had no unreplicated leaves
 
 Invariants
   1. The same inputs give the same plan on every rank. The order of the inputs does not matter.
@@ -281,7 +281,7 @@ def describe(shortfall: Shortfall, placement: Placement | None, nodes: Mapping[i
         nodes: rank → name of the node where the rank ran; ranks may be missing.
     """
     if placement is None or not shortfall.is_placed:
-        return [f"{shortfall.version}: no daemon that answered knows where its bytes are placed."]
+        return [f"{shortfall.version}: no daemon that answers knows how its bytes were placed."]
     lines = [f"{shortfall.version}: no sealed slot of {_ranks(shortfall.ranks)}{_on(shortfall.ranks, nodes)}."]
     if shortfall.lanes:
         lines.append(cells_lost(placement, shortfall.lanes, shortfall.ranks))
@@ -300,7 +300,7 @@ def cells_lost(placement: Placement, lanes: Sequence[int], ranks: Collection[int
     lost = sum(member in ranks for member in lane.members)
     others = more(len(first.leaves) - 1, "leaf", "leaves") + more(len(cells) - 1, "cell")
     return (
-        f"the cell of {first.leaves[0].name}{others} can't be decoded: {lost} of {lane.D} slots are lost, "
+        f"the cell of {first.leaves[0].name}{others} can't be decoded: {lost} of {lane.D} slots are gone, "
         f"with more than {lane.code.f} of the {lane.code.k + lane.code.f} shards of a stripe."
     )
 

@@ -1,13 +1,16 @@
-"""Lists the transfers that bring a job's state into another shape; each rank makes its own part of the list.
+"""Lists the transfers that bring a job's state into another shape.
 
-    slot of old rank q     | shard | shard | … | parity | unreplicated |   windows of at most TransferSizes.piece bytes,
-      window               ├──────────────┤                                of all slots in turn. The slot's reader sends
-        message            ▓▓  ▓▓▓   ▓                                     one message to each set of ranks: the bytes
-                                                                           that they need, packed
-    capsule of q           | inline leaf | inline leaf |                   the same, of leaves laid end to end
-    lost slot of q         slices: columns of the shards that decode the slot ─► a rebuilder, which then has q's bytes,
-                           a slice at a time. The rebuilder compares them with q's digests, and
-                           sends messages of them
+Each rank makes its own part of the list.
+
+    slot of old rank q   | shard | shard | … | parity | unreplicated |
+      window             ├──────────────┤     at most TransferSizes.piece bytes; all slots in turn
+        message          ▓▓  ▓▓▓   ▓          from the slot's reader to each set of ranks:
+                                              the bytes that they need, packed
+    capsule of q         | inline leaf | inline leaf |    the same, of leaves laid end to end
+    lost slot of q       slices: columns of the shards that decode the slot ─► a rebuilder
+
+A rebuilder has the bytes of q one slice at a time. It compares them with the digests of q, and
+sends messages of them.
 
 Invariants
   1. The list follows from needs, placement, slots at hand and readers: it is the same on all ranks.
@@ -309,8 +312,8 @@ class ReshardPlan:
     def _takes(self, block: ShardBlock, owner: int) -> Callable[[int], bool]:
         """Returns which new ranks take a block from this slot.
 
-        If several slots have a copy, a rank takes the copy that it reads itself, else one of its
-        node, else the first.
+        If several slots have a copy, a rank takes the copy that it reads itself. Second choice is a
+        copy on its node, third the first copy.
         """
         lane = self.placement.lanes[block.lane]
         if lane.code.k > 1 or not lane.code.f:
@@ -373,8 +376,7 @@ class ReshardPlan:
         for block in blocks:
             lane, read = self.placement.lanes[block.lane], self._read(block)
             inputs = tuple(self._input(block, shard) for shard in read.shards)
-            # The width is such that the columns of all packets that are read fit into
-            # TransferSizes.band.
+            # The columns of all packets that are read fit into TransferSizes.band.
             width = self.sizes.band // ((lane.code.k + len(read.lost)) * lane.code.w)
             width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
             for begin in range(0, lane.packet_bytes, width):
@@ -404,7 +406,7 @@ class ReshardPlan:
         return self._reads[block.lane][block.stripe]
 
     def _input(self, block: ShardBlock, shard: int) -> tuple[int, int]:
-        """Returns the old rank that has another shard of the block's stripe, and its offset in the slot."""
+        """Returns the old rank that has this shard of the stripe, and the offset in its slot."""
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]
         if old not in self._places:

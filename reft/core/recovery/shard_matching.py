@@ -1,8 +1,8 @@
 """Finds which old pieces of the state each rank of a job in another shape needs.
 
-    old ranks' leaves ─► pieces: what each is, and where it lies ┐
-                         (a cell │ a rank's slot │ its capsule)  ├─► needs: this part of that piece, to these new ranks
-    new ranks' leaves ─► wanted: what each is, and for which rank┘   or: the leaves that do not fit, by name
+    old ranks' leaves ─► pieces: what each is, and where it lies ┐  needs: this part of that piece
+                         (a cell │ a rank's slot │ its capsule)  ├─►      goes to these new ranks
+    new ranks' leaves ─► wanted: what each is, and for which rank┘  or: the leaves that do not fit
 
 Any sharding over any number of ranks can become any other.
 
@@ -211,7 +211,7 @@ def _own_pieces(
 
 
 def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[TensorPiece]) -> list[tuple[Leaf, ...]]:
-    """Returns the leaves of each new rank, without the optimizer's leaves that the old job had not made.
+    """Returns the leaves of each new rank, without optimizer leaves that the old job lacks.
 
     Args:
         new: the foreseen leaves of each new rank; one object for ranks that have the same.

@@ -1,10 +1,10 @@
 """Decides how long an attach waits for nodes that take no part in it and do not answer.
 
-    OFFLINE in the round before, not heard since ──► BRIEF_S ──► silent ──► is the plan settled? ── yes ──► continue without it
-    any other ─────────────────────────────────────► WHOLE_S ──► silent     └── no ──► asked again, until WHOLE_S after it was
-                                                                                       given up, for
-                                                                                       BRIEF_S at
-                                                                                       least
+    OFFLINE in the round before, ─► BRIEF_S ─► silent ─► is the plan settled?
+      not heard since                                    ├─ yes ─► continue without the node
+    any other ────────────────────► WHOLE_S ─► silent    └─ no ──► ask again, for BRIEF_S at least,
+                                                                until WHOLE_S after it was given up
+
 Invariants
   1. Where the plan is settled, no missing answer could change the base. An answer only adds slots
      and capsules, so it can change the base only to a newer version. Suppose that newer version

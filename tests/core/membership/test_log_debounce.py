@@ -91,4 +91,4 @@ def test_another_trouble_between_is_not_hidden_and_its_end_is_said():
 def test_it_remembers_a_bounded_number():
     trouble_log = TroubleLog()
     said(trouble_log, *((0.0, str(i)) for i in range(10 * REMEMBERED_MAX)))
-    assert len(trouble_log._said_s) == REMEMBERED_MAX
+    assert len(trouble_log._logged_s) == REMEMBERED_MAX
