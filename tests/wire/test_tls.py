@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from concurrent import futures
 from pathlib import Path
 
@@ -108,3 +109,14 @@ def test_files_that_do_not_fit_together_change_nothing_until_they_do(certificate
     watched.reread()
     until(lambda: watched.generation == 1, what="new certificates")
     assert answers(address, Tls(*new))
+
+
+def test_the_thread_of_a_dropped_object_ends(certificates):
+    earlier = set(threading.enumerate())
+    watched = Tls(*files(certificates, "ours"))
+    watched.watch()
+    (thread,) = (each for each in threading.enumerate() if each.name == "reft-tls" and each not in earlier)
+    assert thread.is_alive()
+    del watched
+    thread.join(10)
+    assert not thread.is_alive()
