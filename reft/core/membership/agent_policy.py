@@ -4,7 +4,7 @@
     JOINING, HEALTHY, SNAP, SUSPECT continues
     COMPLETED                       continues: its own workers end by themselves
     UNHEALTHY                       restarts its workers at once
-    OFFLINE                         restarts its workers at once, and removes the node from the round
+    OFFLINE                         restarts its workers, and removes the node from the round
 
 The agent of an UNHEALTHY node restarts its own workers, or has ended. An OFFLINE node can't leave
 the round itself. A node's own signal is ignored: its agent knows its workers better. The state of

@@ -8,7 +8,7 @@
     reports of others ─┴─────────────────────►└─────────────┘   └──► next beats: final signals
 
     JOINING ──► HEALTHY ◄─► SNAP ◄─► SUSPECT          judged anew at every look, only shown
-       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED      final: only upwards
+       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED   final: only upwards
 
 Invariants
   1. A term is one round of the rendezvous, else one epoch. Within a term a final signal is never
@@ -190,7 +190,7 @@ class HeartbeatChannel:
 
     @property
     def patience_s(self) -> float:
-        """Returns how long silence may last: MISSES beats, or longer if the node was slow."""
+        """Returns how long silence may last: MISSES beats, or longer for a slow node."""
         return max(MISSES * BEAT_S, self._gap_s + 2 * BEAT_S)
 
     def silent_s(self, now_s: float, since_s: float) -> float:

@@ -265,7 +265,10 @@ class ReshardPlan:
         return extents
 
     def is_rebuilt(self, owner: int) -> bool:
-        """Returns whether an old rank's slot is lost and some of its cell data has no copy elsewhere."""
+        """Returns whether an old rank's slot is lost and must be decoded.
+
+        That is not so if other slots have copies of all its cell data.
+        """
         part = self.placement.part(owner)
         lanes = [self.placement.lanes[block.lane] for block in part.blocks[: part.data_blocks]]
         return owner not in self.reader_of and any(lane.code.k > 1 for lane in lanes)

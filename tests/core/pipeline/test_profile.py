@@ -7,7 +7,7 @@ import pytest
 from reft.core.pipeline import actions, bubbles
 from reft.core.pipeline.actions import ActionKind, ActionTimes
 from reft.core.pipeline.bubbles import Gap
-from reft.core.pipeline.profile import FIRST, Estimate, GapComparison, GapDifference, StageProfile, compare
+from reft.core.pipeline.profile import FIRST_VALUES, Estimate, GapComparison, GapDifference, StageProfile, compare
 
 
 def noisy(mean, share, count, seed=0):
@@ -103,7 +103,7 @@ def test_a_comparison_counts_what_nobody_foresaw():
 
 def test_a_gap_that_was_never_measured_counts_nothing():
     profile = StageProfile()
-    for _ in range(FIRST):
+    for _ in range(FIRST_VALUES):
         profile.observe(2, 1.0, 1.5)
     assert profile.length(2).mean == 0.5
     assert profile.length(3).count == 0
