@@ -346,7 +346,7 @@ def test_a_writer_that_died_before_its_table_leaves_no_header_that_promises_one(
     table, held = table_to(golden.layout()), golden.layout()
     slot = golden.make("empty")
     dying = SlotMap(slot)
-    dying._put = lambda *_: None  # SIGKILL between the header and the table
+    dying._write_bytes = lambda *_: None  # SIGKILL between the header and the table
     dying.begin(golden.VERSION, held.digest, table, held.data_bytes)
     SlotMap(slot).empty()
     next_writer = SlotMap(slot)

@@ -8,7 +8,7 @@
     reports of others ─┴─────────────────────►└─────────────┘   └──► next beats: final signals
 
     JOINING ──► HEALTHY ◄─► SNAP ◄─► SUSPECT          judged anew at every look, only shown
-       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED   final: only upwards
+       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED   final: only up
 
 Invariants
   1. A term is one round of the rendezvous, else one epoch. Within a term a final signal is never
@@ -194,7 +194,7 @@ class HeartbeatChannel:
         return max(MISSES * BEAT_S, self._gap_s + 2 * BEAT_S)
 
     def silent_s(self, now_s: float, since_s: float) -> float:
-        """Returns the seconds since the node was last heard, counted from `since_s` at the earliest."""
+        """Returns the seconds of silence, counted from `since_s` at the earliest."""
         return now_s - max(self.last_s if self.last_s is not None else since_s, since_s)
 
     def is_silent(self, now_s: float, since_s: float) -> bool:

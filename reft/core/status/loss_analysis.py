@@ -153,7 +153,7 @@ class LossAnalysis:
         return PairLosses(not fatal_pairs, fatal_pairs, True)
 
     def tolerated(self) -> int:
-        """Returns the greatest f such that any f domains may vanish; -1 if something is lost already.
+        """Returns the greatest f such that any f domains may vanish; -1 after a loss for good.
 
         It is the least number over all lanes, stripes and ranks. A stripe bears the loss of f
         shards, less the shards already lost. A rank bears the loss of all but one of the domains

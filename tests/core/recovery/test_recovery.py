@@ -326,7 +326,7 @@ def test_kept_leaves_go_with_their_slot():
     lines = describe(found.partial[0], placement, {2: "n2"})
     assert lines == [
         "step 1 (epoch 1): no sealed slot of rank 2 (on n2).",
-        "The slots of rank 2 held leaves that nobody else has.",
+        "The slots of rank 2 held leaves that no other rank has.",
     ]
 
 
@@ -387,5 +387,5 @@ def test_what_is_lost_is_said_in_few_words():
         "the cell of w0 and 1 more leaf can't be decoded: 32 of 32 slots are gone, "
         "and with them more than 1 of the 32 shards of a stripe.",
         "No capsule of ranks 0, 2 is left.",
-        "The slots of ranks 4-5 held leaves that nobody else has.",
+        "The slots of ranks 4-5 held leaves that no other rank has.",
     ]
