@@ -385,7 +385,7 @@ def test_what_is_lost_is_said_in_few_words():
         "step 7 (epoch 1): no sealed slot of ranks 0, 2, 4, 6, 8, 10, 12, 14 and 24 more "
         "(on n0, n1, n2, n3, n4, n5, n6, n7 and 24 more).",
         "the cell of w0 and 1 more leaf can't be decoded: 32 of 32 slots are gone, "
-        "and with them more than 1 of the 32 shards of a stripe.",
+        "with more than 1 of the 32 shards of a stripe.",
         "No capsule of ranks 0, 2 is left.",
         "The slots of ranks 4-5 held leaves that no other rank has.",
     ]
