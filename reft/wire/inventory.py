@@ -147,7 +147,7 @@ class JobSurvey:
         """Returns the recovery plan.
 
         Args:
-            erased: (node, name, version) of slots and kept capsules that failed their digests.
+            erased: (node, name, version) of slots and capsules that failed their digests.
         """
         return self._make_plan(erased) if erased else self._plan_without_erasures
 

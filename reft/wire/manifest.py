@@ -40,10 +40,10 @@ def holders_of_unequal(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
     Each of these ranks keeps its own copy.
     """
     layouts, index = layouts_of(manifest)
-    wanted = set(manifest.mismatched)
-    holders: dict[str, list[int]] = {name: [] for name in sorted(wanted)}
-    for rank, at in enumerate(index if wanted else ()):
-        for name in wanted & layouts.names_of(at):
+    mismatched = set(manifest.mismatched)
+    holders: dict[str, list[int]] = {name: [] for name in sorted(mismatched)}
+    for rank, at in enumerate(index if mismatched else ()):
+        for name in mismatched & layouts.names_of(at):
             holders[name].append(rank)
     return list(holders.items())
 
@@ -210,8 +210,8 @@ class ManifestLayouts(Sequence[Layout]):
         for each in manifest.layouts:
             cuts = tuple(AxisCut(*pair) for pair in zip(each.cuts[::2], each.cuts[1::2], strict=False))
             axes = self._tables[each.table].axes if each.table < len(self._tables) else ()
-            fits = each.table < len(self._tables) and 2 * len(axes) == len(each.cuts)
-            if not fits or any(cut.begin + cut.size > axis for cut, axis in zip(cuts, axes, strict=True)):
+            is_valid = each.table < len(self._tables) and 2 * len(axes) == len(each.cuts)
+            if not is_valid or any(cut.begin + cut.size > axis for cut, axis in zip(cuts, axes, strict=True)):
                 raise FormatError(f"the manifest of job {manifest.job} cuts the axes of a table {axes} by {cuts}.")
             self._cuts.append((each.table, cuts))
         self.digests = [each.digest for each in manifest.layouts]

@@ -167,8 +167,8 @@ def agent_from(value: int) -> AgentPhase:
 def node_reports_to(reports: Iterable[NodeReport]) -> list[pb.NodeReport]:
     """Returns the reports of one beat: the sender's own, then the most severe others."""
     own, *others = reports
-    others.sort(key=lambda sign: -sign.signal)
-    return [_node_report_to(sign) for sign in [own, *others][:NODE_REPORTS_MAX]]
+    others.sort(key=lambda report: -report.signal)
+    return [_node_report_to(report) for report in [own, *others][:NODE_REPORTS_MAX]]
 
 
 def _node_report_to(report: NodeReport) -> pb.NodeReport:

@@ -251,7 +251,7 @@ class SignalChange:
 
     @property
     def is_news(self) -> bool:
-        """Returns whether people and agents are told.
+        """Returns whether people and agents learn of the change.
 
         Changes between HEALTHY and SNAP are not news: they come with every step.
         """
@@ -296,24 +296,24 @@ class FailureDetector:
     # Heartbeats and reports that arrived
 
     def spoke(
-        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+        self, node: str, reports: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
     ) -> list[SignalChange]:
         """Handles a beat of a node's daemon; returns the changes.
 
         Args:
             node: id of the sender.
-            signs: the sender's own report, and the final reports of others that it knows.
+            reports: the sender's own report, and the final reports of others that it knows.
             heard_s: node → seconds since the sender heard that node's daemon.
             now_s: time of arrival.
         """
-        return self._hear_daemon(node, self.members[node].calls, signs, heard_s, now_s)
+        return self._hear_daemon(node, self.members[node].calls, reports, heard_s, now_s)
 
     def answered(
-        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+        self, node: str, reports: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
     ) -> list[SignalChange]:
         """Handles the answer of a node's daemon to our beat; arguments as of `spoke`."""
         self.members[node].gone = False
-        return self._hear_daemon(node, self.members[node].answers, signs, heard_s, now_s)
+        return self._hear_daemon(node, self.members[node].answers, reports, heard_s, now_s)
 
     def refused(self, node: str) -> None:
         """Notes that a node's host refused the connection: no daemon listens there."""
@@ -328,17 +328,17 @@ class FailureDetector:
             return self.told(NodeReport(node, Signal.COMPLETED, "its training has ended."), now_s)
         return []
 
-    def told(self, sign: NodeReport, now_s: float) -> list[SignalChange]:
+    def told(self, report: NodeReport, now_s: float) -> list[SignalChange]:
         """Takes over a final report of a node, from any source; returns the changes."""
-        if sign.node not in self.members or not sign.signal.is_final:
+        if report.node not in self.members or not report.signal.is_final:
             return []
-        return self._set_signal(sign.node, sign.signal, "told", sign.reason, now_s)
+        return self._set_signal(report.node, report.signal, "told", report.reason, now_s)
 
     def _hear_daemon(
         self,
         node: str,
         channel: HeartbeatChannel,
-        signs: Iterable[NodeReport],
+        reports: Iterable[NodeReport],
         heard_s: Mapping[str, float],
         now_s: float,
     ) -> list[SignalChange]:
@@ -346,7 +346,7 @@ class FailureDetector:
         channel.heard(now_s)
         changes = []
         is_given_up = self.members[node].signal is Signal.OFFLINE
-        for report in signs:
+        for report in reports:
             if report.node == node:
                 self.members[node].word = report
             if not is_given_up or report.node in (node, self.own):
@@ -416,17 +416,25 @@ class FailureDetector:
                 "link",
                 f"its daemon is silent, but {each.other} hears it: the link between is broken.",
             )
-        what = "gone: its address refuses calls" if each.gone else "silent"
+        daemon_state = "gone: its address refuses calls" if each.gone else "silent"
         knows_agent = each.agent.last_s is not None
         if knows_agent and not each.agent.is_silent(now_s, self._silence_from_s):
-            return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {what}; its agent is not: the node lives."
+            return (
+                Signal.SUSPECT,
+                f"daemon {each.gone}",
+                f"its daemon is {daemon_state}; its agent is not: the node lives.",
+            )
         if not knows_agent and each.was_heard and not is_still:
-            return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {what}; training goes on as far as is known."
+            return (
+                Signal.SUSPECT,
+                f"daemon {each.gone}",
+                f"its daemon is {daemon_state}; training goes on as far as is known.",
+            )
         if is_alone and silent_s <= CUT_OFF_S:
             return Signal.SUSPECT, "alone", "it is silent like every other: this node may be the one that is cut off."
-        who = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
+        silent_parts = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
         still = "" if knows_agent or not each.was_heard else ", and ranks stand still"
-        return Signal.OFFLINE, "lost", f"nothing was heard of {who} for {silent_s:.1f} s{still}."
+        return Signal.OFFLINE, "lost", f"nothing was heard of {silent_parts} for {silent_s:.1f} s{still}."
 
     def _judge_audible(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
         """Judges a node that is not silent; None if nothing new is known."""

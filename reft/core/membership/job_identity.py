@@ -83,5 +83,5 @@ def _as_name(text: str) -> str:
     """
     if JOB_NAME.fullmatch(text):
         return text
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
-    return f"{kept}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    allowed_part = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
+    return f"{allowed_part}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

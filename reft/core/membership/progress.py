@@ -40,7 +40,7 @@ class Stall:
 
 @dataclass
 class StepProgress:
-    """The pace of one rank's steps."""
+    """The steps of one rank, and their usual duration."""
 
     step: int = -1
     since_s: float = 0.0

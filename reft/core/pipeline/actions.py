@@ -149,9 +149,9 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     The second part lies on the way back. The schedule is made for at least 2·stages - 1
     microbatches. With fewer, the actions of the missing microbatches are left out.
     """
-    behind, many = stages - stage, max(microbatches, 2 * stages - 1)
+    behind, count = stages - stage, max(microbatches, 2 * stages - 1)
     f0, f1, i0, i1, w0, w1 = (
-        iter([Action(kind, m, part) for m in range(many)])
+        iter([Action(kind, m, part) for m in range(count)])
         for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
         for part in (0, 1)
     )
@@ -160,7 +160,7 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
         order += [next(f1), next(f0)]
     for _ in range(behind):
         order += [next(f1), next(i1), next(w1)]
-    for _ in range(many - stages):
+    for _ in range(count - stages):
         order += [*islice(f0, 1), next(i0), next(w0), next(f1), next(i1), next(w1)]
     for _ in range(stage):
         order += [next(i0), next(i1)]

@@ -137,12 +137,12 @@ class PacingPlan:
 
         Enough is `nbytes` times SPARE. Phases that are not used get 0.
         """
-        gap_bytes, wanted = [0] * len(self.rooms), nbytes * GAP_MARGIN
+        gap_bytes, bytes_wanted = [0] * len(self.rooms), nbytes * GAP_MARGIN
         for index in sorted(range(len(self.rooms)), key=lambda index: -self.rooms[index]):
-            if wanted <= 0:
+            if bytes_wanted <= 0:
                 break
             gap_bytes[index] = self.rooms[index]
-            wanted -= self.rooms[index]
+            bytes_wanted -= self.rooms[index]
         return gap_bytes
 
     @cached_property

@@ -178,8 +178,8 @@ def plan(
     at_mark = filling.greedily(computed, gaps, rates.parity)
     left = filling.greedily(np.arange(len(chunks)), gaps, rates.gap)
     for tier in (Tier.COMPUTE, Tier.COLLECTIVE):
-        rooms = [_FreeTime(i, w.start, w.end) for i, w in enumerate(windows) if w.tier is tier]
-        left = filling.evenly(left, rooms, rates.of(tier))
+        free_times = [_FreeTime(i, w.start, w.end) for i, w in enumerate(windows) if w.tier is tier]
+        left = filling.evenly(left, free_times, rates.of(tier))
     return filling.result(at_mark)
 
 
@@ -204,60 +204,60 @@ class _TaskPlacer:
         self.window = np.full(len(self.sizes), LEFT_OVER, np.int32)
         self.start = np.full(len(self.sizes), self.deadline)
 
-    def greedily(self, tasks: Tasks, rooms: Sequence[_FreeTime], rate: float) -> Tasks:
-        """Fills each room from its start; returns the tasks that fit into none."""
-        for room, taken, seconds in self._fit(tasks, rooms, rate, None):
-            self.window[taken] = room.window
-            self.start[taken] = room.start + _sums_before(seconds)
-            room.start = float(self.start[taken[-1]] + seconds[-1])
+    def greedily(self, tasks: Tasks, free_times: Sequence[_FreeTime], rate: float) -> Tasks:
+        """Fills each free time from its start; returns the tasks that fit into none."""
+        for free_time, taken, seconds in self._fit(tasks, free_times, rate, None):
+            self.window[taken] = free_time.window
+            self.start[taken] = free_time.start + _sums_before(seconds)
+            free_time.start = float(self.start[taken[-1]] + seconds[-1])
         left: Tasks = tasks[self.window[tasks] == LEFT_OVER]
         return left
 
-    def evenly(self, tasks: Tasks, rooms: Sequence[_FreeTime], rate: float) -> Tasks:
-        """Spreads the tasks over the rooms in proportion to their length; returns the rest.
+    def evenly(self, tasks: Tasks, free_times: Sequence[_FreeTime], rate: float) -> Tasks:
+        """Spreads the tasks over the free times in proportion to their length; returns the rest.
 
-        If not all tasks fit this way, fills the rooms greedily.
+        If not all tasks fit this way, fills the free times greedily.
         """
-        durations = np.cumsum([max(room.end - room.start, 0.0) for room in rooms])
+        durations = np.cumsum([max(free_time.end - free_time.start, 0.0) for free_time in free_times])
         if not len(tasks) or not len(durations) or durations[-1] <= 0:
             return tasks
         targets = durations / durations[-1]
-        placements = list(self._fit(tasks, rooms, rate, targets))
+        placements = list(self._fit(tasks, free_times, rate, targets))
         if sum(len(taken) for _, taken, _ in placements) < len(tasks):
-            return self.greedily(tasks, rooms, rate)
-        for room, taken, seconds in placements:
-            pause = (room.end - room.start - float(np.sum(seconds))) / len(taken)
-            self.window[taken] = room.window
-            self.start[taken] = room.start + _sums_before(seconds + pause)
+            return self.greedily(tasks, free_times, rate)
+        for free_time, taken, seconds in placements:
+            pause = (free_time.end - free_time.start - float(np.sum(seconds))) / len(taken)
+            self.window[taken] = free_time.window
+            self.start[taken] = free_time.start + _sums_before(seconds + pause)
         return tasks[:0]
 
     def _fit(
-        self, tasks: Tasks, rooms: Sequence[_FreeTime], rate: float, targets: Floats | None
+        self, tasks: Tasks, free_times: Sequence[_FreeTime], rate: float, targets: Floats | None
     ) -> Iterator[tuple[_FreeTime, Tasks, Floats]]:
-        """Yields for each room the tasks that it holds, and the seconds that each takes.
+        """Yields for each free time the tasks that it holds, and the seconds that each takes.
 
         Args:
             tasks: the tasks to place.
-            rooms: in order of time.
+            free_times: in order of time.
             rate: bytes per second.
-            targets: for each room, the fraction of all bytes that may begin in the rooms up to it;
-                None means all.
+            targets: for each free time, the fraction of all bytes that may begin in the free times
+                up to it; None means all.
         """
-        most = max((room.end - room.start for room in rooms), default=0.0)
+        most = max((free_time.end - free_time.start for free_time in free_times), default=0.0)
         seconds = self.sizes[tasks] / rate if rate > 0 else np.full(len(tasks), np.inf)
         fits = seconds <= most + ROUNDING_S  # a task that fits nowhere would block all tasks behind it
         tasks, seconds = tasks[fits], seconds[fits]
         ends = np.cumsum(seconds)
         at = 0
-        for i, room in enumerate(rooms):
+        for i, free_time in enumerate(free_times):
             if at == len(tasks):
                 return
             begun = float(ends[at - 1]) if at else 0.0
-            stop = int(np.searchsorted(ends, begun + room.end - room.start + ROUNDING_S, side="right"))
+            stop = int(np.searchsorted(ends, begun + free_time.end - free_time.start + ROUNDING_S, side="right"))
             if targets is not None:  # at least the task that begins before the target
                 stop = min(stop, 1 + int(np.searchsorted(ends, targets[i] * ends[-1], side="left")))
             if stop > at:
-                yield room, tasks[at:stop], seconds[at:stop]
+                yield free_time, tasks[at:stop], seconds[at:stop]
                 at = stop
 
     def result(self, at_mark: Tasks) -> TaskPlan:

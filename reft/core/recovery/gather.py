@@ -146,8 +146,8 @@ def lost_shards(lost: NDArray[np.bool_], width: int) -> NDArray[np.int32]:
         int32 [..., D], by stripe.
     """
     circle = np.concatenate([np.zeros_like(lost[..., :1]), lost, lost[..., : width - 1]], -1)
-    sums = np.cumsum(circle, -1, dtype=np.int32)
-    return sums[..., width:] - sums[..., :-width]
+    running_sums = np.cumsum(circle, -1, dtype=np.int32)
+    return running_sums[..., width:] - running_sums[..., :-width]
 
 
 def undecodable(groups: Sequence[LaneGroup], have: NDArray[np.bool_]) -> tuple[int, ...]:
@@ -160,8 +160,8 @@ def undecodable(groups: Sequence[LaneGroup], have: NDArray[np.bool_]) -> tuple[i
     lanes: list[int] = []
     for group in groups:
         lost = ~have[group.members]
-        touched = lost.any(1)
-        failed = np.zeros(len(lost), np.bool_)
-        failed[touched] = (lost_shards(lost[touched], group.width) > group.f).any(1)
-        lanes += group.lanes[failed[group.row]].tolist()
+        has_loss = lost.any(1)
+        is_lost = np.zeros(len(lost), np.bool_)
+        is_lost[has_loss] = (lost_shards(lost[has_loss], group.width) > group.f).any(1)
+        lanes += group.lanes[is_lost[group.row]].tolist()
     return tuple(sorted(lanes))

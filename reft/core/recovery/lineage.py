@@ -57,11 +57,11 @@ def histories(
         return decision.base.epoch if decision.base else None
 
     def may_outrank(decision: Decision, other: Decision) -> bool:
-        theirs = newest_epoch(other)
-        return theirs is None or theirs == newest_epoch(decision) or decision.ends(theirs)
+        other_epoch = newest_epoch(other)
+        return other_epoch is None or other_epoch == newest_epoch(decision) or decision.ends(other_epoch)
 
-    every = set(remembered.values())
-    carried_out = {each for each in every if not is_torn(each)} or every
+    decisions = set(remembered.values())
+    carried_out = {each for each in decisions if not is_torn(each)} or decisions
     newest = [each for each in carried_out if not any(other.ends(each.epoch) for other in carried_out)]
     leading = [each for each in newest if all(may_outrank(each, other) for other in newest)]
     return sorted(leading, key=_order)[-1:] or sorted(newest, key=_order, reverse=True)

@@ -170,9 +170,14 @@ def plan(
             partial.append(shortfall)
             continue
         sources = {rank: slots[rank] for rank in range(world) if rank in slots}
-        chosen = {rank: capsules[rank] for rank in shortfall.ranks}
+        chosen_capsules = {rank: capsules[rank] for rank in shortfall.ranks}
         return RecoveryPlan(
-            version, sources, chosen, _dropped(by_version, version), tuple(partial), _earlier(by_version, version)
+            version,
+            sources,
+            chosen_capsules,
+            _dropped(by_version, version),
+            tuple(partial),
+            _earlier(by_version, version),
         )
     return RecoveryPlan(None, {}, {}, _dropped(by_version, None), tuple(partial))
 

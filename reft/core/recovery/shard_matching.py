@@ -237,17 +237,17 @@ def match(
         wanted: the leaves of each new rank.
         mismatched: names of leaves that were foreseen as replicas, but differed between old ranks.
     """
-    done = ShardMatch()
+    shard_match = ShardMatch()
     held: dict[str, list[TensorPiece]] = {}
     for piece in pieces:
         held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
     fits: dict[object, _Fit] = {}
     for name in sorted(takers):
-        _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(done, fits)
+        _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(shard_match, fits)
     for name in sorted(held.keys() - takers.keys()):
-        done.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
-    return done
+        shard_match.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
+    return shard_match
 
 
 def _takers(wanted: Sequence[Sequence[Leaf]]) -> dict[str, dict[Leaf, list[int]]]:
@@ -291,11 +291,11 @@ class _Tensor:
             return
         if any(len(piece.seats) > 1 for piece in pieces):
             done.own.append(self.name)
-        taken = [0] * len(pieces)
+        bytes_taken = [0] * len(pieces)
         for leaf, copies in zip(takers, fits[key].copies, strict=True):
             ranks = sorted(self.takers[leaf])
             for index, copy in copies:
-                taken[index] += copy.nbytes
+                bytes_taken[index] += copy.nbytes
                 for seat, receivers in _by_location(pieces[index].seats, ranks):
                     done.needs.append(PieceTransfer(pieces[index].leaf, seat, leaf, copy, receivers))
             missing = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
@@ -303,7 +303,7 @@ class _Tensor:
                 done.problems.append(
                     f"{self.name}: {missing} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
                 )
-        for piece, nbytes in zip(pieces, taken, strict=True):
+        for piece, nbytes in zip(pieces, bytes_taken, strict=True):
             if nbytes < piece.leaf.nbytes:
                 missing = piece.leaf.nbytes - nbytes
                 done.problems.append(f"{self.name}: {missing} bytes of held {piece.leaf.describe()} find no rank")
@@ -333,11 +333,11 @@ def _by_location(
     if len(seats) == 1:
         yield seats[0], tuple(ranks)
         return
-    mine = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
-    lowest = seats[0] if seats[0].where is PieceSource.CELL else mine[min(mine)]
+    by_owner = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
+    lowest = seats[0] if seats[0].where is PieceSource.CELL else by_owner[min(by_owner)]
     takers: dict[PieceLocation, list[int]] = {}
     for rank in ranks:
-        seat = mine.get(rank, lowest) if lowest.where is not PieceSource.CELL else lowest
+        seat = by_owner.get(rank, lowest) if lowest.where is not PieceSource.CELL else lowest
         takers.setdefault(seat, []).append(rank)
     for seat, receivers in takers.items():
         yield seat, tuple(receivers)

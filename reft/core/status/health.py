@@ -148,17 +148,17 @@ def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
     rows = [("a node", not protection.fatal, step)]
     if protection.fatal:
         safe = protection.nodes - len(protection.fatal)
-        which = f", if it is {_names(protection.fatal)}" if safe else ""
-        rows = [("a node", False, everything + which)]
+        condition = f", if it is {_names(protection.fatal)}" if safe else ""
+        rows = [("a node", False, everything + condition)]
     if protection.nodes > 2 and not protection.fatal:
         rows.append(("two nodes", *_pair_loss(protection, step, everything)))
     if 1 < protection.domains < protection.nodes:
-        which = (
+        condition = (
             f", if it is {_names(protection.fatal_domains)}"
             if len(protection.fatal_domains) < protection.domains
             else ""
         )
-        lost = everything + which if protection.fatal_domains else step
+        lost = everything + condition if protection.fatal_domains else step
         rows.append(("a failure domain", not protection.fatal_domains, lost))
     return rows
 

@@ -137,8 +137,8 @@ class LossAnalysis:
         units = self._by_node
         if len(units.names) > PAIRS_MAX:
             return PairLosses(_tolerated(units, self._groups) >= 2, (), False)
-        alone = np.array([not verdict.survives for verdict in self.nodes()], np.bool_)
-        fatal = alone[:, None] | alone
+        is_fatal_alone = np.array([not unit_loss.survives for unit_loss in self.nodes()], np.bool_)
+        fatal = is_fatal_alone[:, None] | is_fatal_alone
         for group in self._groups:
             for pattern, _, rows in units.patterns(group):
                 one, other = np.nonzero(pattern.pairs())
@@ -316,9 +316,9 @@ def _places(units: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _pattern(places: NDArray[np.int64], group: LaneGroup) -> _Pattern:
-    has = places == np.arange(places.max(initial=NO_UNIT) + 1)[:, None]
-    gone = lost_shards((places == NO_UNIT)[None], group.width)
-    return _Pattern(lost_shards(has, group.width).T, np.int32(group.f) - gone.T)
+    is_member = places == np.arange(places.max(initial=NO_UNIT) + 1)[:, None]
+    lost = lost_shards((places == NO_UNIT)[None], group.width)
+    return _Pattern(lost_shards(is_member, group.width).T, np.int32(group.f) - lost.T)
 
 
 def _tolerated(units: _Units, groups: Sequence[LaneGroup]) -> int:

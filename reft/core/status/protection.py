@@ -135,13 +135,13 @@ def protection(
 
 
 def _protection_of(version: Version, placement: Placement, loss_analysis: LossAnalysis) -> Protection:
-    fatal = tuple(verdict.unit for verdict in loss_analysis.nodes() if not verdict.survives)
+    fatal = tuple(unit_loss.unit for unit_loss in loss_analysis.nodes() if not unit_loss.survives)
     pairs, domains = loss_analysis.pairs(), loss_analysis.each_domain()
     return Protection(
         version, groups(placement), meant(placement), loss_analysis.tolerated(), fatal, pairs.survives,
         len(loss_analysis.all_nodes), exposed(placement),
         tuple(pair for pair in pairs.fatal if not set(pair) & set(fatal)) if pairs.is_listed else None,
-        len(domains), tuple(verdict.unit for verdict in domains if not verdict.survives),
+        len(domains), tuple(unit_loss.unit for unit_loss in domains if not unit_loss.survives),
     )  # fmt: skip
 
 
