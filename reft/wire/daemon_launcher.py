@@ -202,6 +202,6 @@ class DaemonRestarter:
             address, hello = daemon_launcher.find(self.settings, self.flags)
             if self.agent_pid:
                 daemon_launcher.hello(address, agent_pid=self.agent_pid)
-            log.warning("the daemon had died; process %d has taken over what it held.", hello.pid)
+            log.warning("the daemon had died; process %d has taken over its slots.", hello.pid)
         except ReftError as error:
             log.warning("the daemon has died and can't be started again: %s", error)

@@ -250,5 +250,5 @@ class ManifestLayouts(Sequence[Layout]):
             return [self[i] for i in range(*index.indices(len(self)))]
         layout = expand(self.symbolic[index])
         if layout.digest != self.digests[index]:
-            raise FormatError(f"layout {index} of the manifest is not what it says: digest {layout.digest.hex()}.")
+            raise FormatError(f"layout {index} of the manifest has another digest than stated: {layout.digest.hex()}.")
         return layout

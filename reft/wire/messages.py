@@ -39,7 +39,7 @@ def check_protocol(theirs: int, who: str, ours: str) -> None:
     if theirs != PROTOCOL:
         raise AttachError(
             f"{who} protocol {theirs}, {ours} {PROTOCOL}.",
-            "install the same reft on both sides, and restart what was running when it changed",
+            "install the same reft on both sides, and restart daemons and trainers of the old version",
         )
 
 
@@ -117,7 +117,7 @@ def report_from(message: pb.StepReport) -> StepReport:
         raise ConfigError(f"step {since} can't be whole where only steps up to {until} were answered.")
     if max(len(message.sealed), len(message.pending)) > UNDECIDED_MAX:
         counts = f"{len(message.sealed)} sealed and {len(message.pending)} pending"
-        raise ConfigError(f"{counts} steps are said to be undecided; the limit is {UNDECIDED_MAX}.")
+        raise ConfigError(f"{counts} steps are reported as undecided; the limit is {UNDECIDED_MAX}.")
     return report
 
 

@@ -153,7 +153,7 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
     if kind != DIGEST_KIND_XXH3_64 or state not in SlotState.__members__.values():
         raise FormatError(f"unknown digest kind {kind!r} or state {state!r}.")
     if not chunk or table_bytes > table_capacity or capsule_bytes > CAPSULE_MAX or data_bytes > data_capacity:
-        raise FormatError("the header names parts that are larger than the slot.")
+        raise FormatError("the header has sizes that exceed the slot.")
     return Header(
         geometry=Geometry(table_capacity, data_capacity, chunk),
         job=job.rstrip(b"\0").decode("ascii", "replace"),

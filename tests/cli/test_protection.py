@@ -93,7 +93,7 @@ def test_a_node_is_lost():
 def test_how_long_it_was_degraded():
     now = lines_of(job_survey(4), degraded=True, degraded_s=3.24)
     assert now[1:4] == [
-        "health  WARN  step 40 is held, but less survives now than was asked for.",
+        "health  WARN  step 40 is held, but it survives fewer losses than requested.",
         "protect DEGRADED  any 1 failure domain may vanish now. Degraded for 3.2s since the last",
         "        restore.",
     ]

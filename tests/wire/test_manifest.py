@@ -58,7 +58,7 @@ def test_a_layout_with_a_wrong_digest_is_refused_when_it_is_read():
     found.layouts[1].cuts[0] = 3
     layouts, _ = layouts_of(found)
     assert layouts[0] == pack([piece("w", (8, 6), 0, 2, 0)])
-    with pytest.raises(FormatError, match="layout 1 of the manifest is not what it says"):
+    with pytest.raises(FormatError, match="layout 1 of the manifest has another digest"):
         layouts[1]
 
 

@@ -428,7 +428,7 @@ class FailureDetector:
             return (
                 Signal.SUSPECT,
                 f"daemon {each.gone}",
-                f"its daemon is {daemon_state}; training goes on as far as is known.",
+                f"its daemon is {daemon_state}; training continues, as far as is known.",
             )
         if is_alone and silent_s <= CUT_OFF_S:
             return Signal.SUSPECT, "alone", "it is silent like every other: this node may be the one that is cut off."

@@ -210,7 +210,9 @@ def simulate(
     for stage, order in enumerate(orders):
         if len(spans[stage]) < len(order):
             stuck = order[len(spans[stage])]
-            raise ConfigError(f"stage {stage} waits for ever before {stuck.kind.value}{stuck.microbatch}.")
+            raise ConfigError(
+                f"the orders wait for one another: stage {stage} never gets to {stuck.kind.value}{stuck.microbatch}."
+            )
     return spans
 
 

@@ -176,7 +176,7 @@ def pieces_of(
             if not without:
                 locations.setdefault(leaf, []).append(PieceLocation(PieceSource.CELL, number, offset))
             elif without < len(sets):
-                problems.append(f"{leaf.name}: some of the ranks that should have had it did not")
+                problems.append(f"{leaf.name}: some of its ranks did not have it")
     for rank, own in sorted(owns.items()):
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
             locations.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
@@ -246,7 +246,7 @@ def match(
     for name in sorted(takers):
         _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(shard_match, fits)
     for name in sorted(held.keys() - takers.keys()):
-        shard_match.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
+        shard_match.problems.append(f"{name}: the old job held {held[name][0].leaf.describe()}, the new job has none")
     return shard_match
 
 
@@ -301,22 +301,24 @@ class _Tensor:
             missing = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
             if missing:
                 done.problems.append(
-                    f"{self.name}: {missing} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
+                    f"{self.name}: {missing} of the {leaf.nbytes} bytes of {leaf.describe()} were not held"
                 )
         for piece, nbytes in zip(pieces, bytes_taken, strict=True):
             if nbytes < piece.leaf.nbytes:
                 missing = piece.leaf.nbytes - nbytes
-                done.problems.append(f"{self.name}: {missing} bytes of held {piece.leaf.describe()} find no rank")
+                done.problems.append(
+                    f"{self.name}: no new rank wants {missing} bytes of the old {piece.leaf.describe()}"
+                )
 
     def _problem(self) -> str:
         """Returns why nothing of this tensor can be taken; empty if it can."""
         wanted = [leaf for leaf in self.takers if leaf.nbytes]
         if not wanted or not self.pieces:
-            return f"not held, {wanted[0].describe()} in the new job" if wanted else ""
+            return f"the old job held none, the new job has {wanted[0].describe()}" if wanted else ""
         held = [piece.leaf for piece in self.pieces]
         kinds = {(leaf.dtype, leaf.global_shape): leaf for leaf in (*held, *wanted)}
         if len(kinds) > 1:
-            return f"held {_whole(held[0])}, {_whole(wanted[-1])} in the new job"
+            return f"the old job held {_whole(held[0])}, the new job has {_whole(wanted[-1])}"
         if self.is_mismatched and any(len(piece.seats) > 1 for piece in self.pieces):
             return "the old ranks held different bytes of it, so another shape can't tell which are right"
         return ""

@@ -88,7 +88,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     newest = max((rank.step for rank in living), default=job.whole.step)
     if troubled:
         first = troubled[0]
-        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Held is step {job.whole.step}."
+        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Step {job.whole.step} is held."
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
     if job.mismatched:
@@ -99,7 +99,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
             f"step {job.whole.step} is held, but its files were removed: it is gone when the daemon ends.",
         )
     if job.word is ProtectionWord.DEGRADED:
-        return Health.WARN, f"step {job.whole.step} is held, but less survives now than was asked for."
+        return Health.WARN, f"step {job.whole.step} is held, but it survives fewer losses than requested."
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
     if len(living) < job.world:
@@ -111,7 +111,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
 def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
     """Returns the health and the sentence if some daemons do not answer."""
     if job.protection is None:
-        return Health.WARN, f"no answer from the daemon of {names}; what it holds is not known."
+        return Health.WARN, f"no answer from the daemon of {names}; its slots are not known."
     if job.protection.version is not None:
         step = job.protection.version.step
         return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."

@@ -205,7 +205,7 @@ class LossAnalysis:
         parts = []
         if lanes.count:
             cell = self.placement.division.cells[self.placement.lanes[lanes.first].cell]
-            rest = f" and what else lies in {lanes.count} parts" if lanes.count > 1 else ""
+            rest = f" and other leaves ({lanes.count} lanes)" if lanes.count > 1 else ""
             parts.append(f"{cell.leaves[0].name}{rest} can't be decoded")
         if bare.count:
             parts.append(f"no capsule of {bare.ranks} is left")

@@ -40,7 +40,7 @@ def test_nothing_whole_yet():
 def test_a_rank_in_trouble_is_named_with_its_reason():
     word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.")))
     assert word is Health.WARN
-    assert sentence == "rank 1 skips snapshots: no room. Held is step 10."
+    assert sentence == "rank 1 skips snapshots: no room. Step 10 is held."
 
 
 def test_the_trouble_of_a_dead_rank_is_not_shown():

@@ -126,8 +126,7 @@ def test_unreplicated_leaves_and_missing_capsules_are_named():
 def test_results_count_the_lost_lanes_and_ranks():
     it = intact(2, 2, 0, "none", stages=2)
     assert (
-        it.nodes()[0].words
-        == "w0 and what else lies in 2 parts can't be decoded; no capsule of rank 0 and 1 more is left"
+        it.nodes()[0].words == "w0 and other leaves (2 lanes) can't be decoded; no capsule of rank 0 and 1 more is left"
     )
     assert it.nodes()[0].words == it.what_if(["n0"]).words
 
