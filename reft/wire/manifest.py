@@ -84,7 +84,7 @@ def division_of(manifest: pb.Manifest, inline_bytes_max: int, own: Collection[st
     return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, inline_bytes_max)
 
 
-def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placement:
+def placement_of(manifest: pb.Manifest, known_division: Division | None = None) -> Placement:
     """Returns where every byte of every rank's state lies.
 
     The placement is the same for all holders of the manifest. With protect "none" every rank keeps
@@ -92,8 +92,8 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
 
     Args:
         manifest: the manifest.
-        alike: the division for no mismatched leaves, if known; computing it takes a second for
-            thousands of ranks.
+        known_division: the division for no mismatched leaves, if known; computing it takes a second
+            for thousands of ranks.
 
     Raises:
         FormatError: the manifest contradicts itself.
@@ -104,8 +104,8 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
             f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
         )
     domains = domains_of(manifest)
-    if alike is not None and scheme != "none" and not manifest.mismatched:
-        division = alike
+    if known_division is not None and scheme != "none" and not manifest.mismatched:
+        division = known_division
     else:
         own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.mismatched)
         division = division_of(manifest, inline_bytes_max(domains), own)

@@ -358,7 +358,7 @@ class FailureDetector:
         return changes
 
     def _restart_silence_if_cut_off(self, node: str, now_s: float) -> None:
-        """Restarts the count of silence if no watched daemon was heard before this one.
+        """Restarts the count of silence if all watched nodes were silent until now.
 
         Called before the daemon's sign of life is noted. This node may have been cut off.
         Connections come back one by one, so the silence of the others counts from now on.

@@ -135,7 +135,7 @@ class PacingPlan:
     def longest(self, nbytes: int) -> list[int]:
         """Returns bytes to copy in each gap: the longest gaps first, until they hold enough.
 
-        Enough is `nbytes` times SPARE. Phases that are not used get 0.
+        Enough is `nbytes` times GAP_MARGIN. Phases that are not used get 0.
         """
         gap_bytes, bytes_wanted = [0] * len(self.rooms), nbytes * GAP_MARGIN
         for index in sorted(range(len(self.rooms)), key=lambda index: -self.rooms[index]):
@@ -149,16 +149,18 @@ class PacingPlan:
     def _seconds_from(self) -> dict[Tier, list[float]]:
         """Returns tier → seconds of that tier from each phase on."""
         return {
-            tier: [*accumulate((s.seconds if s.tier is tier else 0.0 for s in reversed(self.phases)), initial=0.0)][
-                ::-1
-            ]
+            tier: [
+                *accumulate(
+                    (phase.seconds if phase.tier is tier else 0.0 for phase in reversed(self.phases)), initial=0.0
+                )
+            ][::-1]
             for tier in (Tier.COMPUTE, Tier.COLLECTIVE)
         }
 
     @cached_property
     def seconds(self) -> float:
         """Returns the seconds from the mark to the fence."""
-        return sum(stretch.seconds for stretch in self.phases)
+        return sum(phase.seconds for phase in self.phases)
 
     def owed(self, index: int, left: int) -> float:
         """Returns the bytes that this phase's tier must take from this phase on.

@@ -170,17 +170,17 @@ def plan(
         guard_s: kept free at the end of each gap, to cover estimation errors.
         deadline: the fence, in seconds from the mark.
     """
-    filling = _TaskPlacer(
+    placer = _TaskPlacer(
         tuple(windows), np.fromiter(chain(chunks, parity), np.float64, len(chunks) + len(parity)), deadline
     )
     gaps = [_FreeTime(i, w.start, w.end - guard_s) for i, w in enumerate(windows) if w.tier is Tier.GAP]
     computed = np.arange(len(chunks), len(chunks) + len(parity))
-    at_mark = filling.greedily(computed, gaps, rates.parity)
-    left = filling.greedily(np.arange(len(chunks)), gaps, rates.gap)
+    at_mark = placer.greedily(computed, gaps, rates.parity)
+    left = placer.greedily(np.arange(len(chunks)), gaps, rates.gap)
     for tier in (Tier.COMPUTE, Tier.COLLECTIVE):
         free_times = [_FreeTime(i, w.start, w.end) for i, w in enumerate(windows) if w.tier is tier]
-        left = filling.evenly(left, free_times, rates.of(tier))
-    return filling.result(at_mark)
+        left = placer.evenly(left, free_times, rates.of(tier))
+    return placer.result(at_mark)
 
 
 @dataclass

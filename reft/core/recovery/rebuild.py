@@ -180,18 +180,18 @@ class ShardRebuilder:
     placement: Placement
     _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
-    def make(self, band: RebuildSlice, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
+    def make(self, shard_slice: RebuildSlice, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
         """Fills one slice of the shards that are rebuilt.
 
         Args:
-            band: the slice.
+            shard_slice: the slice.
             read: (shard, packet) → the columns that were read, for all of `stripe.read`.
             made: (shard, packet) → where the rebuilt columns belong, for all of `stripe.made`.
         """
-        stripe = band.stripe
+        stripe = shard_slice.stripe
         lane = self.placement.lanes[stripe.lane]
         registers = dict(read)
-        width = band.end - band.begin
+        width = shard_slice.end - shard_slice.begin
         if stripe.lost:
             parities = tuple(piece.shard - lane.code.k for piece in stripe.read if piece.shard >= lane.code.k)
             self._run(self._decoding(lane, stripe.lost, parities), registers, made, width)

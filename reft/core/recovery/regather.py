@@ -225,7 +225,7 @@ class ReshardPlan:
     node_of: Sequence[str]
     sizes: TransferSizes
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
-    _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
+    _block_offsets: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
 
     def entries(self, rank: int) -> Iterator[TransferMessage | LostShardSlice]:
         """Yields the entries that a new rank takes part in, in list order; perhaps a few more.
@@ -241,12 +241,12 @@ class ReshardPlan:
             extents = self.inline_leaves(old, self._all_needs if keeper == rank else own_needs)
             inline_leaves.append(self._windows(PieceSource.CAPSULE, old, extents, keeper))
         for turn in (slots, inline_leaves):
-            yield from (parcel for _, parcel in merge(*turn, key=itemgetter(0)))
+            yield from (message for _, message in merge(*turn, key=itemgetter(0)))
         lost = [old for old in range(len(self.placement.domains)) if old not in self.reader_of]
         for row in zip_longest(
             *(self._lost(old, self._all_needs if self.keeper_of[old] == rank else own_needs) for old in lost)
         ):
-            yield from (band for band in row if band is not None)
+            yield from (shard_slice for shard_slice in row if shard_slice is not None)
 
     def inline_leaves(self, owner: int, wanted: _Wanted | None = None) -> list[SourceExtent]:
         """Returns the needed inline leaves of an old rank, end to end in the order of their names.
@@ -342,12 +342,12 @@ class ReshardPlan:
             while at < extent.end:
                 number = at // self.sizes.piece
                 if number != window:
-                    yield from ((window, parcel) for parcel in self._messages(where, owner, parts, sender))
+                    yield from ((window, message) for message in self._messages(where, owner, parts, sender))
                     window, parts = number, {}
                 end = min(extent.end, (number + 1) * self.sizes.piece)
                 self._split(extent, at, end, parts)
                 at = end
-        yield from ((window, parcel) for parcel in self._messages(where, owner, parts, sender))
+        yield from ((window, message) for message in self._messages(where, owner, parts, sender))
 
     def _split(self, extent: SourceExtent, at: int, end: int, parts: dict[tuple[int, ...], list[NeededRange]]) -> None:
         """Adds the needed ranges of bytes at..end of the source, grouped by receivers."""
@@ -384,24 +384,26 @@ class ReshardPlan:
             width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                band = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
-                yield replace(band, parcels=tuple(self._decoded(band, wanted)))
+                shard_slice = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
+                yield replace(shard_slice, parcels=tuple(self._decoded(shard_slice, wanted)))
 
-    def _decoded(self, band: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
+    def _decoded(self, shard_slice: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
         """Yields the messages with the needed bytes of a slice."""
-        if band.lane.code.k == 1:
+        if shard_slice.lane.code.k == 1:
             # The reader of another copy sends these bytes. Here they are only compared with the
             # digests.
             return
-        extents = list(self._block(band.block, _any_rank, wanted))
+        extents = list(self._block(shard_slice.block, _any_rank, wanted))
         clipped = []
-        for begin, end in band.ranges:
-            at, upto = band.block.offset + begin, band.block.offset + end
+        for begin, end in shard_slice.ranges:
+            at, upto = shard_slice.block.offset + begin, shard_slice.block.offset + end
             for extent in extents:
                 if extent.begin < upto and at < extent.end:
                     first = extent.first + max(at - extent.begin, 0)
                     clipped.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
-        yield from (parcel for _, parcel in self._windows(PieceSource.CELL, band.owner, clipped, band.rebuilder))
+        yield from (
+            message for _, message in self._windows(PieceSource.CELL, shard_slice.owner, clipped, shard_slice.rebuilder)
+        )
 
     def _read(self, block: ShardBlock) -> StripeRead:
         if block.lane not in self._reads:
@@ -412,6 +414,6 @@ class ReshardPlan:
         """Returns the old rank that has this shard of the stripe, and the offset in its slot."""
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]
-        if old not in self._places:
-            self._places[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
-        return old, self._places[old][block.lane, block.stripe, shard]
+        if old not in self._block_offsets:
+            self._block_offsets[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
+        return old, self._block_offsets[old][block.lane, block.stripe, shard]

@@ -201,7 +201,7 @@ class LossAnalysis:
                 (unreplicated if self.unreplicated.get(rank) else bare)[min(homes)].add(rank)
         return [UnitLoss(name, self._words(lanes[i], bare[i], unreplicated[i])) for i, name in enumerate(units.names)]
 
-    def _words(self, lanes: _Count, bare: _Count, kept: _Count) -> str:
+    def _words(self, lanes: _Count, bare: _Count, unreplicated: _Count) -> str:
         parts = []
         if lanes.count:
             cell = self.placement.division.cells[self.placement.lanes[lanes.first].cell]
@@ -209,8 +209,8 @@ class LossAnalysis:
             parts.append(f"{cell.leaves[0].name}{rest} can't be decoded")
         if bare.count:
             parts.append(f"no capsule of {bare.ranks} is left")
-        if kept.count:
-            parts.append(f"leaves that only {kept.ranks} held are gone")
+        if unreplicated.count:
+            parts.append(f"leaves that only {unreplicated.ranks} held are gone")
         return "; ".join(parts)
 
 
@@ -276,7 +276,7 @@ class _Units:
 
     Attributes:
         names: of the units, sorted.
-        unit_of: int32 [rank], unit of the rank's slot; GONE if it has none.
+        unit_of: int32 [rank], unit of the rank's slot; NO_UNIT if it has none.
         homes: for each rank the units that hold its own state; one of them must survive.
     """
 
