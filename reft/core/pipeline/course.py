@@ -249,11 +249,11 @@ class PacedCopy:
         owes = self._parity_bytes_after_step > 0 or self._pacing_plan.owed(self._index, self._bytes_left_at_entry) > 0
         return frozenset({Priority.ALL, Priority.BUSY}) if owes else frozenset()
 
-    def take(self, now_s: float, hands: Priority) -> CopyTask | None:
+    def take(self, now_s: float, priority: Priority) -> CopyTask | None:
         """Returns the next task if one is due for this priority, else None."""
         if not self._is_unpaced and now_s > self._late_s:
             self._is_unpaced = True
-        queue = self._due(now_s, hands)
+        queue = self._due(now_s, priority)
         if queue is None:
             return None
         number = queue.popleft()
@@ -283,15 +283,15 @@ class PacedCopy:
         assert self._pacing_plan is not None
         return self._window_began_s + self._pacing_plan.seconds * LATE_FACTOR + LATE_S
 
-    def _due(self, now_s: float, hands: Priority) -> deque[int] | None:
+    def _due(self, now_s: float, priority: Priority) -> deque[int] | None:
         """Returns the queue whose first task may go now; None if no task may."""
         any_left = self._parity or self._chunks or None
         if self._is_unpaced:
-            return any_left if hands is not Priority.IDLE else None
+            return any_left if priority is not Priority.IDLE else None
         assert self._pacing_plan is not None
         if self._tier is Tier.GAP:
-            return any_left if hands is not Priority.BUSY and self._is_gap_used else None
-        if hands is Priority.IDLE:
+            return any_left if priority is not Priority.BUSY and self._is_gap_used else None
+        if priority is Priority.IDLE:
             return None
         if self._parity_bytes_after_step > 0 and self._index == 0 and self._parity:
             self._parity_bytes_after_step -= self._weights[self._parity[0]]
