@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # whoever starts this need not set PYTHONPATH
+sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]  # nobody who starts this need set PYTHONPATH
 
 from bench import result  # noqa: E402
 from bench.options import count, output  # noqa: E402

@@ -2,8 +2,8 @@
 
 torchrun --nnodes=2 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=reft --rdzv-endpoint=storehost:29400 examples/hsdp.py
 
-reft finds from the shards' places in the whole which ranks hold the same bytes: here rank i of each node. The README says
-how to start the daemons and the store for several nodes.
+reft finds from the shards' places in the whole which ranks hold the same bytes: here rank i of each node. daemon/README.md
+and reft/elastic/README.md say how to start the daemons and the store for several nodes.
 """
 
 import argparse

@@ -145,7 +145,7 @@ def _convert(name: str, kind: type, text: str) -> object:
 
 
 def runtime_dir() -> Path:
-    """The folder of this user's daemon: the same one whoever of this machine asks, and whenever.
+    """The folder of this user's daemon: the same one for all processes of this user, at any time.
 
     HOME may be read-only or shared by nodes. XDG_RUNTIME_DIR goes when its user logs out, and comes when he logs in to
     look after the job; TMPDIR is another one in each job of many clusters: after a restart trainers would find no daemon

@@ -1,4 +1,4 @@
-"""`reft-daemon`: reads its flags, opens its sockets, and runs until it is told to stop."""
+"""`reft-daemon`: reads the flags, opens the sockets, and runs until a signal stops it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from reft_daemon.server.socket_keeper import SocketKeeper
 
 log = logging.getLogger("reft.daemon")
 DOMAIN_MAX = 64
-SPARE_S = 5.0  # between looks whether spare memory may be taken again
-GRACE_S = 1.0  # running calls may end within it when the daemon stops
+SPARE_S = 5.0  # between two tries to make spare files
+GRACE_S = 1.0  # time that running calls get to end when the daemon stops
 
 
 @dataclass(frozen=True)
@@ -63,32 +63,35 @@ class DaemonSettings:
 
     @property
     def host(self) -> str:
-        """Of `listen`; empty if it names none."""
+        """The host part of `listen`; empty if `listen` names none."""
         return self.listen.rpartition(":")[0].strip("[]")
 
 
 def check_listen(settings: DaemonSettings) -> None:
-    """Raises ConfigError if state would be offered to a network in plain text without a word, or at no address."""
+    """Raises ConfigError if other nodes can't call `--listen`, or would send state in plain text.
+
+    Plain text beyond loopback is allowed only with `--insecure`.
+    """
     if not settings.listen:
         return
-    before, _, port = settings.listen.rpartition(":")
-    if not port.isdigit() or (":" in before and not before.startswith("[")):
+    host_text, _, port = settings.listen.rpartition(":")
+    if not port.isdigit() or (":" in host_text and not host_text.startswith("[")):
         raise ConfigError(
             f"--listen {settings.listen} is not HOST:PORT.",
-            "e.g. --listen node7:29700, and a number of IPv6 as [fd00::7]:29700",
+            "e.g. --listen node7:29700; put an IPv6 address in brackets, e.g. [fd00::7]:29700",
         )
     if not settings.tls and not settings.insecure and not rpc.is_loopback(settings.host):
         raise ConfigError(
             f"--listen {settings.listen} is reachable from other hosts, and there is no TLS.",
-            "give --tls-cert, --tls-key and --tls-ca, or --insecure on a network that you trust",
+            "give --tls-cert, --tls-key and --tls-ca; on a network that you trust, --insecure is enough",
         )
-    remedy = f"this node's own, e.g. --listen {socket.getfqdn()}:{port}, or its number"
+    remedy = f"give this node's own name, e.g. --listen {socket.getfqdn()}:{port}, or its IP address"
     if settings.host in ("", "*", "0.0.0.0", "::"):
-        raise ConfigError(f"--listen {settings.listen} names no address, and other nodes are told to call it.", remedy)
+        raise ConfigError(f"--listen {settings.listen} names no address that other nodes can call.", remedy)
     if settings.host != "localhost" and not _is_number(settings.host) and rpc.is_loopback(settings.host):
         raise ConfigError(
-            f"--listen {settings.listen}: {settings.host} is loopback on this machine, and other nodes are told to call it.",
-            "this node's address as a number, or another line in /etc/hosts",
+            f"--listen {settings.listen}: {settings.host} is loopback on this machine; other nodes can't call it.",
+            "give this node's IP address as a number, or correct the line in /etc/hosts",
         )
 
 
@@ -99,56 +102,60 @@ def _is_number(host: str) -> bool:
 
 
 def check_domain(label: str) -> str:
-    """The label itself.
+    """Returns the label unchanged.
 
     Raises:
-        ConfigError: it is longer than DOMAIN_MAX, or has characters that can't be shown.
+        ConfigError: the label is longer than DOMAIN_MAX, or has characters that can't be printed.
     """
     if len(label) > DOMAIN_MAX or not label.isprintable():
         raise ConfigError(
-            f"--domain {label!r} has {len(label)} characters; up to {DOMAIN_MAX} that can be printed are allowed.",
-            "a short name, e.g. rack-7",
+            f"--domain {label!r} has {len(label)} characters; at most {DOMAIN_MAX} printable characters are allowed.",
+            "give a short name, e.g. rack-7",
         )
     return label
 
 
 def check_seconds(flag: str, seconds: float) -> float:
-    """The number itself.
+    """Returns the number unchanged.
 
     Raises:
-        ConfigError: it is below 0, or no number.
+        ConfigError: the number is below 0, or not a number.
     """
     if not seconds >= 0:
-        raise ConfigError(f"{flag} {seconds:g}: seconds from 0 on are allowed.")
+        raise ConfigError(f"{flag} {seconds:g} is not allowed: give a number of seconds, 0 or more.")
     return seconds
 
 
 def parse_spare(text: str) -> SpareFiles:
-    """What --spare says; an empty text is nothing.
+    """Parses the value of --spare; an empty text means no spare files.
 
     Raises:
-        ConfigError: it is not COUNTxSIZE.
+        ConfigError: the text is not COUNTxSIZE.
     """
     count, _, size_text = text.partition("x")
     if not text:
         return SpareFiles()
     if not count.isdigit() or not size_text:
         raise ConfigError(
-            f"--spare {text!r} is not COUNTxSIZE.", "as many slots as a node has, as large: --spare 24x2.7GiB"
+            f"--spare {text!r} is not COUNTxSIZE.",
+            "give the number and the size of a node's slots, e.g. --spare 24x2.7GiB",
         )
     return SpareFiles(int(count), parse_size(size_text))
 
 
 async def serve(settings: DaemonSettings) -> None:
-    """Runs the daemon until SIGTERM or SIGINT, or until it was idle for long enough."""
+    """Runs the daemon until SIGTERM, SIGINT, or the end of the idle time."""
     take_all_descriptors()
     socket_keeper = SocketKeeper(settings.socket)
     failpoints = Failpoints(Config.load().failpoints)
     arena = Arena(settings.folder, settings.memory_bytes, settings.spare)
-    far = grpc_server.server()
-    addresses = _addresses(far, settings, arena)
-    own = {*addresses, _unix(settings)}
-    peers, beats = PeerChannels(settings.tls, own), PeerChannels(settings.tls, own, apart=True)
+    tcp_server = grpc_server.server()
+    addresses = _addresses(tcp_server, settings, arena)
+    own_addresses = {*addresses, _socket_address(settings)}
+    peers, beats = (
+        PeerChannels(settings.tls, own_addresses),
+        PeerChannels(settings.tls, own_addresses, own_connections=True),
+    )
     registry = Registry(arena, peers, settings.ttl_s, failpoints, beats, settings.kills_hung)
     trusts_peers = settings.tls is not None or settings.insecure or rpc.is_loopback(settings.host)
     identity = DaemonIdentity(
@@ -157,19 +164,20 @@ async def serve(settings: DaemonSettings) -> None:
     )  # fmt: skip
     daemon, peer, health = DaemonService(registry, identity), PeerService(registry), health_service.aio.HealthServicer()
 
-    def services(
+    # All servers share these service objects, so only one rebuild runs at a time on this daemon.
+    def add_services(
         server: grpc.aio.Server,
-    ) -> None:  # the same for all: one rebuild at a time, by whichever way it was asked
+    ) -> None:
         pb_grpc.add_DaemonServicer_to_server(daemon, server)
         pb_grpc.add_PeerServicer_to_server(peer, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
 
-    services(far)
+    add_services(tcp_server)
     registry.adopt()
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    await socket_keeper.open(registry, services)
-    await far.start()
-    bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "what the machine has free"
+    await socket_keeper.open(registry, add_services)
+    await tcp_server.start()
+    bound = f"at most {size(settings.memory_bytes)}" if settings.memory_bytes else "the machine's free memory"
     log.info(
         "reft-daemon %s node=%s socket=%s slots=%s memory=%s",
         __version__,
@@ -180,49 +188,55 @@ async def serve(settings: DaemonSettings) -> None:
     )
     for address in addresses:
         log.info("address=%s", address)
-    await _until_stopped(registry, socket_keeper.watch(registry, services), settings.idle_exit_s, settings.tls)
-    await asyncio.gather(far.stop(GRACE_S), socket_keeper.close(GRACE_S))
+    await _until_stopped(registry, socket_keeper.watch(registry, add_services), settings.idle_exit_s, settings.tls)
+    await asyncio.gather(tcp_server.stop(GRACE_S), socket_keeper.close(GRACE_S))
     await registry.close(settings.purge)
     arena.close()
     socket_keeper.release()
 
 
-def _addresses(far: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> tuple[str, ...]:
-    """Where other daemons call this one; for other hosts `far` listens."""
-    # Not the socket too: on another host its path leads to whatever daemon serves there, and that would be taken for this one
-    # while this one is away. Where nobody listens, daemons of one host reach each other by it.
-    return (_listen(far, settings, arena),) if settings.listen else (_unix(settings),)
+def _addresses(tcp_server: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> tuple[str, ...]:
+    """Returns the addresses where other daemons call this one. `far` listens for other hosts."""
+    # A daemon that listens does not offer its socket path too. On another host that path leads to
+    # another daemon, which callers would take for this one while this one is away. Daemons of one
+    # host that don't listen reach each other by the socket.
+    return (_listen(tcp_server, settings, arena),) if settings.listen else (_socket_address(settings),)
 
 
-def _unix(settings: DaemonSettings) -> str:
+def _socket_address(settings: DaemonSettings) -> str:
     return rpc.check_address(f"unix:{settings.socket}")
 
 
 def _listen(server: grpc.aio.Server, settings: DaemonSettings, arena: Arena) -> str:
-    """Listens for other nodes' daemons; the address. Where any port will do, the one that this daemon had before it restarted.
+    """Listens for the daemons of other nodes; returns the address.
+
+    With port 0, the port that this daemon had before a restart is tried first.
 
     Raises:
-        ConfigError: the port can't be had.
+        ConfigError: the port can't be opened.
     """
-    host, _, given = rpc.check_address(settings.listen).rpartition(":")
-    port = int(given)
-    for wanted in dict.fromkeys((port or arena.port, port)):
+    host, _, port_text = rpc.check_address(settings.listen).rpartition(":")
+    port = int(port_text)
+    for candidate in dict.fromkeys((port or arena.port, port)):
         try:
             if settings.tls:
-                arena.port = server.add_secure_port(f"{host}:{wanted}", settings.tls.server())
+                arena.port = server.add_secure_port(f"{host}:{candidate}", settings.tls.server())
             else:
-                arena.port = server.add_insecure_port(f"{host}:{wanted}")
+                arena.port = server.add_insecure_port(f"{host}:{candidate}")
             return f"{host}:{arena.port}"
         except RuntimeError as failure:
-            error = failure  # of the earlier port: somebody else has it by now
+            error = failure  # the earlier port may belong to another process by now
     raise ConfigError(
-        f"can't listen on {settings.listen}: {_why_not(settings.host, port) or error}.",
-        "this node's own name or number, and a port that is free; port 0 takes any",
+        f"can't listen on {settings.listen}: {_bind_error(settings.host, port) or error}.",
+        "give this node's own name or IP address and a free port; port 0 takes any free one",
     ) from error
 
 
-def _why_not(host: str, port: int) -> str:
-    """What the system says against listening there, since gRPC's own error names no cause; empty if it says nothing."""
+def _bind_error(host: str, port: int) -> str:
+    """Returns the system's reason against listening there; empty if there is none.
+
+    gRPC's own error names no cause.
+    """
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
@@ -241,18 +255,20 @@ async def _until_stopped(
         loop.add_signal_handler(number, stopped.set)
     if tls:
         tls.watch()
-    loop.add_signal_handler(signal.SIGHUP, tls.reread if tls else lambda: log.info("SIGHUP: nothing to reload"))
+    loop.add_signal_handler(
+        signal.SIGHUP, tls.reread if tls else lambda: log.info("SIGHUP: this daemon has no certificates to reload")
+    )
     tasks = {
         asyncio.ensure_future(stopped.wait()),
         asyncio.ensure_future(registry.expire_for_ever(idle_exit_s)),
         asyncio.ensure_future(socket_keeper),
         asyncio.ensure_future(registry.heartbeat_service.run()),
-        asyncio.ensure_future(_keep_spare(registry.arena.pool)),
+        asyncio.ensure_future(_refill_spare_files(registry.arena.pool)),
     }
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)  # asked once is enough: a second one must not cut the clean end short
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean end
     for task in pending:
         task.cancel()
     registry.arena.pool.close()
@@ -260,66 +276,107 @@ async def _until_stopped(
         task.result()
 
 
-async def _keep_spare(pool: SparePool) -> None:
+async def _refill_spare_files(pool: SparePool) -> None:
     while True:
         if pool.want.count:
             try:
                 await asyncio.to_thread(pool.refill)
-            except (OSError, RuntimeError) as error:  # the second where no thread can be started
-                log.error("spare memory can't be had: %s", error)  # slots do without it
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                log.error("spare files can't be made, slots are made without them: %s", error)
         await asyncio.sleep(SPARE_S)
 
 
 @click.command(context_settings={"auto_envvar_prefix": "REFT", "show_default": True})
 @click.option(
-    "--node", default=socket.gethostname, help="Name of this node in `reft-cli status`.", show_default="host name"
+    "--node",
+    default=socket.gethostname,
+    help="Name of this node, as `reft-cli status` shows it.",
+    show_default="host name",
 )
 @click.option(
-    "--domain", default="", help="What is lost together with this node, e.g. its rack.", show_default="the node itself"
+    "--domain",
+    default="",
+    help="Failure domain: nodes with the same label are lost together, e.g. those of a rack.",
+    show_default="the node itself",
 )
 @click.option(
-    "--socket", "socket_path", type=click.Path(path_type=Path), help="Unix socket to serve on.", envvar="REFT_SOCKET"
+    "--socket",
+    "socket_path",
+    type=click.Path(path_type=Path),
+    help="Unix socket for the trainers of this node and reft-cli.",
+    envvar="REFT_SOCKET",
 )
-@click.option("--listen", default="", help="HOST:PORT for the daemons of other nodes; port 0 takes a free one.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where slots lie; a tmpfs.", envvar="REFT_DIR")
 @click.option(
-    "--memory", default="0", help="The most that slots may take, e.g. 64GiB; 0 means what the machine has free."
+    "--listen",
+    default="",
+    help="HOST:PORT at which the daemons of other nodes call this one; port 0 takes a free port.",
 )
-@click.option("--spare", default="", help="COUNTxSIZE of slots to have ready on a node that stands by, e.g. 24x2.7GiB.")
 @click.option(
-    "--ttl", default=1800.0, help="Seconds for which the slots of a job are kept after its last trainer ended."
+    "--dir", "folder", type=click.Path(path_type=Path), help="Folder for the slots, on a tmpfs.", envvar="REFT_DIR"
 )
-@click.option("--ttl-failed", default=86400.0, help="The same for a named job whose trainers died or were killed.")
-@click.option("--idle-exit", default=0.0, help="Leave after so many seconds without a job; 0 means never.")
-@click.option("--purge", is_flag=True, help="Free all slots when the daemon stops; else the next one adopts them.")
 @click.option(
-    "--tls-cert", type=click.Path(path_type=Path), help="Certificate of this node (mutual TLS between daemons)."
+    "--memory",
+    default="0",
+    help="Limit on the memory of all slots, e.g. 64GiB; 0: only the free memory of machine and container limits it.",
 )
-@click.option("--tls-key", type=click.Path(path_type=Path), help="Its key.")
-@click.option("--tls-ca", type=click.Path(path_type=Path), help="What signed the certificates of all nodes.")
-@click.option("--insecure", is_flag=True, help="Allow --listen beyond loopback in plain text.")
-@click.option("--kill-hung", is_flag=True, help="Kill a rank that stands still, so that torchrun restarts the job.")
+@click.option(
+    "--spare", default="", help="COUNTxSIZE: files to keep ready for slots on a standby node, e.g. 24x2.7GiB."
+)
+@click.option("--ttl", default=1800.0, help="Seconds to keep a job's slots after its last trainer has ended.")
+@click.option(
+    "--ttl-failed",
+    default=86400.0,
+    help="The same, for a named job that has failed: a trainer ended without closing its session.",
+)
+@click.option(
+    "--idle-exit", default=0.0, help="Exit after this many seconds without a job and without an agent; 0: never."
+)
+@click.option(
+    "--purge", is_flag=True, help="Free all slots when the daemon stops. Without it, the next daemon takes them over."
+)
+@click.option(
+    "--tls-cert",
+    type=click.Path(path_type=Path),
+    help="File with this node's certificate (mutual TLS between daemons).",
+)
+@click.option("--tls-key", type=click.Path(path_type=Path), help="File with the key of that certificate.")
+@click.option(
+    "--tls-ca",
+    type=click.Path(path_type=Path),
+    help="File with the certificate of the authority that signed the certificates of all nodes.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Allow --listen beyond loopback without TLS: state and tokens travel in plain text.",
+)
+@click.option(
+    "--kill-hung",
+    is_flag=True,
+    help="Kill a rank of this node that makes no progress while all others wait for it; torchrun restarts the job.",
+)
 @click.version_option(__version__)
 def main(
     node: str, domain: str, socket_path: Path | None, listen: str, folder: Path | None, memory: str, spare: str,
     ttl: float, ttl_failed: float, idle_exit: float, purge: bool, tls_cert: Path | None, tls_key: Path | None,
     tls_ca: Path | None, insecure: bool, kill_hung: bool,
 ) -> None:  # fmt: skip
-    """Holds the snapshots of this node's training jobs in memory, and outlives their trainers.
+    """Keeps the snapshots of this node's training jobs in memory, even after trainers end.
 
     Every flag is also an environment variable: --memory is REFT_MEMORY.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         socket_path = socket_path or Path(Config.load().runtime_dir) / "daemon.sock"
-        given = (tls_cert, tls_key, tls_ca)
-        if any(given) and not all(given):
-            raise ConfigError("of --tls-cert, --tls-key and --tls-ca some are missing.", "give all three")
+        tls_files = (tls_cert, tls_key, tls_ca)
+        if any(tls_files) and not all(tls_files):
+            raise ConfigError(
+                "--tls-cert, --tls-key and --tls-ca belong together, and some are missing.", "give all three"
+            )
         tls = Tls(tls_cert, tls_key, tls_ca) if tls_cert and tls_key and tls_ca else None
-        mark = hashlib.blake2b(os.fsencode(socket_path.absolute()), digest_size=4).hexdigest()
-        default_folder = (
-            Path("/dev/shm") / f"reft-{os.getuid()}-{mark}"
-        )  # one a socket: the next daemon there adopts it
+        socket_hash = hashlib.blake2b(os.fsencode(socket_path.absolute()), digest_size=4).hexdigest()
+        # One folder per socket path: the next daemon at this socket takes over the folder's slots.
+        default_folder = Path("/dev/shm") / f"reft-{os.getuid()}-{socket_hash}"
         settings = DaemonSettings(
             node, check_domain(domain), socket_path.absolute(), listen, (folder or default_folder).absolute(),
             parse_size(memory), parse_spare(spare),
@@ -328,7 +385,9 @@ def main(
         )  # fmt: skip
         check_listen(settings)
         if insecure and listen:
-            log.warning("--insecure: state and tokens travel in plain text to whoever can reach %s", listen)
+            log.warning(
+                "--insecure: state and tokens travel in plain text; anyone who can reach %s can read them", listen
+            )
         asyncio.run(serve(settings))
     except AttachError as error:
         log.error("%s", error)

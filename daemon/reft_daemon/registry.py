@@ -1,4 +1,7 @@
-"""The jobs that this daemon holds, and what it does by itself: adopt, expire, make room."""
+"""The jobs of this daemon, and what the daemon does with them on its own.
+
+On its own it takes over old jobs, expires ended ones, and drops ended ones when memory is short.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +30,30 @@ from reft_daemon.peers.round_replicator import KEEP_DEADLINE_S, PeerChannels, Ro
 
 log = logging.getLogger("reft.daemon")
 JOBS_MAX = 256
-PAUSE_S = 0.05  # at least, between looks at what has expired: --ttl may be 0
+PAUSE_S = 0.05  # shortest pause between two checks for expired jobs: --ttl may be 0
 
 
 class UnknownJob(AttachError):
-    """The daemon holds no job of that name."""
+    """This daemon has no job of that name."""
 
 
 class TimeToLive(NamedTuple):
-    """Seconds for which slots are kept after the job's last trainer ended."""
+    """Seconds for which a job's slots are kept after its last trainer ended.
+
+    Attributes:
+        ended: for jobs that ended, and for all jobs without a name.
+        failed: for a named job with an unclosed session: people may have to be woken to start it
+            again.
+    """
 
     ended: float
-    failed: (
-        float  # a named job that did not close its sessions: whoever is to start it again may have to be woken first
-    )
+    failed: float
 
-    def of(self, job: JobRecord) -> float:
-        """A job's; on nodes without ranks of their own it counts as failed."""
+    def seconds_for(self, job: JobRecord) -> float:
+        """Returns a job's time to live.
+
+        On nodes without ranks of the job, the job counts as failed.
+        """
         is_closed = bool(job.leases) and all(lease.closed for lease in job.leases.values())
         return self.failed if job.record.manifest.named and not is_closed else self.ended
 
@@ -54,7 +64,7 @@ class Registry:
     Args:
         arena: where slots lie.
         peers: channels to other daemons.
-        ttl_s: how long the slots of a job are kept after its last trainer ended; of a named one that has failed, and of others.
+        ttl_s: how long a job's slots are kept after its last trainer ended.
         beats: channels to other daemons for heartbeats alone.
         kills_hung: see `HeartbeatService`.
     """
@@ -73,49 +83,57 @@ class Registry:
         self._ttl_s = ttl_s
         self._failpoints = failpoints
         self.jobs: dict[str, JobRecord] = {}
-        self._couriers: dict[str, RoundReplicator] = {}
+        self._replicators: dict[str, RoundReplicator] = {}
         self.heartbeat_service = HeartbeatService(arena.node_id, beats, self.jobs, kills_hung)
         self.idle_since_s = time.monotonic()
         self._agents: set[Process] = set()
-        self._unlinked: set[str] = set()  # jobs of which that was said
+        # jobs whose slot files somebody removed, as already logged
+        self._jobs_with_removed_files: set[str] = set()
 
-    def stay_for(self, pid: int) -> None:
-        """An agent of this node has come: while it lives, a job may begin here at any time."""
-        facts = stat_of(pid)
-        if facts is not None:
-            self._agents.add(Process(pid, facts.start))
+    def keep_for_agent(self, pid: int) -> None:
+        """Keeps this daemon running while an agent of this node lives.
 
-    def visited(self) -> None:
-        """An attach has begun, whose job comes with its decision: until then there is nothing else to stay for."""
+        A job may begin at any time.
+        """
+        stat = stat_of(pid)
+        if stat is not None:
+            self._agents.add(Process(pid, stat.start))
+
+    def restart_idle_time(self) -> None:
+        """Restarts the idle time: an attach has begun.
+
+        The job itself comes with the decision of that attach. Until then nothing else keeps this
+        daemon.
+        """
         self.idle_since_s = time.monotonic()
 
     def adopt(self) -> None:
-        """Takes over what an earlier daemon left in the arena."""
+        """Takes over the jobs that an earlier daemon left in the arena."""
         for record in self.arena.records():
             job = self.jobs[record.manifest.job] = JobRecord(self.arena, record, self.wake)
-            job.degraded.decided(record)
+            job.degraded.start_epoch(record)
             job.adopt()
-            self._start_couriers(job)
+            self._start_replicator(job)
             if job.is_live:
-                self.heartbeat_service.decided(job)
-            self.wake(job)  # what the slots say may be news to the other nodes
+                self.heartbeat_service.note_decision(job)
+            self.wake(job)  # the slots may hold news for the other nodes
             log.info("job=%s adopted slots=%d bytes=%d", job.id, len(job.slots), job.held_bytes)
 
     def get(self, name: str) -> JobRecord:
-        """The job of that name.
+        """Returns the job of that name.
 
         Raises:
-            UnknownJob: none is held.
+            UnknownJob: this daemon has no such job.
         """
         if check_name(name) not in self.jobs:
             raise UnknownJob(f"this daemon holds no job {name!r}.")
         return self.jobs[name]
 
     async def decide(self, request: pb.DecideRequest) -> None:
-        """A new attach's decision; makes the job known if it was not.
+        """Takes the decision of a new attach, and creates the job if it is new here.
 
         Raises:
-            ConfigError, FormatError: the manifest is impossible.
+            ConfigError, FormatError: the manifest contradicts itself.
             StaleEpoch: a newer decision is in force.
         """
         manifest = request.manifest
@@ -127,63 +145,72 @@ class Registry:
                 raise NoRoom(f"this daemon holds {len(self.jobs)} jobs; the limit is {JOBS_MAX}.", "reft-cli purge")
             self.jobs[name] = JobRecord(self.arena, pb.JobRecord(manifest=manifest), self.wake)
         job = self.jobs[name]
-        before = job.record.manifest.token
-        if before and before != manifest.token:
-            raise ConfigError(f"job {name} is held with another token.", "choose another name, or reft-cli purge it")
+        known_token = job.record.manifest.token
+        if known_token and known_token != manifest.token:
+            raise ConfigError(
+                f"this daemon holds job {name} with another token.",
+                "choose another name, or free the old job with reft-cli purge",
+            )
         is_new = not job.record.HasField("decision") or job.epoch != messages.epoch_from(request.decision.epoch)
         job.decide(request, holders)
         if is_new:
-            job.degraded.decided(job.record)
-        if name in self._couriers:
-            self._couriers.pop(name).close()
-        self._start_couriers(job)
-        self.heartbeat_service.decided(job)
+            job.degraded.start_epoch(job.record)
+        if name in self._replicators:
+            self._replicators.pop(name).close()
+        self._start_replicator(job)
+        self.heartbeat_service.note_decision(job)
 
     async def secure(self, request: pb.SecureRequest) -> None:
-        """Sends the capsules of the decision's base to this node's holders, and returns once they keep them.
+        """Sends the capsules of the decision's base to this node's holders.
 
-        The base may be a version that never became whole: every rank had sealed it, but not every capsule had arrived.
-        The next snapshots will write over what was whole before it, so its capsules must lie elsewhere first.
+        Returns once the holders keep them.
+
+        The base may be a version that never became whole: all ranks sealed it, but some capsules
+        did not arrive. The next snapshots overwrite older whole versions. So the base's capsules
+        must lie on other nodes first.
 
         Raises:
             StaleEpoch: a newer decision is in force.
-            AttachError: a holder does not take them.
+            AttachError: a holder does not accept them.
         """
         job = self.get(request.job)
         job.check_epoch(request.epoch)
         base = messages.decision_from(job.record.decision).base
         if base is None:
             return
-        batches = job.capsule_replication.of_version(job.all_slots.values(), base)
+        batches = job.capsule_replication.batches_of_version(job.all_slots.values(), base)
         nodes, token, stub = job.record.manifest.nodes, job.record.manifest.token, pb_grpc.PeerStub
 
-        async def to(holder: int) -> None:
+        async def send_to(holder: int) -> None:
             for capsules in batches:
                 keep = pb.KeepRequest(job=job.id, epoch=request.epoch, capsules=capsules)
                 try:
-                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, anew=True)
+                    await self.peers.call(nodes[holder], token, stub, "Keep", keep, KEEP_DEADLINE_S, reconnect=True)
                 except (grpc.RpcError, OSError) as error:
                     raise AttachError(
                         f"node {nodes[holder].name} does not keep the capsules of {base}: {reason_of(error)}.",
-                        "look at its daemon",
+                        "check the daemon of that node",
                     ) from error
 
-        await asyncio.gather(*(to(holder) for holder in job.record.holders))
+        await asyncio.gather(*(send_to(holder) for holder in job.record.holders))
 
-    def _start_couriers(self, job: JobRecord) -> None:
+    def _start_replicator(self, job: JobRecord) -> None:
         if job.record.HasField("decision"):
-            self._couriers[job.id] = RoundReplicator(job, self.peers, self._failpoints)
+            self._replicators[job.id] = RoundReplicator(job, self.peers, self._failpoints)
 
     def wake(self, job: JobRecord) -> None:
-        """Tells the other nodes of a job what is true now."""
+        """Tells a job's other nodes the state of the round and of this node's ranks."""
         if job.round is not None:
-            job.degraded.heard(job.round.outcome.whole)
-        if job.id in self._couriers:
-            self._couriers[job.id].wake()
+            job.degraded.note_whole(job.round.outcome.whole)
+        if job.id in self._replicators:
+            self._replicators[job.id].wake()
         self.heartbeat_service.wake(job.id)
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
-        """Slots for a rank; ended jobs that nobody named give way if there is no room."""
+        """Returns slots for a rank.
+
+        If memory is short, ended jobs without a name are dropped first.
+        """
         job = self.get(request.job)
         while True:
             try:
@@ -194,25 +221,30 @@ class Registry:
                 ]
                 if not ended:
                     raise
-                oldest = min(ended, key=lambda held: held.ended_s)
-                log.warning("job=%s gives way to job=%s: it has ended and nobody named it", oldest.id, job.id)
+                oldest = min(ended, key=lambda candidate: candidate.ended_s)
+                log.warning(
+                    "job=%s is dropped to make room for job=%s: it has ended and has no name", oldest.id, job.id
+                )
                 self.purge(oldest.id)
 
     def purge(self, name: str) -> int:
-        """Drops a job and its slots; the number of bytes freed."""
+        """Drops a job and its slots; returns the number of freed bytes."""
         job = self.get(name)
-        if name in self._couriers:
-            self._couriers.pop(name).close()
+        if name in self._replicators:
+            self._replicators.pop(name).close()
         del self.jobs[name]
         self.heartbeat_service.forget(name)
         return job.free()
 
     async def expire_for_ever(self, idle_exit_s: float) -> None:
-        """Drops jobs whose time to live is over; returns once there was nothing to hold for `idle_exit_s` (0: never)."""
+        """Drops jobs whose time to live is over, until this daemon has been idle for `idle_exit_s`.
+
+        With `idle_exit_s` 0 it never returns.
+        """
         while True:
             now = time.monotonic()
             for job in list(self.jobs.values()):
-                if not job.is_live and now - job.ended_s > self._ttl_s.of(job):
+                if not job.is_live and now - job.ended_s > self._ttl_s.seconds_for(job):
                     log.info("job=%s ended %.0f s ago, freed %s", job.id, now - job.ended_s, size(self.purge(job.id)))
             self._notice_removed_files()
             self.arena.reserve.refill()
@@ -220,36 +252,36 @@ class Registry:
             if self.jobs or self._agents or not self.heartbeat_service.is_idle:
                 self.idle_since_s = now
             if idle_exit_s and now - self.idle_since_s > idle_exit_s:
-                log.info("no job and no agent for %.0f s: leaving", now - self.idle_since_s)
+                log.info("no job and no agent for %.0f s: this daemon exits", now - self.idle_since_s)
                 return
             await asyncio.sleep(max(PAUSE_S, min(1.0, *(each / 4 for each in self._ttl_s), idle_exit_s / 4 or 1.0)))
 
     def _notice_removed_files(self) -> None:
         unlinked = {job.id for job in self.jobs.values() if job.backing == UNLINKED}
-        for name in unlinked - self._unlinked:
+        for name in unlinked - self._jobs_with_removed_files:
             log.error(
-                "job=%s: somebody has removed files of its slots from %s. Training and snapshots go on, but when this process "
-                "ends, they are gone. systemd does that when a user's last session ends (set RemoveIPC=no in logind.conf, or "
-                "loginctl enable-linger), and so do scripts that clear /dev/shm after a job.",
+                "job=%s: somebody has removed slot files of this job from %s. Training and snapshots continue, but the "
+                "snapshots are lost when this daemon ends. systemd removes such files when a user's last session ends (set "
+                "RemoveIPC=no in logind.conf, or run loginctl enable-linger). Scripts that clear /dev/shm do it, too.",
                 name,
                 self.arena.folder,
             )
-        self._unlinked = unlinked
+        self._jobs_with_removed_files = unlinked
 
     async def close(self, purge: bool) -> None:
-        """Stops; the slots stay for the next daemon unless `purge`."""
-        for replicator in self._couriers.values():
+        """Stops all work. The slots stay for the next daemon unless `purge` is set."""
+        for replicator in self._replicators.values():
             replicator.close()
         if purge:
             for name in list(self.jobs):
-                self._couriers.pop(name, None)
+                self._replicators.pop(name, None)
                 self.purge(name)
         await self.heartbeat_service.close()
         await self.peers.close()
 
 
 def _has_ended(process: Process) -> bool:
-    """Whether it is known that a process has ended."""
+    """Whether a process is known to have ended."""
     try:
         return not process.is_alive
     except OSError:
@@ -257,7 +289,7 @@ def _has_ended(process: Process) -> bool:
 
 
 def _check_decision(request: pb.DecideRequest) -> None:
-    """Raises ConfigError for what no attach decides."""
+    """Raises ConfigError for a decision that no attach makes."""
     manifest = request.manifest
     name = check_name(manifest.job)
     ranks = [rank for node in manifest.nodes for rank in node.ranks]
@@ -270,11 +302,11 @@ def _check_decision(request: pb.DecideRequest) -> None:
         raise ConfigError(f"an epoch of job {name} has no id of 16 bytes.")
     if len(request.decision.known) > KNOWN_MAX:
         raise ConfigError(
-            f"a decision of job {name} knows {len(request.decision.known)} attaches; {KNOWN_MAX} are named."
+            f"a decision of job {name} names {len(request.decision.known)} attaches; the limit is {KNOWN_MAX}."
         )
     base = request.base_manifest
     if request.HasField("base_manifest") and (base.job != name or base.ByteSize() > MANIFEST_MAX):
         raise ConfigError(
-            f"the manifest of the base is of job {base.job!r} and has {base.ByteSize()} bytes; job {name} is decided, "
-            f"and {MANIFEST_MAX} are allowed."
+            f"the base's manifest names job {base.job!r} and has {base.ByteSize()} bytes; it must name job {name} and "
+            f"may have {MANIFEST_MAX} bytes."
         )

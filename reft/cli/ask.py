@@ -45,7 +45,7 @@ def ask(address: str, method: str, request: Any, deadline_s: float = DEADLINE_S)
                 raise UnknownJob(error.details() or "", "reft-cli status lists the jobs that are held") from error
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise AttachError(
-                    f"the daemon at {address} tells nothing over TCP to whoever lacks the job's token.",
+                    f"the daemon at {address} tells nothing over TCP to a caller without the job's token.",
                     "ask on that node, over its unix socket",
                 ) from error
             raise rpc.error_of(error, address) from error

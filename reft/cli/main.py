@@ -330,7 +330,7 @@ def misused(as_json: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EPIPE:  # of whoever read on the other side, such as head: click ends without a word
+        if error.errno == errno.EPIPE:  # the reader is gone, such as head: click ends without a word
             raise
         text = f"the answer can't be written: {error}."
         _say_error(text, "", EXIT_FAILED) if as_json else click.echo(f"reft-cli: {text}", err=True)

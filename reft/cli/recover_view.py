@@ -215,7 +215,7 @@ def _cell_line(cell: CellView) -> str:
 
 
 def document(view: RecoveryView, exit_code: int, rebuilt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The document that `recover --json` prints, after schema_version; a contract, documented in the README."""
+    """The document that `recover --json` prints, after schema_version; a contract, documented in daemon/README.md."""
     return {
         "job": view.job,
         "outcome": view.outcome,

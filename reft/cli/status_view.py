@@ -162,7 +162,7 @@ def _with_signal(view: NodeView, found: pb.NodeSignal | None) -> NodeView:
 
 
 def document(reply: pb.StatusReply, jobs: Sequence[JobView], address: str) -> dict[str, Any]:
-    """The document that `status --json` prints; its fields are a contract, documented in the README."""
+    """The document that `status --json` prints; its fields are a contract, documented in daemon/README.md."""
     return {
         "schema_version": SCHEMA_VERSION,
         "health": worst(jobs).value,

@@ -8,8 +8,8 @@
       sticky ranks                      │ who is gone
                               process ended, node lost, silent
 
-1. Ranks are those of the round before (`reft.core.membership.sticky_ranks`), decided once by whoever completes the round, in
-   the state.
+1. Ranks are those of the round before (`reft.core.membership.sticky_ranks`), decided once, in the state, by the agent that
+   completes the round.
 2. Who is silent is judged by the time since his sign of life was last seen to change, by this agent's monotonic clock:
    clocks that differ between hosts kill nobody. Who was late himself judges nobody until he has listened anew.
 3. Who is known to be gone (an ended process of this machine; a node that was said to be lost) is removed at once.

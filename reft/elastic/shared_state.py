@@ -1,6 +1,6 @@
 """The state that all agents of a job share, as torch's rendezvous keeps it, with what reft adds; and its form as JSON.
 
-torch writes the state as a pickle, and unpickles what the store holds: whoever reaches the store runs code in every agent.
+torch writes the state as a pickle, and unpickles what the store holds: anyone who reaches the store runs code in every agent.
 JSON runs nothing, and has the same bytes for the same state.
 """
 

@@ -23,7 +23,7 @@ def trainer() -> Iterator[Trainer]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., DaemonProcess]]:
-    """Starts daemons, and ends them with the test."""
+    """Starts daemons, and stops them at the end of the test."""
     started: list[DaemonProcess] = []
 
     def make(*flags: str, **changes: object) -> DaemonProcess:
@@ -37,7 +37,7 @@ def start() -> Iterator[Callable[..., DaemonProcess]]:
 
 @pytest.fixture
 def cramped() -> Iterator[DaemonProcess]:
-    """A daemon whose folder has room for its records, and not for a slot."""
+    """A daemon whose folder has space for its records, but not for a slot."""
     folder = Path(tempfile.mkdtemp(prefix="reft-test-"))
     if (
         os.getuid()

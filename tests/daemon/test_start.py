@@ -1,4 +1,4 @@
-"""What a daemon refuses to start on, and how it ends."""
+"""Tests which conditions keep the daemon from starting, and how the daemon ends."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ IS_ROOT = os.getuid() == 0
 
 @pytest.fixture(autouse=True)
 def executed(monkeypatch):
-    """Here daemons are started as people start them."""
+    """Starts the daemons of this module as users start them: `python -m reft_daemon`."""
     monkeypatch.setattr(DaemonProcess, "is_forked", False)
 
 
 def run(*flags: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """A daemon that should not start: its exit code and what it says."""
+    """Runs a daemon that should not start; returns the exit code and the output."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     done = subprocess.run(
         [sys.executable, "-m", "reft_daemon", *map(str, flags)], capture_output=True, text=True, timeout=30,
@@ -70,7 +70,7 @@ def test_a_second_daemon_on_the_same_folder(daemon, tmp_path):
 
 @pytest.mark.parametrize("which", ["socket", "arena"])
 @pytest.mark.parametrize("kind", ["open", "link", "file", "foreign"])
-def test_a_folder_that_others_could_use(tmp_path, which, kind):
+def test_a_folder_that_other_users_could_use_is_refused(tmp_path, which, kind):
     home, arena = tmp_path / "home", tmp_path / "arena"
     home.mkdir(mode=0o700)
     arena.mkdir(mode=0o700)
@@ -100,25 +100,25 @@ def test_a_folder_that_others_could_use(tmp_path, which, kind):
 
 
 @pytest.mark.parametrize("theirs", ["model.pt", "data/part-0", ".hidden"])
-def test_a_folder_with_what_is_not_its_own_is_refused_and_left_alone(tmp_path, theirs):
+def test_a_folder_with_foreign_files_is_refused_and_unchanged(tmp_path, theirs):
     path = tmp_path / "arena" / theirs
     path.parent.mkdir(mode=0o700, parents=True)
     path.write_text("precious")
     path.parent.parent.chmod(0o700)
     code, text = run(*flags(tmp_path), "--idle-exit", "0.1")
-    assert code == 2 and f"such as {Path(theirs).parts[0]}," in text
+    assert code == 2 and f"such as {Path(theirs).parts[0]};" in text
     assert path.read_text() == "precious" and os.listdir(tmp_path / "arena") == [Path(theirs).parts[0]]
 
 
-def test_what_others_put_into_its_folder_stays_when_it_leaves(daemon):
+def test_foreign_files_in_the_folder_survive_the_daemons_exit(daemon):
     theirs = daemon.folder / "model.pt"
     theirs.write_text("precious")
     daemon.kill(signal.SIGTERM)
     assert os.listdir(daemon.folder) == ["model.pt"] and theirs.read_text() == "precious"
 
 
-def test_folders_that_a_clean_up_emptied_keep_no_daemon_from_starting(start, trainer):
-    """`find /dev/shm -type f -delete` takes the files and leaves the folders of jobs."""
+def test_a_daemon_starts_on_job_folders_that_a_clean_up_emptied(start, trainer):
+    """`find /dev/shm -type f -delete` removes the files, and leaves the folders of jobs."""
     process = start()
     Job([(process, [0])]).decide()
     process.kill()
@@ -130,11 +130,11 @@ def test_folders_that_a_clean_up_emptied_keep_no_daemon_from_starting(start, tra
 
 
 @pytest.mark.parametrize("suffix", ["", ".ln"])
-def test_a_file_where_a_socket_is_to_be_stays(tmp_path, suffix):
+def test_a_file_at_the_socket_path_is_kept(tmp_path, suffix):
     path = tmp_path / f"notes{suffix}"
     path.write_text("precious")
     code, text = run("--socket", tmp_path / "notes", "--dir", tmp_path / "arena", "--idle-exit", "0.1")
-    assert code == 2 and f"{path} exists, and is no socket" in text and path.read_text() == "precious"
+    assert code == 2 and f"{path} exists, and is not a socket" in text and path.read_text() == "precious"
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:50000", "node7:50000", "*:1", ":50000"])
@@ -143,8 +143,8 @@ def test_plain_text_beyond_loopback_is_refused(tmp_path, address):
     assert code == 2 and "--tls-cert" in text and not list(tmp_path.iterdir())
 
 
-def test_it_serves_where_trainers_look_for_it(tmp_path):
-    """REFT_RUNTIME_DIR says so to both; another folder, and attach would start a second daemon."""
+def test_the_default_socket_is_where_trainers_connect(tmp_path):
+    """Daemon and trainers use REFT_RUNTIME_DIR. Otherwise attach would start a second daemon."""
     place = {"REFT_RUNTIME_DIR": str(tmp_path / "run")}
     path = os.pathsep.join([str(ROOT), str(ROOT / "daemon")])
     process = subprocess.Popen(
@@ -159,7 +159,7 @@ def test_it_serves_where_trainers_look_for_it(tmp_path):
         process.communicate()
 
 
-def test_a_daemon_that_stands_still_is_waited_for_as_long_as_attach_may_wait(tmp_path):
+def test_attach_waits_for_a_silent_daemon_until_its_deadline(tmp_path):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "d.sock"))
         silent.listen()
@@ -170,7 +170,7 @@ def test_a_daemon_that_stands_still_is_waited_for_as_long_as_attach_may_wait(tmp
         assert time.monotonic() - began < daemon_launcher.START_DEADLINE_S / 2
 
 
-def test_insecure_must_be_said_and_is_repeated_at_each_start(start):
+def test_insecure_is_logged_as_a_warning_at_each_start(start):
     process = start("--listen", "127.0.0.1:0", "--insecure")
     assert "--insecure: state and tokens travel in plain text" in process.log.read_text()
 
@@ -182,7 +182,7 @@ def test_an_address_that_other_nodes_could_not_call_is_refused(tmp_path, address
 
 
 def test_a_name_that_is_loopback_on_this_machine_is_refused(monkeypatch):
-    """As Debian's installer writes /etc/hosts: the daemon would listen where nobody calls."""
+    """Debian's installer writes such an /etc/hosts: other nodes could not call the daemon."""
     genuine = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more: genuine("127.0.1.1", *more))
     settings = SimpleNamespace(listen="node7:7070", host="node7", tls=None, insecure=True)
@@ -201,7 +201,7 @@ def test_loopback_is_allowed(start, address):
     assert process.answers()
 
 
-def test_a_port_that_is_taken(tmp_path):
+def test_a_port_in_use_is_refused(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -214,7 +214,7 @@ def test_a_port_that_is_taken(tmp_path):
     ("host", "says"),
     [("192.0.2.7", "Cannot assign requested address. Fix: "), ("no-such-host.invalid", "no-such-host.invalid:7070: ")],
 )
-def test_why_it_can_not_listen_is_said(tmp_path, host, says):
+def test_the_system_error_of_a_failed_listen_is_shown(tmp_path, host, says):
     code, text = run(*flags(tmp_path), "--listen", f"{host}:7070", "--insecure")
     assert code == 2 and says in text and "set GRPC_VERBOSITY" not in text
 
@@ -233,12 +233,12 @@ def test_why_it_can_not_listen_is_said(tmp_path, host, says):
         (["--listen", "fd00::7:29700", "--insecure"], "[fd00::7]:29700"),
         (["--listen", "unix:/d.sock", "--insecure"], "is not HOST:PORT"),
         (["--token", "secret"], "No such option"),
-        (["--ttl", "-5"], "--ttl -5: seconds from 0 on"),
-        (["--ttl-failed", "nan"], "--ttl-failed nan: seconds from 0 on"),
-        (["--idle-exit", "-0.1"], "--idle-exit -0.1: seconds from 0 on"),
+        (["--ttl", "-5"], "--ttl -5 is not allowed"),
+        (["--ttl-failed", "nan"], "--ttl-failed nan is not allowed"),
+        (["--idle-exit", "-0.1"], "--idle-exit -0.1 is not allowed"),
     ],
 )
-def test_bad_flags(tmp_path, more, says):
+def test_invalid_flags_are_refused(tmp_path, more, says):
     code, text = run(*flags(tmp_path), *more)
     assert code == 2 and says in text
 
@@ -264,7 +264,7 @@ def test_only_its_owner_can_open_the_sockets_and_the_slots(daemon, trainer):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
     names = Job([(daemon, [0])]).decide().lease(0, trainer.pid)
-    daemon.process.send_signal(signal.SIGHUP)  # nothing to reload, and no reason to leave
+    daemon.process.send_signal(signal.SIGHUP)  # without TLS, SIGHUP has no effect
     daemon.process.send_signal(number)
     assert daemon.process.wait(60) == 0
     assert all(slot_path(daemon, name).exists() for name in names)
@@ -272,20 +272,20 @@ def test_a_stop_keeps_slots_and_removes_sockets(daemon, trainer, number):
     assert "Traceback" not in daemon.log.read_text()
 
 
-def test_purge_at_the_end(start, trainer):
+def test_purge_frees_slots_at_the_end(start, trainer):
     process = start("--purge")
     Job([(process, [0])]).decide().lease(0, trainer.pid)
     process.kill(signal.SIGTERM)
     assert not (process.folder / "job").exists()
 
 
-def test_a_daemon_with_nothing_to_hold_leaves(start):
+def test_an_idle_daemon_exits(start):
     process = start("--idle-exit", "0.3")
     assert process.process.wait(60) == 0
-    assert "leaving" in process.log.read_text()
+    assert "this daemon exits" in process.log.read_text()
 
 
-def test_a_daemon_that_holds_something_stays(start, trainer):
+def test_a_daemon_with_a_job_does_not_exit(start, trainer):
     process = start("--idle-exit", "0.5", "--ttl-failed", "0.5")
     job = Job([(process, [0])]).decide()
     job.lease(0, trainer.pid)
@@ -306,8 +306,8 @@ def test_a_daemon_stays_while_an_agent_of_its_node_waits(start, trainer):
 
 
 @pytest.mark.parametrize(("peer", "stays"), [("unix:", True), ("ipv4:10.1.2.3:50000", False)])
-def test_an_attach_that_begins_is_waited_for(registry, peer, stays):
-    """Between its hello and its decision nothing is held that would keep the daemon."""
+def test_a_hello_restarts_the_idle_time(registry, peer, stays):
+    """Between Hello and the decision no job exists yet that would keep the daemon running."""
     identity = DaemonIdentity("n", "", (), "", 0, False, True, False)
     registry.idle_since_s = float("-inf")
     hello = pb.HelloRequest(protocol=messages.PROTOCOL, job="job")
@@ -315,7 +315,7 @@ def test_an_attach_that_begins_is_waited_for(registry, peer, stays):
     assert (registry.idle_since_s > 0) is stays
 
 
-def test_a_time_to_live_of_nothing_is_no_busy_loop(registry, monkeypatch):
+def test_a_time_to_live_of_zero_makes_no_busy_loop(registry, monkeypatch):
     paused = []
 
     async def pause(seconds: float) -> None:
@@ -328,12 +328,13 @@ def test_a_time_to_live_of_nothing_is_no_busy_loop(registry, monkeypatch):
     assert paused == [PAUSE_S] and PAUSE_S >= 0.01
 
 
-def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
-    """With no descriptor left nobody is served; once there are some again, everybody is."""
+def test_a_lack_of_descriptors_does_not_end_the_daemon(tmp_path):
+    """Without a free descriptor no caller is served; once descriptors are free, all callers are."""
     process = DaemonProcess()
     try:
         pid = process.process.pid
-        # How many a daemon has open depends on the machine; a few more are left to it, fewer than the callers take.
+        # The number of open descriptors depends on the machine. The daemon may open a few more, but
+        # fewer than the callers take.
         room = psutil.Process(pid).num_fds() + 4
         subprocess.run(["prlimit", f"--pid={pid}", f"--nofile={room}"], check=True)
         idle = []
@@ -353,8 +354,8 @@ def test_few_descriptors_cost_callers_not_the_daemon(tmp_path):
         process.close()
 
 
-def test_a_port_that_somebody_else_has_by_now(start):
-    """Where any port will do, the earlier one is only a wish."""
+def test_a_restart_takes_another_port_if_the_earlier_one_is_in_use(start):
+    """With port 0 the daemon takes another port if its earlier port is in use."""
     process = start("--listen", "127.0.0.1:0")
     job = Job([(process, [0])]).decide()
     first = job.hellos[0].addresses[0]

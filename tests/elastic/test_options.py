@@ -67,6 +67,6 @@ def test_who_listens_at_the_endpoint_and_is_no_store_is_not_waited_for():
 
 
 def test_the_readme_lists_all_options_with_their_defaults():
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (ROOT / "reft/elastic/README.md").read_text(), re.MULTILINE)
     listed = {name: default.strip(" `") for name, default in rows if name in OPTIONS}
     assert listed == {name: str(default) if default not in ("", None) else "" for name, (default, _) in OPTIONS.items()}

@@ -268,7 +268,7 @@ def host_of(module):
 def test_host_state_that_no_capsule_can_hold_is_refused_before_training():
     host_of(nn.Linear(2, 2)).check_size()
     named_at_length = nn.ParameterDict({f"{'long' * 100}_{i}": nn.Parameter(torch.zeros(1)) for i in range(3000)})
-    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters .* limit is 1048576"):
+    with pytest.raises(UnsupportedState, match=r"has \d{7} bytes, .* of 3000 parameters; the limit is 1048576"):
         host_of(named_at_length).check_size()
 
 

@@ -1,1 +1,1 @@
-"""Memory: the slots of a node, their pages, and the limits on them."""
+"""The memory of a node: slots, the pages of slots, and the limits on both."""

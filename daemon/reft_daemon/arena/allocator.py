@@ -1,4 +1,4 @@
-"""Slots that are being made: each request to its end, whether or not who asked for it still waits."""
+"""Makes the slots of one job. A request runs to its end, even if its caller no longer waits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ T = TypeVar("T")
 
 
 class SlotAllocator:
-    """One job's. A thread that makes memory can't be stopped: what is dropped is its result, so somebody must take it.
+    """Makes the slots of one job, one request at a time.
+
+    A thread that allocates memory can't be stopped. If a request is dropped, its slots must still
+    be freed.
 
     Args:
         arena: makes the slots.
-        job: whose they are.
+        job: name of the job.
     """
 
     def __init__(self, arena: Arena, job: str) -> None:
         self._arena, self._job = arena, job
         self._lock = asyncio.Lock()
-        self._tasks: set[asyncio.Future[Any]] = set()  # the event loop alone would let go of them
+        # the event loop keeps only weak references to tasks
+        self._tasks: set[asyncio.Future[Any]] = set()
 
-    async def alone(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Carries out `act` while nothing else of the job is made; it goes on if the caller is cancelled.
+    async def run_alone(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Runs `act` while no other request of the job runs.
+
+        If the caller is cancelled, `act` continues.
 
         Raises:
             AttachError: the job was dropped meanwhile.
@@ -39,7 +45,7 @@ class SlotAllocator:
 
         task = asyncio.ensure_future(locked())
         self._tasks.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._discard_task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -47,33 +53,37 @@ class SlotAllocator:
                 raise AttachError(f"job {self._job} was dropped while its slots were made.") from None
             raise
 
-    def _done(self, task: asyncio.Future[Any]) -> None:
+    def _discard_task(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may be gone: nobody else asks for it
+            task.exception()  # marks the exception as retrieved: the caller may be gone
 
     async def create(self, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
-        """See `Arena.create`; slots that are finished after the job was dropped are freed.
+        """Makes slots, see `Arena.create`.
 
-        Nobody makes others before: there might not be room for both, and a job of the same name has the same files.
+        If the job is dropped meanwhile, the finished slots are freed.
+
+        The arena's `allocation_lock` is held until the slots are finished or freed. Otherwise two
+        requests could take the same free memory, and a new job of the same name could use the same
+        files.
         """
-        await self._arena.turn.acquire()
+        await self._arena.allocation_lock.acquire()
         thread = asyncio.ensure_future(asyncio.to_thread(self._arena.create, self._job, rank, names, geometry, cpus))
         try:
             await asyncio.wait({thread})
         except asyncio.CancelledError:
-            thread.add_done_callback(self._free)
+            thread.add_done_callback(self._free_result)
             raise
-        self._arena.turn.release()
+        self._arena.allocation_lock.release()
         return thread.result()
 
-    def _free(self, thread: asyncio.Future[list[SlotFile]]) -> None:
+    def _free_result(self, thread: asyncio.Future[list[SlotFile]]) -> None:
         if not thread.cancelled() and thread.exception() is None:
             for slot in thread.result():
                 self._arena.free(slot)
-        self._arena.turn.release()
+        self._arena.allocation_lock.release()
 
     def drop(self) -> None:
-        """Ends what is under way: the job is dropped."""
+        """Cancels all running requests: the job is dropped."""
         for task in list(self._tasks):
             task.cancel()

@@ -1,14 +1,15 @@
-"""The arena: the slots of a node as files of a tmpfs, or as memfds where the tmpfs has no room.
+"""The arena: a node's slots as files of a tmpfs, or as memfds where the tmpfs is too small.
 
     DIR/                     0700, one daemon (flock on DIR/lock)
       node-id                random; an arena that starts empty is another node
-      port                   of the daemon, where it may take any; other nodes know it
+      port                   the daemon's port if --listen names port 0; other nodes know this port
       JOB/record             JobRecord, replaced whole
-      JOB/rank-3.slot-0      see reft.wire.slot_format; none for memfds
+      JOB/rank-3.slot-0      see reft.wire.slot_format; memfds have no file
       JOB/capsule-…          of ranks of other nodes, see reft_daemon.arena.capsule_store
 
-Everything here blocks, so the daemon runs it in threads. A daemon that starts adopts what it finds; a file that is no
-valid slot is renamed to *.bad, reported, and never offered.
+A daemon that starts takes over the files here. A file that is no valid slot is renamed to *.bad,
+logged, and never offered. Making slots and computing their digests take long, so the daemon runs
+these in threads.
 """
 
 from __future__ import annotations
@@ -44,27 +45,27 @@ from reft_daemon.arena.reserve import SpaceReserve
 from reft_daemon.arena.shortage import is_shortage
 
 log = logging.getLogger("reft.daemon")
-RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and what else a record has
+RECORD_MAX = 2 * MANIFEST_MAX + (1 << 20)  # bytes: two manifests and the other fields of a record
 TMPFS, MEMFD, UNLINKED = "tmpfs", "memfd", "unlinked"
 WEAKEST_FIRST = (UNLINKED, MEMFD, TMPFS)
-_OWN = ("lock", "node-id", "port")  # files beside the jobs' folders
+_OWN_FILES = ("lock", "node-id", "port")  # files beside the folders of the jobs
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass
 class SlotFile:
-    """One slot that the daemon holds: its open file and its mapping."""
+    """One slot that the daemon holds: the open file and its mapping."""
 
     name: str
     rank: int
     descriptor: int
-    path: Path | None  # None: a memfd
+    path: Path | None  # None for a memfd
     file_bytes: int
     _map: SlotMap
 
     @property
     def map(self) -> SlotMap:
-        """Its parts.
+        """The parts of the slot.
 
         Raises:
             FormatError: see `check_size`.
@@ -74,20 +75,26 @@ class SlotFile:
 
     @property
     def backing(self) -> str:
-        """UNLINKED: somebody else removed the file; what it holds stays as long as this process."""
+        """Where the slot's bytes lie: TMPFS, MEMFD or UNLINKED.
+
+        UNLINKED: somebody else removed the file. The bytes stay until this process ends.
+        """
         if not self.path:
             return MEMFD
         return TMPFS if os.fstat(self.descriptor).st_nlink else UNLINKED
 
     def check_size(self) -> None:
-        """Raises FormatError if the slot was freed, or its file cut: touching the mapping would kill the daemon."""
+        """Raises FormatError if the slot was freed, or its file was cut.
+
+        Touching the mapping of a cut file would kill the daemon.
+        """
         if self.descriptor < 0:
             raise FormatError(f"slot {self.name} was freed.")
         if os.fstat(self.descriptor).st_size < self.file_bytes:
             raise FormatError(f"slot {self.name} was cut to {os.fstat(self.descriptor).st_size} bytes.")
 
     def digests(self) -> np.ndarray:
-        """Of all of its chunks, computed from its bytes."""
+        """Computes the digests of all chunks from the slot's bytes; uint64 [chunks]."""
         return np.fromiter(self.map.digests_of(0, self.map.chunks), np.uint64, self.map.chunks)
 
     def free(self) -> None:
@@ -95,11 +102,11 @@ class SlotFile:
         if self.path:
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
-        self.descriptor = -1  # whoever still reads it must not meet another file
+        self.descriptor = -1  # a reader that still has this object must not reach another file
 
 
 def fits(have: Geometry, want: Geometry) -> bool:
-    """Whether what `want` describes can be written into a slot that has `have`."""
+    """Whether a slot of geometry `have` can hold what `want` describes."""
     return (
         have.chunk_bytes == want.chunk_bytes
         and have.table_capacity >= want.table_capacity
@@ -108,28 +115,28 @@ def fits(have: Geometry, want: Geometry) -> bool:
 
 
 def next_names(taken: Iterable[str], rank: int, count: int) -> list[str]:
-    """Names for further slots of a rank."""
-    mine = [name for name in taken if name.startswith(f"rank-{rank}.")]
-    serial = 1 + max((int(name.rpartition("-")[2]) for name in mine), default=-1)
+    """Returns `count` unused names for slots of a rank."""
+    rank_names = [name for name in taken if name.startswith(f"rank-{rank}.")]
+    serial = 1 + max((int(name.rpartition("-")[2]) for name in rank_names), default=-1)
     return [f"rank-{rank}.slot-{serial + i}" for i in range(count)]
 
 
 def claim_folder(folder: Path) -> Path:
-    """A folder that only this user can enter, made if missing.
+    """Makes the folder if it is missing, and checks that only this user can write it.
 
     Raises:
-        ConfigError: it is a link, belongs to another user, or others may write it.
+        ConfigError: the folder is a link, belongs to another user, or others may write it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode):
-        raise ConfigError(f"{folder} is not a folder.", "name another one")
-    if facts.st_uid != os.getuid():
+    stats = folder.lstat()
+    if not stat.S_ISDIR(stats.st_mode):
+        raise ConfigError(f"{folder} is not a folder.", "name another path")
+    if stats.st_uid != os.getuid():
         raise ConfigError(
-            f"{folder} belongs to uid {facts.st_uid}, you are {os.getuid()}.", "name a folder of your own"
+            f"{folder} belongs to uid {stats.st_uid}, you are {os.getuid()}.", "name a folder of your own"
         )
-    if facts.st_mode & 0o022:
-        raise ConfigError(f"others may write {folder} (mode {facts.st_mode & 0o777:o}).", f"chmod 700 {folder}")
+    if stats.st_mode & 0o022:
+        raise ConfigError(f"others may write {folder} (mode {stats.st_mode & 0o777:o}).", f"chmod 700 {folder}")
     return folder
 
 
@@ -137,31 +144,32 @@ class Arena:
     """The slots below one folder.
 
     Args:
-        folder: made if missing.
-        budget_bytes: --memory; 0 means bounded by the machine alone.
+        folder: made if it is missing.
+        budget_bytes: --memory; 0 means that only the machine limits the arena.
         spare: see `reft_daemon.arena.pool`.
 
     Raises:
-        ConfigError: the folder can't be used, or has what no arena has made.
-        AttachError: another daemon uses it.
+        ConfigError: the folder can't be used, or holds files that no arena has made.
+        AttachError: another daemon uses the folder.
     """
 
     def __init__(self, folder: Path, budget_bytes: int, spare: SpareFiles = SpareFiles()) -> None:  # noqa: B008  frozen
         self.folder = claim_folder(folder)
-        if foreign := _foreign(folder):
+        if foreign := _foreign_name(folder):
             raise ConfigError(
-                f"{folder} has what is not reft's, such as {foreign}, and would be mixed up with slots.",
-                "name an empty folder of a tmpfs, or one that does not exist yet",
+                f"{folder} holds files that are not reft's, such as {foreign}; slots would be mixed with them.",
+                "name an empty folder of a tmpfs, or a new one",
             )
         self.budget_bytes = budget_bytes
         self.held_bytes = 0
-        self.turn = asyncio.Lock()  # of who makes slots: what there is room for is asked and taken by one at a time
+        # held while slots are made: one request at a time checks for free memory and takes it
+        self.allocation_lock = asyncio.Lock()
         self.pool = SparePool(spare, folder, lambda: self.held_bytes, self._limits_of_spare)
         self._lock = lock_file(folder / "lock", "arena")
         self.reserve = SpaceReserve(folder)
         self.node_id = self._node_id()
         if not limits.is_tmpfs(folder):
-            log.warning("slots lie in %s, which is no tmpfs: the kernel writes them to its disk", folder)
+            log.warning("slots lie in %s, which is not a tmpfs: the kernel writes them to a disk", folder)
 
     def _node_id(self) -> str:
         path = self.folder / "node-id"
@@ -171,7 +179,7 @@ class Arena:
 
     @property
     def port(self) -> int:
-        """The TCP port of the daemon before this one, at which other nodes still look for it; 0 if there was none."""
+        """The previous daemon's TCP port, which other nodes still call; 0 if there was none."""
         try:
             return int((self.folder / "port").read_text())
         except (OSError, ValueError):
@@ -182,37 +190,44 @@ class Arena:
         self._write(self.folder / "port", str(port).encode())
 
     def records(self) -> list[pb.JobRecord]:
-        """What earlier daemons of this folder left; a record that can't be right is reported and left where it is.
+        """Reads the job records that earlier daemons left.
+
+        An invalid record is logged, and stays where it is.
 
         Raises:
-            OSError: one can't be opened for now.
+            OSError: a record can't be opened for now.
         """
-        found = []
+        records = []
         for path in sorted(self.folder.glob("*/record")):
             try:
                 if path.stat().st_size > RECORD_MAX:
                     raise ValueError(f"{path.stat().st_size} bytes; the limit is {RECORD_MAX}")
                 record = pb.JobRecord.FromString(path.read_bytes())
                 if check_name(record.manifest.job) != path.parent.name:
-                    raise ValueError(f"it says job {record.manifest.job!r}")
+                    raise ValueError(f"it names job {record.manifest.job!r}")
                 if record.node_index >= max(len(record.manifest.nodes), 1):
                     raise ValueError(f"its manifest has no node {record.node_index}")
-                found.append(record)
+                records.append(record)
             except Exception as error:
                 if is_shortage(error):
                     raise
-                log.error("record %s can't be read, its job is not offered: %s", path, error)
-        return found
+                log.error("record %s can't be read, so the slots of its job are not offered: %s", path, error)
+        return records
 
     def write_record(self, record: pb.JobRecord) -> None:
-        """Replaces a job's record whole: a reader sees the old one or the new one."""
+        """Replaces a job's record.
+
+        A reader sees the whole old record or the whole new one.
+        """
         self.write_file(record.manifest.job, "record", record.SerializeToString())
 
     def write_file(self, job: str, name: str, data: bytes) -> Path:
-        """Puts a small file into the job's folder, whole: a reader sees what was there before, or all of it.
+        """Writes a small file into the job's folder.
+
+        A reader sees the whole old file or the whole new one.
 
         Raises:
-            NoRoom, AttachError: it can't be written, for lack of room or for another reason.
+            NoRoom, AttachError: the file can't be written, for lack of room or for another reason.
         """
         path = claim_folder(self.folder / job) / name
         self._write(path, data)
@@ -223,76 +238,83 @@ class Arena:
             _replace(path, data)
         except OSError as error:
             with contextlib.suppress(OSError):
-                if error.errno == errno.ENOSPC and self.reserve.give():
+                if error.errno == errno.ENOSPC and self.reserve.release():
                     _replace(path, data)
                     return
             free = limits.file_system_free(self._lock)
-            raise _failure(
+            raise _no_room_or_attach_error(
                 error,
                 f"{len(data)} bytes can't be written to {path}: {error.strerror}; {free} are free.",
                 f"make room in {self.folder.parent}, or give the daemon another tmpfs with --dir (REFT_DIR)",
             ) from error
 
     def adopt(self, job: str) -> list[SlotFile]:
-        """The slots that earlier daemons left of `job`.
+        """Opens the slots that earlier daemons left of `job`.
 
         Raises:
-            OSError: they can't be opened for now.
+            OSError: a slot can't be opened for now.
         """
-        found = []
+        slots = []
         for path in sorted((self.folder / job).glob("rank-*.slot-*[0-9]")):
             try:
-                found.append(self._open(job, path))
+                slots.append(self._open(job, path))
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
-                log.error("slot %s can't be used, it is kept as *.bad: %s", path, error)
+                log.error("slot %s can't be used and is renamed to *.bad: %s", path, error)
                 path.rename(path.with_name(path.name + ".bad"))
-        return found
+        return slots
 
     def _open(self, job: str, path: Path) -> SlotFile:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            slot = self._mapped(path.name, path, descriptor, os.fstat(descriptor).st_size)
+            slot = self._map_slot(path.name, path, descriptor, os.fstat(descriptor).st_size)
             header = slot.map.header
             if header.job != job or not path.name.startswith(f"rank-{header.rank}."):
-                raise FormatError(f"it says job {header.job!r}, rank {header.rank}.")
+                raise FormatError(f"its header names job {header.job!r}, rank {header.rank}.")
             self.held_bytes += slot.file_bytes
             return slot
         except BaseException:
             os.close(descriptor)
             raise
 
-    def _mapped(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
+    def _map_slot(self, name: str, path: Path | None, descriptor: int, size: int) -> SlotFile:
         if size < 2 * PAGE:
-            raise FormatError(f"{size} bytes are no slot.")
+            raise FormatError(f"{size} bytes are too few for a slot.")
         header_map = SlotMap(map_file(descriptor, size)[1], descriptor)
         return SlotFile(name, header_map.header.rank, descriptor, path, size, header_map)
 
     def take_back(self, job: str, rank: int, name: str, descriptor: int) -> SlotFile:
-        """A memfd that its trainer kept while the daemon was down; the descriptor is ours only if nothing is raised.
+        """Takes a memfd that its trainer kept while the daemon was down.
+
+        The arena owns the descriptor only if nothing is raised.
 
         Raises:
-            FormatError: it is not a sealed memfd with a slot of that rank.
+            FormatError: the descriptor is not a sealed memfd with a slot of that rank.
         """
-        facts = os.fstat(descriptor)
+        stats = os.fstat(descriptor)
         try:
-            is_fixed = stat.S_ISREG(facts.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            is_fixed = stat.S_ISREG(stats.st_mode) and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
             if not is_fixed or not re.fullmatch(rf"rank-{rank}\.slot-\d{{1,9}}", name):
-                raise FormatError(f"the descriptor for {name!r} is no memfd of fixed size of rank {rank}.")
-            slot = self._mapped(name, None, descriptor, facts.st_size)
+                raise FormatError(f"the descriptor for {name!r} is not a memfd of fixed size of rank {rank}.")
+            slot = self._map_slot(name, None, descriptor, stats.st_size)
         except OSError as error:
-            raise FormatError(f"the descriptor for {name!r} is no memfd that can be written: {error}.") from error
+            raise FormatError(f"the descriptor for {name!r} is not a memfd that can be written: {error}.") from error
         if slot.map.header.job != job or slot.rank != rank:
-            raise FormatError(f"the memfd says job {slot.map.header.job!r}, rank {slot.rank}.")
+            raise FormatError(f"the memfd's header names job {slot.map.header.job!r}, rank {slot.rank}.")
         self.held_bytes += slot.file_bytes
         return slot
 
     def check_room(self, need_bytes: int, slots: int = 0) -> None:
-        """Raises NoRoom if `need_bytes` more, as so many slots, would endanger the machine; touches nothing.
+        """Raises NoRoom if `need_bytes` more would endanger the machine; allocates nothing.
 
-        What is no slot is a capsule: some KiB, without which nothing becomes whole however many slots there are. It may have of
-        the margin that is left alone when slots are made, since training takes from that too.
+        With `slots` 0 the bytes are a capsule's: a few KiB. Without capsules no version becomes
+        whole, however many slots there are. So a capsule may use the machine's free margin, which
+        slots must leave free. (Training takes memory from that margin too.)
+
+        Args:
+            need_bytes: further bytes.
+            slots: the number of slots that the bytes are for.
         """
         margin = limits.MARGIN if slots else 0.0
         spare_bytes = self.pool.ready_bytes(slots)
@@ -305,43 +327,49 @@ class Arena:
         return limits.limits(self.budget_bytes, self.held_bytes + self.pool.bytes)
 
     def create(self, job: str, rank: int, names: list[str], geometry: Geometry, cpus: list[int]) -> list[SlotFile]:
-        """Makes slots with every page present, on the memory of the CPUs in `cpus` (empty: anywhere). Whoever calls has `turn`.
+        """Makes slots with every page present, in the memory next to `cpus` (empty: anywhere).
+
+        The caller must hold `allocation_lock`.
 
         Raises:
-            NoRoom: they don't fit; nothing is left behind.
+            NoRoom: the slots don't fit; nothing is left behind.
             AttachError: they can't be made for another reason; nothing is left behind.
         """
         size = geometry.file_bytes
         self.check_room(size * len(names), len(names))
         folder = claim_folder(self.folder / job)
         in_tmpfs = limits.file_system_free(folder) + self.pool.ready_bytes(len(names)) >= size * len(names)
-        self.held_bytes += size * len(names)  # at once: spare memory must not be made beside it
-        made: list[SlotFile] = []
+        # counted before the slots exist, so that no spare files take the same memory
+        self.held_bytes += size * len(names)
+        new_slots: list[SlotFile] = []
         try:
             with _running_on(cpus):
                 for name in names:
-                    made.append(self._made(job, rank, folder / name if in_tmpfs else None, name, geometry))
+                    new_slots.append(self._make_slot(job, rank, folder / name if in_tmpfs else None, name, geometry))
         except OSError as error:
-            self.held_bytes -= size * (len(names) - len(made))
-            for slot in made:
+            self.held_bytes -= size * (len(names) - len(new_slots))
+            for slot in new_slots:
                 self.free(slot)
-            raise _failure(
-                error, f"{size} bytes for slot {names[len(made)]} can't be had: {error}.", "attach with slots=2"
+            raise _no_room_or_attach_error(
+                error,
+                f"{size} bytes for slot {names[len(new_slots)]} can't be allocated: {error}.",
+                "attach with slots=2",
             ) from error
-        return made
+        return new_slots
 
-    def _made(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
+    def _make_slot(self, job: str, rank: int, path: Path | None, name: str, geometry: Geometry) -> SlotFile:
         size = geometry.file_bytes
         if path:
-            # The final name appears with the header: a daemon that dies here leaves no file that looks like a slot.
+            # The slot gets its final name after its header. A daemon that dies here leaves no file
+            # that looks like a slot.
             draft = path.with_name(f"{name}.new")
-            ready = self.pool.take(draft, size)
+            spare_descriptor = self.pool.take(draft, size)
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(draft, flags, 0o600) if ready is None else ready
+            descriptor = os.open(draft, flags, 0o600) if spare_descriptor is None else spare_descriptor
         else:
             descriptor = os.memfd_create(f"reft-{job}-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            pages = self._filled(descriptor, size, name)
+            pages = self._map_with_pages(descriptor, size, name)
             if not path:
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             slot = SlotFile(name, rank, descriptor, path, size, SlotMap.create(pages, geometry, job, rank, descriptor))
@@ -354,56 +382,61 @@ class Arena:
             raise
         return slot
 
-    def _filled(self, descriptor: int, size: int, name: str) -> Bytes:
-        """The mapping of a file with all its pages, huge ones as far as they can be had."""
-        present = os.fstat(descriptor).st_size  # of a file of the pool
-        if present < size:
+    def _map_with_pages(self, descriptor: int, size: int, name: str) -> Bytes:
+        """Maps a file and makes all its pages, as huge pages where the kernel allows it."""
+        present_bytes = os.fstat(descriptor).st_size  # bytes of a spare file; 0 for a new file
+        if present_bytes < size:
             os.ftruncate(descriptor, size)
         pages = map_file(descriptor, size)[1]
-        huge = make_huge(descriptor, pages, present)
+        huge = make_huge(descriptor, pages, present_bytes)
         os.posix_fallocate(descriptor, 0, size)
-        advise(pages, mmap.MADV_DONTNEED)  # what is mapped counts as ours when the kernel looks for somebody to kill
+        # the kernel's out-of-memory killer counts mapped pages against this process
+        advise(pages, mmap.MADV_DONTNEED)
         log.info("%s: %d bytes, %d of them made as huge pages", name, size, huge)
         return pages
 
     def free(self, slot: SlotFile) -> None:
-        """Gives one slot back."""
+        """Frees one slot."""
         self.held_bytes -= slot.file_bytes
         slot.free()
 
     def forget(self, job: str) -> None:
-        """Removes what is left of a job whose slots are free."""
+        """Removes the folder of a job whose slots are freed."""
         shutil.rmtree(self.folder / job, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets go of the folder; removes it if it holds no job any more."""
+        """Releases the folder; removes it if it holds no job any more."""
         self.pool.close()
         self.reserve.close()
-        if not any(path.is_dir() for path in self.folder.glob("*")):  # nor where somebody has removed it
-            for name in _OWN:
+        # also empty where somebody has removed the folder
+        if not any(path.is_dir() for path in self.folder.glob("*")):
+            for name in _OWN_FILES:
                 (self.folder / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # what is not ours keeps it
+            with contextlib.suppress(OSError):  # files of others keep the folder
                 self.folder.rmdir()
         os.close(self._lock)
 
 
-def _foreign(folder: Path) -> str:
-    """The name of something in a folder that no arena has made; empty if there is nothing, or an arena was here before."""
+def _foreign_name(folder: Path) -> str:
+    """Returns the name of a file that no arena has made; empty if there is none.
+
+    A folder with a node-id belonged to an arena before: it always counts as clean.
+    """
     if (folder / "node-id").exists():
         return ""
-    drafts = {f"{name}.new" for name in _OWN}
+    drafts = {f"{name}.new" for name in _OWN_FILES}
     for path in sorted(folder.iterdir()):
-        is_jobs = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
-        if path.name not in {*_OWN, *drafts} and not is_jobs:
+        is_job_folder = path.is_dir() and ((path / "record").exists() or not any(path.iterdir()))
+        if path.name not in {*_OWN_FILES, *drafts} and not is_job_folder:
             return path.name
     return ""
 
 
 def lock_file(path: Path, what: str) -> int:
-    """A descriptor that holds the lock on `path` until it is closed.
+    """Returns a descriptor that holds the lock on `path` until the descriptor is closed.
 
     Raises:
-        AttachError: another process holds it; the message names it.
+        AttachError: another process holds the lock; the message names the process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -415,13 +448,13 @@ def lock_file(path: Path, what: str) -> int:
             f"another reft-daemon (pid {holder or 'unknown'}) holds the {what} {path.parent}.", "stop it"
         ) from error
     os.ftruncate(descriptor, 0)
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, too
+    with contextlib.suppress(OSError):  # on a full disk the lock works without the pid, too
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     return descriptor
 
 
 class _running_on:
-    """Binds this thread to CPUs while pages are touched: the kernel places a page where it is first touched."""
+    """Binds this thread to CPUs: the kernel places a page near the CPU that first touches it."""
 
     def __init__(self, cpus: list[int]) -> None:
         self._before = os.sched_getaffinity(0)
@@ -434,8 +467,11 @@ class _running_on:
         os.sched_setaffinity(0, self._before)
 
 
-def _failure(error: OSError, message: str, hint: str) -> AttachError:
-    """NoRoom only if memory is short: for that other jobs give way, which would help against nothing else."""
+def _no_room_or_attach_error(error: OSError, message: str, hint: str) -> AttachError:
+    """Returns NoRoom if memory is short, else AttachError.
+
+    For NoRoom the daemon drops ended jobs, which helps against no other error.
+    """
     if error.errno in (errno.ENOSPC, errno.ENOMEM):
         return NoRoom(message, hint)
     return AttachError(message)

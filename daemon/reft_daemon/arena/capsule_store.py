@@ -1,4 +1,4 @@
-"""Capsules that this node keeps for ranks of other nodes: one file a (rank, version) in the job's folder of the arena.
+"""Stores the capsules that this node keeps for ranks of other nodes, one file per rank and version.
 
     JOB/capsule-3.2-<id of the epoch, hex>-17      rank 3, epoch 2, step 17
 
@@ -7,10 +7,11 @@
     84        checksum             8       xxh3_64 of head and body, little-endian
     92        body                 …       protobuf CapsuleRecord
 
-Each stays open: if somebody removes the files, what they hold stays as long as this process, as slots do.
-A file is written whole and renamed into place, so a daemon that dies leaves all of it or a draft that the next one removes.
-A file that is no capsule, or not the one that its name says, is renamed to *.bad, reported, and never offered: it is an
-erasure. Everything here runs in the event loop: a record has at most 9 MiB, and mostly a few KiB.
+Each file stays open. If somebody removes the file, its content stays until this process ends, as
+with slots. A file is written whole, then renamed. A daemon that dies leaves the whole file, or a
+draft that the next daemon removes. A file without a valid capsule, or with another capsule than its
+name says, is renamed to *.bad, logged, and never offered. That capsule counts as lost. Everything
+here runs in the event loop: a record has at most 9 MiB, and mostly a few KiB.
 """
 
 from __future__ import annotations
@@ -44,21 +45,22 @@ MAJOR: Final = 1
 MINOR: Final = 0
 HEAD: Final = struct.Struct("<8sHH64sQ")
 CHECKSUM: Final = struct.Struct("<Q")
-BODY_MAX: Final = CAPSULE_MAX + DIGESTS_MAX + 4096  # what is neither capsule nor digests takes far less than a page
+# 4096: the other fields take far less than a page
+BODY_MAX: Final = CAPSULE_MAX + DIGESTS_MAX + 4096
 
 
 def encode(job: str, record: pb.CapsuleRecord) -> bytes:
-    """The bytes of a capsule's file."""
+    """Returns the bytes of a capsule's file."""
     body = record.SerializeToString()
     head = HEAD.pack(MAGIC, MAJOR, MINOR, job.encode(), len(body))
     return head + CHECKSUM.pack(_checksum(head, body)) + body
 
 
 def decode(data: bytes) -> tuple[str, pb.CapsuleRecord]:
-    """The job and the record that a capsule's file holds.
+    """Returns the job and the record of a capsule's file.
 
     Raises:
-        FormatError: it is no such file, was cut or changed, or has a newer major version.
+        FormatError: the data is no capsule file, was cut or changed, or has a newer major version.
     """
     begin = HEAD.size + CHECKSUM.size
     if len(data) < begin or data[:8] != MAGIC:
@@ -82,7 +84,7 @@ def _checksum(head: bytes, body: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CapsuleFile:
     path: Path
     descriptor: int
     file_bytes: int
@@ -91,47 +93,50 @@ class _Kept:
 
 @dataclass
 class CapsuleStore:
-    """The capsules of one job that lie here.
+    """The capsules of one job that this node keeps for other nodes.
 
     Args:
-        arena: where their files lie; their bytes count in its held_bytes.
-        job: whose.
+        arena: the arena of the files; `held_bytes` of the arena counts their bytes.
+        job: name of the job.
     """
 
     arena: Arena
     job: str
-    _kept: dict[int, dict[Version, _Kept]] = field(default_factory=dict)
+    _files: dict[int, dict[Version, _CapsuleFile]] = field(default_factory=dict)
 
     @property
     def held_bytes(self) -> int:
-        return sum(each.file_bytes for versions in self._kept.values() for each in versions.values())
+        return sum(each.file_bytes for versions in self._files.values() for each in versions.values())
 
     def adopt(self) -> None:
-        """Takes over what an earlier daemon of this arena kept.
+        """Takes over the capsules that an earlier daemon of this arena kept.
 
         Raises:
-            OSError: it can't be opened for now.
+            OSError: a file can't be opened for now.
         """
         for path in sorted((self.arena.folder / self.job).glob("capsule-*")):
             if path.suffix == ".bad":
                 continue
             if path.suffix == ".new":
-                path.unlink()  # its daemon died before it was whole, and so it was never acknowledged
+                # The daemon died before the draft was whole. So no daemon acknowledged that
+                # capsule.
+                path.unlink()
                 continue
             try:
-                self._take(path)
+                self._open_file(path)
             except (OSError, FormatError) as error:
                 if is_shortage(error):
                     raise
                 _set_aside(path, error)
 
     def keep(self, record: pb.CapsuleRecord, decision: Decision, outcome: Outcome, world: int) -> None:
-        """Stores a record; one that is here already, or that nobody will ask for, changes nothing.
+        """Stores a record; skips one that is here already, or that no recovery needs.
 
         Raises:
-            ConfigError: it is larger than a capsule may be, or of a rank that the job does not have.
-            StaleEpoch: it belongs to another history than the decision's.
-            NoRoom, AttachError: it can't be written, for lack of room or for another reason.
+            ConfigError: the record is too large, or names a rank that the job does not have.
+            StaleEpoch: the record belongs to another history than the decision's.
+            NoRoom, AttachError: the record can't be written, for lack of room or for another
+                reason.
         """
         check_record(record, world)
         version = messages.version_from(record.version)
@@ -139,54 +144,54 @@ class CapsuleStore:
             raise StaleEpoch(
                 f"{version} of rank {record.rank} is not of the history of epoch {decision.epoch.counter}."
             )
-        versions = self._kept.setdefault(record.rank, {})
+        versions = self._files.setdefault(record.rank, {})
         if version in versions or version in surplus([*versions, version], decision, outcome):
             return
         data = encode(self.job, record)
         self.arena.check_room(len(data))
-        path = self.arena.write_file(self.job, _name(record.rank, version), data)
+        path = self.arena.write_file(self.job, _file_name(record.rank, version), data)
         try:
-            self._take(path)
+            self._open_file(path)
         except (OSError, FormatError) as error:
             raise AttachError(f"the capsule of rank {record.rank}, {version}, can't be kept: {error}.") from error
 
     def prune(self, decision: Decision, outcome: Outcome) -> None:
-        """Lets go of what no recovery can need any more."""
-        for rank, versions in self._kept.items():
+        """Removes the capsules that no recovery can need any more."""
+        for rank, versions in self._files.items():
             for version in surplus(versions, decision, outcome):
                 self._drop(rank, version)
 
-    def copies(self) -> list[pb.CapsuleHeader]:
-        """What is kept, for an inventory."""
+    def headers(self) -> list[pb.CapsuleHeader]:
+        """Returns the headers of all capsules here, for an inventory."""
         return [
             pb.CapsuleHeader(
-                rank=rank, version=messages.version_to(version), unreplicated_bytes=each.unreplicated_bytes
+                rank=rank, version=messages.version_to(version), unreplicated_bytes=file.unreplicated_bytes
             )
-            for rank, versions in sorted(self._kept.items())
-            for version, each in sorted(versions.items(), key=lambda item: item[0].order)
+            for rank, versions in sorted(self._files.items())
+            for version, file in sorted(versions.items(), key=lambda item: item[0].order)
         ]
 
     def get(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """A rank's record; None if it is not kept, or turns out to be damaged.
+        """Returns a rank's record; None if it is not here or is damaged.
 
         Raises:
-            OSError: it can't be read for now.
+            OSError: the record can't be read for now.
         """
-        each = self._kept.get(rank, {}).get(version)
-        if each is None:
+        file = self._files.get(rank, {}).get(version)
+        if file is None:
             return None
         try:
-            return self._read(each.path.name, each.descriptor)
+            return self._read(file.path.name, file.descriptor)
         except (OSError, FormatError) as error:
             if is_shortage(error):
                 raise
-            _set_aside(each.path, error)
+            _set_aside(file.path, error)
             self._drop(rank, version)
             return None
 
     def free(self) -> None:
-        """Lets go of everything."""
-        for rank, versions in self._kept.items():
+        """Removes all capsules of the job."""
+        for rank, versions in self._files.items():
             for version in list(versions):
                 self._drop(rank, version)
 
@@ -195,34 +200,36 @@ class CapsuleStore:
         if size > BODY_MAX + HEAD.size + CHECKSUM.size:
             raise FormatError(f"{size} bytes; a capsule's record has at most {BODY_MAX} bytes.")
         job, record = decode(os.pread(descriptor, size, 0))
-        if job != self.job or _name(record.rank, messages.version_from(record.version)) != name:
-            raise FormatError(f"it says job {job!r}, rank {record.rank}, {messages.version_from(record.version)}.")
+        if job != self.job or _file_name(record.rank, messages.version_from(record.version)) != name:
+            raise FormatError(
+                f"the file names job {job!r}, rank {record.rank}, {messages.version_from(record.version)}."
+            )
         return record
 
-    def _take(self, path: Path) -> None:
+    def _open_file(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             record = self._read(path.name, descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        kept = _Kept(path, descriptor, os.fstat(descriptor).st_size, record.unreplicated_bytes)
-        self._kept.setdefault(record.rank, {})[messages.version_from(record.version)] = kept
-        self.arena.held_bytes += kept.file_bytes
+        file = _CapsuleFile(path, descriptor, os.fstat(descriptor).st_size, record.unreplicated_bytes)
+        self._files.setdefault(record.rank, {})[messages.version_from(record.version)] = file
+        self.arena.held_bytes += file.file_bytes
 
     def _drop(self, rank: int, version: Version) -> None:
-        each = self._kept[rank].pop(version)
-        self.arena.held_bytes -= each.file_bytes
-        os.close(each.descriptor)
-        each.path.unlink(missing_ok=True)
+        file = self._files[rank].pop(version)
+        self.arena.held_bytes -= file.file_bytes
+        os.close(file.descriptor)
+        file.path.unlink(missing_ok=True)
 
 
 def check_record(record: pb.CapsuleRecord, world: int) -> None:
     """Raises ConfigError for a record that no daemon of the job would send."""
     if record.rank >= world:
-        raise ConfigError(f"a capsule of rank {record.rank} came; the job has {counted(world, 'rank')}.")
+        raise ConfigError(f"a capsule of rank {record.rank} arrived; the job has {counted(world, 'rank')}.")
     if record.version.step > messages.STEP_MAX:
-        raise ConfigError(f"a capsule of step {record.version.step} came; steps end at {messages.STEP_MAX}.")
+        raise ConfigError(f"a capsule of step {record.version.step} arrived; the highest step is {messages.STEP_MAX}.")
     for what, size, limit in (
         ("capsule", len(record.capsule), CAPSULE_MAX),
         ("table of digests", len(record.digests), DIGESTS_MAX),
@@ -234,11 +241,11 @@ def check_record(record: pb.CapsuleRecord, world: int) -> None:
             )
 
 
-def _name(rank: int, version: Version) -> str:
+def _file_name(rank: int, version: Version) -> str:
     return f"capsule-{rank}.{version.epoch.counter}-{version.epoch.ident.hex()}-{version.step}"
 
 
 def _set_aside(path: Path, error: Exception) -> None:
-    log.error("capsule %s can't be used, it is kept as *.bad: %s", path, error)
-    with contextlib.suppress(OSError):  # it may be gone
+    log.error("capsule %s can't be used and is renamed to *.bad: %s", path, error)
+    with contextlib.suppress(OSError):  # the file may be gone already
         path.rename(path.with_name(path.name + ".bad"))

@@ -1,4 +1,4 @@
-"""Headers of a job's slots as they are now. A slot that was damaged has none: it is an erasure, and a line in the log says so."""
+"""Reads the headers of a job's slots. A damaged slot counts as lost, and is logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("reft.daemon")
 
 
 def header_of(job: str, slot: SlotFile) -> Header | None:
-    """A slot's header; None if the slot was damaged."""
+    """Returns a slot's header; None if the slot is damaged."""
     try:
         slot.check_size()
         return slot.map.reread()
@@ -27,15 +27,15 @@ def header_of(job: str, slot: SlotFile) -> Header | None:
 
 
 def sealed_versions(job: str, slots: Iterable[SlotFile]) -> list[Version]:
-    """What slots hold sealed, oldest first."""
+    """Returns the versions that the slots hold SEALED, oldest first."""
     headers = [header_of(job, slot) for slot in slots]
-    found = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
-    return sorted(found, key=lambda version: version.order)
+    versions = [h.version for h in headers if h and h.state is SlotState.SEALED and h.version is not None]
+    return sorted(versions, key=lambda version: version.order)
 
 
-def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
-    """The headers for an inventory."""
-    found = []
+def header_messages(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
+    """Returns the headers of all undamaged slots, as messages for an inventory."""
+    slot_headers = []
     for slot in slots:
         header = header_of(job, slot)
         if header is None:
@@ -49,5 +49,5 @@ def messages_of(job: str, slots: Iterable[SlotFile]) -> list[pb.SlotHeader]:
         )
         if header.version:
             message.version.CopyFrom(messages.version_to(header.version))
-        found.append(message)
-    return found
+        slot_headers.append(message)
+    return slot_headers

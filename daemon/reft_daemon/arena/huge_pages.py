@@ -1,11 +1,13 @@
-"""Huge pages for files of shared memory, which need no mount option, no administrator and no setting.
+"""Makes huge pages in files of shared memory, without a mount option, root, or a kernel setting.
 
-    file   |x    |x    |x    |x  |     one small page is written into each place of a huge page
-           |█████|█████|█████|░░░|     the kernel collapses each place into one (MADV_COLLAPSE, Linux 6.1), clearing the rest;
-                                       what it refuses, and the end, are left to the caller: small pages
+    file   |x    |x    |x    |x  |     one small page is written per huge page
+           |█████|█████|█████|░░░|     MADV_COLLAPSE (Linux 6.1) makes each range one huge page
+                                       and clears the rest of the range; where the kernel refuses,
+                                       and at the file's end, the caller makes small pages
 
-MADV_COLLAPSE heeds neither the mount's huge= nor shmem_enabled, but for "deny". A place of which no page is present is refused,
-one of which all are is copied page by page, which takes far longer than clearing it.
+MADV_COLLAPSE ignores the mount's huge= option and shmem_enabled, except for "deny". The kernel
+refuses a range without any present page. A range whose pages are all present is copied page by
+page, which takes far longer than clearing.
 """
 
 from __future__ import annotations
@@ -20,49 +22,53 @@ import numpy.typing as npt
 from reft.wire.shm import advise, huge_bytes
 
 _COLLAPSE = 25  # MADV_COLLAPSE; Python has no name for it
-_PLACES = 32  # are asked for at a time
-_THREADS = 2  # one core nearly saturates memory; the second hides what a hypervisor takes to back a page
-_TRANSIENT = (errno.EAGAIN, errno.EBUSY)  # a page was on its way to or from a list of the kernel
+_PAGES_PER_CALL = 32  # huge pages per call of madvise
+# one core nearly saturates memory; the second hides the time that a hypervisor needs to back a page
+_THREADS = 2
+_TRANSIENT = (errno.EAGAIN, errno.EBUSY)  # the kernel was moving a page between its lists
 
 
 def make_huge(descriptor: int, pages: npt.NDArray[np.uint8], begin: int) -> int:
-    """Makes the pages of a file from `begin` on, none of which is present, as huge ones as far as the kernel does so.
+    """Makes a file's pages from `begin` on, as huge pages where the kernel allows it.
 
-    Blocks, but not Python. The first lasting refusal ends it: memory is in pieces, and each further try would search it again.
+    None of these pages may be present before. Blocks this thread, but not Python. Stops at the
+    first lasting refusal: memory is fragmented, and each further try would search it again.
 
     Args:
+        descriptor: the open file.
         pages: uint8 [n], the file's mapping from its first byte on, see `reft.wire.shm`.
+        begin: offset of the first page to make, in bytes.
 
     Returns:
-        How many bytes are surely in huge pages now.
+        The number of bytes that are now certainly in huge pages.
     """
     size = huge_bytes()
     first, end = -(-begin // size) * size, pages.nbytes // size * size
-    parts = iter(range(first, end, _PLACES * size))
+    blocks = iter(range(first, end, _PAGES_PER_CALL * size))
 
-    def run(_: int) -> int:
-        nonlocal parts
-        made = 0
-        while (at := next(parts, None)) is not None:
-            stop = min(at + _PLACES * size, end)
+    def collapse_blocks(_: int) -> int:
+        nonlocal blocks
+        collapsed_bytes = 0
+        while (at := next(blocks, None)) is not None:
+            stop = min(at + _PAGES_PER_CALL * size, end)
             refused = _collapse(descriptor, pages, range(at, stop, size))
             if not refused:
-                made += stop - at
+                collapsed_bytes += stop - at
             elif refused not in _TRANSIENT:
-                parts = iter(())
-        return made
+                blocks = iter(())
+        return collapsed_bytes
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="reft-huge") as pool:
-        return sum(pool.map(run, range(_THREADS)))
+        return sum(pool.map(collapse_blocks, range(_THREADS)))
 
 
-def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], places: range) -> int:
-    """Makes each place one huge page; 0, or the errno of what refused one of them."""
+def _collapse(descriptor: int, pages: npt.NDArray[np.uint8], offsets: range) -> int:
+    """Makes one huge page at each offset; returns 0, or the errno of the first refusal."""
     try:
-        for place in places:
-            os.pwrite(descriptor, b"\0", place)
-    except OSError as error:  # no room: the caller finds out, and says so
+        for offset in offsets:
+            os.pwrite(descriptor, b"\0", offset)
+    except OSError as error:  # out of memory: the caller sees it next, and reports it
         return error.errno or errno.EIO
-    some = pages[places.start : places.stop]
-    # Twice: what was on its way is where it belongs by then.
-    return advise(some, _COLLAPSE) and advise(some, _COLLAPSE)
+    block = pages[offsets.start : offsets.stop]
+    # The second call succeeds if the kernel was still moving a page at the first call.
+    return advise(block, _COLLAPSE) and advise(block, _COLLAPSE)

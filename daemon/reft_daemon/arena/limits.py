@@ -1,4 +1,4 @@
-"""How much memory an arena may take: of the machine, of the container, and of --memory."""
+"""Computes how much memory an arena may take: limits of machine, container, and --memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import psutil
 
 from reft.core.budget import MemoryLimit
 
-MARGIN = 0.05  # share of the machine's memory that is left alone: the kernel kills before it is all gone
+# share of the machine's memory that stays free: the kernel kills processes before all memory is
+# used
+MARGIN = 0.05
 _UNLIMITED = 1 << 60
 
 
@@ -21,16 +23,19 @@ def limits(
     spare_bytes: int = 0,
     margin: float = MARGIN,
 ) -> list[MemoryLimit]:
-    """All bounds on what may be reserved now.
+    """Returns all limits on the memory that may be reserved now.
 
     Args:
-        budget_bytes: --memory; 0 means no bound of our own.
-        held_bytes: what the arena holds already.
-        spare_bytes: taken from the machine already, for what is reserved now.
+        budget_bytes: --memory; 0 means no limit of our own.
+        held_bytes: bytes that the arena holds already.
+        proc: the proc file system.
+        cgroups: where the cgroup file system is mounted.
+        spare_bytes: bytes of spare files that the new reservation would use; the machine has given
+            them already.
         margin: share of the machine's memory that stays free.
     """
     memory = psutil.virtual_memory()
-    found = [
+    bounds = [
         MemoryLimit(
             "the machine's free memory",
             memory.available - int(margin * memory.total) + spare_bytes,
@@ -38,24 +43,28 @@ def limits(
         )
     ]
     if budget_bytes:
-        found.append(
-            MemoryLimit("--memory", budget_bytes - held_bytes, "start reft-daemon with a larger --memory, or slots=2")
+        bounds.append(
+            MemoryLimit(
+                "--memory",
+                budget_bytes - held_bytes,
+                "start reft-daemon with a larger --memory, or attach with slots=2",
+            )
         )
     for group in _groups(proc, cgroups):
         free = _group_free(group)
         if free is not None:
-            found.append(
+            bounds.append(
                 MemoryLimit(
                     f"the memory limit of the cgroup {group}",
                     free + spare_bytes,
-                    "raise the container's memory limit, or slots=2",
+                    "raise the container's memory limit, or attach with slots=2",
                 )
             )
-    return found
+    return bounds
 
 
 def _groups(proc: Path, cgroups: Path) -> list[Path]:
-    """The folders of this process's memory cgroup and its ancestors, version 1 or 2."""
+    """Returns the folders of this process's memory cgroup and of its ancestors, version 1 or 2."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -88,7 +97,10 @@ def _group_free(group: Path) -> int | None:
 
 
 def _reclaimable(group: Path) -> int:
-    """Page cache of files counts as used, but is given back under pressure; pages of a tmpfs are not."""
+    """Returns the bytes of page cache that the kernel gives back under pressure.
+
+    The cgroup counts page cache of files as used. Pages of a tmpfs can't be given back.
+    """
     try:
         rows = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
@@ -98,7 +110,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def file_system_free(folder: Path | int) -> int:
-    """Bytes that may still be written below `folder`, or where an open file lies."""
+    """Returns the free bytes of the file system of `folder`, or of an open file."""
     stats = os.statvfs(folder)
     return stats.f_bavail * stats.f_frsize
 

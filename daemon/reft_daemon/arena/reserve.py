@@ -1,9 +1,11 @@
-"""Room for records in a file system that others fill: Docker's /dev/shm has 64 MiB, and what crashed stays there.
+"""Reserves file system space for records: other processes fill the same file system.
 
-    start, every second ─► a file without a name takes SIZES[0], or what is at most half of what there is
-    a record does not fit ─► the file gives all of it ─► the record is written
+Docker's /dev/shm has 64 MiB, and files of crashed processes stay there.
 
-Records are what a restarted job is found by: a full /dev/shm must not keep it from restarting.
+    start, every second ─► an unnamed file takes a size of SIZES, at most half of the free space
+    a record does not fit ─► the file gives all of its space back ─► the record is written
+
+A restarted job is found by its record. So a full /dev/shm must not keep records from being written.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ SIZES = (8 << 20, 2 << 20, 512 << 10, 128 << 10)  # bytes; a record of 16,384 ra
 
 
 class SpaceReserve:
-    """Of one folder.
+    """The reserved space in one file system.
 
     Args:
-        folder: in whose file system room is kept; where it has no files without names, none is.
+        folder: a folder of that file system. Where unnamed files don't exist, nothing is reserved.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +33,10 @@ class SpaceReserve:
         self.refill()
 
     def refill(self) -> None:
-        """Takes what is missing, if there is twice as much: a try that fails would have had all of it for a moment."""
+        """Reserves the missing space if twice that space is free.
+
+        A failing allocation would take all free space for a moment.
+        """
         for size in SIZES:
             if self._descriptor < 0 or size <= self._bytes:
                 return
@@ -40,15 +45,15 @@ class SpaceReserve:
                     os.posix_fallocate(self._descriptor, 0, size)
                     self._bytes = size
 
-    def give(self) -> bool:
-        """Gives all of it back; False if there is none."""
-        had, self._bytes = self._bytes, 0
-        if had:
+    def release(self) -> bool:
+        """Gives the whole reserve back; returns False if the reserve was empty."""
+        reserved_bytes, self._bytes = self._bytes, 0
+        if reserved_bytes:
             os.ftruncate(self._descriptor, 0)
-        return bool(had)
+        return bool(reserved_bytes)
 
     def close(self) -> None:
-        """Ends it."""
+        """Closes the file, which frees the reserve."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1

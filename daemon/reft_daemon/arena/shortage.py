@@ -1,6 +1,7 @@
-"""What the system refuses for now, mostly because no descriptor is free: it says nothing of what was asked for.
+"""Recognises calls that the system refuses for now, mostly because no descriptor is free.
 
-A process that could not be looked at is not dead for that, and a file that could not be opened is not damaged.
+Such a refusal says nothing about the object of the call. A process that could not be examined may
+live. A file that could not be opened may be intact.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether the same may succeed later."""
+    """Whether the same call may succeed later."""
     return isinstance(error, OSError) and error.errno in _SHORT
 
 
-def told(error: OSError) -> AttachError:
-    """What a caller is told for whom the system did not do what the daemon asked."""
+def shortage_error(error: OSError) -> AttachError:
+    """Returns the error for a caller: the system refused a call that the daemon needed."""
     return AttachError(
         f"the daemon can't do this now: {error}.", "see the limits of reft-daemon (ulimit -n), or try again"
     )
 
 
 def take_all_descriptors() -> None:
-    """Raises this process's limit to what it may have: each slot, trainer and connection takes a descriptor."""
+    """Raises this process's limit of descriptors to the hard limit.
+
+    Each slot, trainer and connection takes a descriptor.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # it is above what the kernel grants by now: it stays as it is
+    # the hard limit is above the kernel's own limit by now: leave the soft limit
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,1 +1,1 @@
-"""One job on this node: its record, leases, capsules, and reads of its slots."""
+"""One job on this node: the record, leases, capsules, and reads of its slots."""

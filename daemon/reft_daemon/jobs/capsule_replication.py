@@ -1,4 +1,7 @@
-"""The capsules of one job on this node: those of its own ranks, made from their slots, and those it keeps for others."""
+"""The capsules of one job here: those of its own ranks, and those kept for other nodes.
+
+Capsules of this node's own ranks are read from their slots.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,13 @@ from reft_daemon.arena.arena import SlotFile
 from reft_daemon.arena.capsule_store import CapsuleStore
 
 log = logging.getLogger("reft.daemon")
-BATCH_MAX: Final = 17 << 20  # bytes of the records in one message: at 100 Mbit/s it must arrive in time
-LAYOUTS_MAX: Final = 256  # leaf tables whose kept bytes are remembered
+# bytes of the records in one message, which must arrive in time at 100 Mbit/s
+BATCH_MAX: Final = 17 << 20
+LAYOUTS_MAX: Final = 256  # leaf tables whose unreplicated bytes are remembered
 
 
 async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
-    """The nodes that keep the capsules of a node.
+    """Returns the nodes that keep the capsules of a node.
 
     Raises:
         ConfigError, FormatError: the manifest contradicts itself.
@@ -38,7 +42,7 @@ async def holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
     if not manifest.layouts:
         return ()
     try:
-        # A placement of thousands of ranks takes a while, and the round of other jobs must go on.
+        # A placement of thousands of ranks takes a while, and the rounds of other jobs must go on.
         return await asyncio.to_thread(_holders_of, manifest, node_index)
     except ValueError as error:
         raise ConfigError(f"the manifest of job {manifest.job} can't be placed: {error}.") from error
@@ -51,119 +55,129 @@ def _holders_of(manifest: pb.Manifest, node_index: int) -> tuple[int, ...]:
 
 @dataclass
 class CapsuleReplication:
-    """What this node owes to holders, and what it holds.
+    """The capsules that this node still has to send to holders, and those that it keeps.
 
     Args:
-        store: of the capsules of other nodes' ranks.
+        store: keeps the capsules of other nodes' ranks.
     """
 
     store: CapsuleStore
     capsule_acks: CapsuleAcks = field(default_factory=lambda: CapsuleAcks(()))
-    _known: Outcome = field(default_factory=Outcome)
+    _known_outcome: Outcome = field(default_factory=Outcome)
     _unreplicated_bytes: dict[tuple[bytes, int], int] = field(default_factory=dict)
 
     def settle(self, decision: Decision, outcome: Outcome, is_over: bool) -> None:
-        """Takes what the round decided.
+        """Takes the outcome of the round, and drops capsules that are no longer needed.
 
         Args:
-            is_over: all trainers here closed their sessions. They may go on from what was whole by then, so news that come after
-                it end nothing that is kept; how many undecided versions are kept stays bounded.
+            decision: the decision in force.
+            outcome: what the round has decided so far.
+            is_over: whether all trainers here closed their sessions. A new run may start from what
+                was whole at that moment. So later news removes no capsule then. The number of
+                undecided versions stays bounded.
         """
         self.capsule_acks.settle(outcome)
         if not is_over:
-            self._known = outcome
-        self.store.prune(decision, self._known)
+            self._known_outcome = outcome
+        self.store.prune(decision, self._known_outcome)
 
     def batch(self, slots: Collection[SlotFile], epoch: Epoch, holder: int) -> list[pb.CapsuleRecord]:
-        """What `holder` should be sent now, as much as one message may hold, the oldest step first.
+        """Returns the records that `holder` lacks, oldest step first, at most one message full.
 
         Args:
             slots: all slots of the job on this node.
+            epoch: the epoch in force.
+            holder: index of the node.
         """
         batch: list[pb.CapsuleRecord] = []
-        room = BATCH_MAX
+        bytes_left = BATCH_MAX
         for rank, step in self.capsule_acks.owed(holder):
             record = self.sealed_record(slots, rank, Version(epoch, step))
             if record is None:
                 self.capsule_acks.forget(rank, step)
                 continue
-            room -= record.ByteSize() + 16  # its tag and length
-            if batch and room < 0:
+            bytes_left -= record.ByteSize() + 16  # 16: tag and length
+            if batch and bytes_left < 0:
                 break
             batch.append(record)
         return batch
 
-    def of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
-        """The records of all ranks whose slots hold a version here, in as many lists as messages are needed."""
+    def batches_of_version(self, slots: Collection[SlotFile], version: Version) -> list[list[pb.CapsuleRecord]]:
+        """Returns the records of a version of all ranks that hold it here, one list per message."""
         batches: list[list[pb.CapsuleRecord]] = [[]]
-        room = BATCH_MAX
+        bytes_left = BATCH_MAX
         for rank in sorted({slot.rank for slot in slots}):
             record = self.sealed_record(slots, rank, version)
             if record is None:
                 continue
-            nbytes = record.ByteSize() + 16  # its tag and length
-            if batches[-1] and nbytes > room:
+            nbytes = record.ByteSize() + 16  # 16: tag and length
+            if batches[-1] and nbytes > bytes_left:
                 batches.append([])
-                room = BATCH_MAX
+                bytes_left = BATCH_MAX
             batches[-1].append(record)
-            room -= nbytes
+            bytes_left -= nbytes
         return [batch for batch in batches if batch]
 
     def record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """A rank's record, from its slot or from the store; None if neither has it."""
+        """Returns a rank's record from its slot or from the store; None if neither has it."""
         return self.sealed_record(slots, rank, version) or self.store.get(rank, version)
 
     def sealed_record(self, slots: Collection[SlotFile], rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """A rank's record as its own slot has it; None if no slot holds this version sealed and sound."""
+        """Returns a rank's record from its own slot.
+
+        None if no undamaged slot holds the version SEALED.
+        """
         for slot in slots:
             if slot.rank != rank:
                 continue
             try:
-                record = self._read(slot, version)
+                record = self._read_record(slot, version)
             except (OSError, FormatError) as error:
-                log.error("slot=%s gives no capsule of %s: %s", slot.name, version, error)
+                log.error("slot=%s: the capsule of %s can't be read: %s", slot.name, version, error)
                 continue
             if record is not None:
                 return record
         return None
 
-    def sealed(self, slots: Collection[SlotFile], epoch: Epoch) -> dict[int, dict[int, int]]:
-        """What slots of a rank hold sealed of an epoch: step → cell → digest, to be compared with what replicas hold.
+    def cell_digests(self, slots: Collection[SlotFile], epoch: Epoch) -> dict[int, dict[int, int]]:
+        """Returns an epoch's SEALED steps in a rank's slots: step → cell → digest of the cell.
 
-        For a rank that died before it said so, or said so to the daemon before this one; capsules have the digests too.
+        The digests are compared with those of the replicas. This is needed for a rank that died
+        before it reported the step, or that reported it to the previous daemon. Capsules contain
+        these digests.
         """
-        found: dict[int, dict[int, int]] = {}
+        digests_by_step: dict[int, dict[int, int]] = {}
         for slot in slots:
             try:
                 header = slot.map.reread()
                 if header.state is SlotState.SEALED and header.version is not None and header.version.epoch == epoch:
                     compared = capsule_format.decode(slot.map.capsule())["compared"]
-                    found[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
+                    digests_by_step[header.version.step] = {int(cell): int(digest) for cell, digest in compared.items()}
             except (OSError, FormatError, AttributeError, KeyError, TypeError, ValueError) as error:
-                log.error("slot=%s is damaged, or does not say what its replicas should hold: %s", slot.name, error)
-        return found
+                log.error("slot=%s is damaged, or has no digests to compare with its replicas: %s", slot.name, error)
+        return digests_by_step
 
-    def _read(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
-        before = slot.map.reread()
-        if before.state is not SlotState.SEALED or before.version != version:
+    def _read_record(self, slot: SlotFile, version: Version) -> pb.CapsuleRecord | None:
+        header = slot.map.reread()
+        if header.state is not SlotState.SEALED or header.version != version:
             return None
         try:
             record = pb.CapsuleRecord(
                 rank=slot.rank,
                 version=messages.version_to(version),
-                unreplicated_bytes=self._kept_of(slot.map),
+                unreplicated_bytes=self._unreplicated_bytes_of(slot.map),
                 capsule=slot.map.capsule(),
                 digests=slot.map.digests[: slot.map.chunks].tobytes(),
             )
         except FormatError:
-            if slot.map.reread().seq == before.seq:
+            if slot.map.reread().seq == header.seq:
                 raise
             return None
-        # Else its trainer has begun to write it again while it was read.
-        return record if slot.map.reread().seq == before.seq else None
+        # If `seq` has changed, the trainer has begun to write the slot again during this read.
+        return record if slot.map.reread().seq == header.seq else None
 
-    def _kept_of(self, slot: SlotMap) -> int:
-        """Bytes of the leaves that only this slot has."""
+    def _unreplicated_bytes_of(self, slot: SlotMap) -> int:
+        """Returns the bytes of the slot's unreplicated leaves, which no other slot has."""
         key = (slot.header.layout, slot.header.table_digest)
         if key not in self._unreplicated_bytes:
             try:

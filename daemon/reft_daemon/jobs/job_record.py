@@ -1,8 +1,9 @@
-"""One job on this node: its record, its ranks' leases and slots, its part in the round, and the capsules it keeps.
+"""One job on this node: record, leases, slots, the node's part in the round, and kept capsules.
 
-attach ─► inventory (orphans ended) ─► decide (epoch, base) ─► lease (slots, watched trainer) ─► reports … ─► release
-                                                                    │ trainer dies
-                                                                    └► LANDED slots are digested and SEALED here
+attach ─► inventory (orphans ended) ─► decide (epoch, base)
+       ─► lease (slots, watched trainer) ─► reports … ─► release
+                            │ trainer dies
+                            └► LANDED slots are digested and SEALED here
 """
 
 from __future__ import annotations
@@ -37,12 +38,25 @@ log = logging.getLogger("reft.daemon")
 
 @dataclass
 class JobRecord:
-    """Everything this daemon knows of one job. Used in the event loop only; what blocks runs in threads.
+    """All state of one job on this daemon.
+
+    Used in the event loop only; blocking work runs in threads.
 
     Args:
-        arena: where its slots lie.
-        record: manifest, decision and leases, as they are kept in the arena.
-        on_change: called when the round has something to pass on or to tell.
+        arena: where the job's slots lie.
+        record: manifest, decision and leases, as kept in the arena.
+        on_change: called when the round has news for other nodes.
+
+    Attributes:
+        slots: the slots that this node's ranks use now, by name.
+        retired: earlier slots of this node's ranks, and slots of ranks that train on another node
+            now.
+        drafts: slots that a rebuild is making; no rank may use them yet.
+        leases: rank → its trainer.
+        since_s: when the decision in force came, or this daemon started.
+        ended_s: when the last trainer ended.
+        sealed_s: rank → when the rank last reported a sealed step.
+        listeners: called when the round has news, to answer waiting reports.
     """
 
     arena: Arena
@@ -50,7 +64,7 @@ class JobRecord:
     on_change: Callable[[JobRecord], None]
     slots: dict[str, SlotFile] = field(default_factory=dict)
     retired: dict[str, SlotFile] = field(default_factory=dict)
-    drafts: dict[str, SlotFile] = field(default_factory=dict)  # of a rebuild: nobody's yet
+    drafts: dict[str, SlotFile] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)
     ended_s: float = field(default_factory=time.monotonic)
@@ -97,7 +111,7 @@ class JobRecord:
 
     @property
     def trained_s(self) -> float:
-        """From the decision in force, or from this daemon's start, to the newest seal of a rank of this node."""
+        """Seconds from the decision, or this daemon's start, to the newest seal of a rank here."""
         return max(0.0, max(self.sealed_s.values(), default=0.0) - self.since_s)
 
     @property
@@ -108,7 +122,7 @@ class JobRecord:
     # Adoption
 
     def adopt(self) -> None:
-        """Takes over what an earlier daemon of this arena left: slots, living trainers, the epoch's round."""
+        """Takes over what an earlier daemon left: slots, living trainers, the epoch's round."""
         for slot in self.arena.adopt(self.id):
             self.slots[slot.name] = slot
         self.capsule_replication.store.adopt()
@@ -117,18 +131,19 @@ class JobRecord:
             lease = self.leases[entry.rank] = Lease(
                 Process(entry.pid, entry.pid_start), entry.parent, closed=entry.closed
             )
-            lease.handed.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
-        for rank, lease in list(self.leases.items()):  # all are known: who has ended has the record written anew
+            lease.given_slots.update(name for name, slot in self.slots.items() if slot.rank == entry.rank)
+        # only after all leases are known: the end of a trainer writes the record
+        for rank, lease in list(self.leases.items()):
             if not lease.closed:
-                self._begin(rank, lease)
+                self._watch_trainer(rank, lease)
         for rank in self.ranks:
-            self._answer_from_slots(rank)
+            self._report_sealed_slots(rank)
 
-    def _begin(self, rank: int, lease: Lease) -> None:
+    def _watch_trainer(self, rank: int, lease: Lease) -> None:
         """Watches the rank's trainer.
 
         Raises:
-            OSError: it can't be watched, so nothing was changed.
+            OSError: the trainer can't be watched; nothing was changed.
         """
         with contextlib.suppress(ProcessLookupError):
             lease.watch = ProcessWatch(lease.process, lambda: self._trainer_ended(rank, lease))
@@ -139,7 +154,7 @@ class JobRecord:
     # Attach
 
     async def end_orphans(self, launch: str, pids: Iterable[int]) -> None:
-        """Ends orphans of this job, so that nobody writes its slots while a new attach reads them.
+        """Ends orphans of this job: no process may write slots while an attach reads them.
 
         Raises:
             AlreadyAttached, AttachError: see `end_orphans`.
@@ -148,14 +163,16 @@ class JobRecord:
         await asyncio.gather(*(self.seal_landed(rank) for rank in list(self.leases)))
 
     def decide(self, request: pb.DecideRequest, holders: Iterable[int]) -> None:
-        """Takes the decision of a new attach; repeated, it changes nothing.
+        """Takes the decision of a new attach; a repeated decision changes nothing.
 
         Args:
+            request: the decision.
             holders: the nodes that keep the capsules of this node's ranks from now on.
 
         Raises:
             StaleEpoch: a decision of a newer epoch is in force.
-            AlreadyAttached: a trainer lives by the one in force, and might write what this one's are to read.
+            AlreadyAttached: a trainer of the earlier epoch lives, and could overwrite what the new
+                attach reads.
         """
         new = messages.decision_from(request.decision)
         if self.record.HasField("decision"):
@@ -163,13 +180,13 @@ class JobRecord:
                 return
             if new.epoch.counter <= self.epoch.counter:
                 raise StaleEpoch(
-                    f"epoch {new.epoch.counter} of job {self.id} is over; {self.epoch.counter} is in force."
+                    f"epoch {new.epoch.counter} of job {self.id} is over; epoch {self.epoch.counter} is in force."
                 )
         refuse_living(self.id, self.leases)
-        held = self.all_slots
+        slots = self.all_slots
         for name in request.dropped:
-            if name in held and header_of(self.id, held[name]):
-                held[name].map.empty()
+            if name in slots and header_of(self.id, slots[name]):
+                slots[name].map.empty()
         self.record = pb.JobRecord(
             manifest=request.manifest,
             decision=request.decision,
@@ -182,19 +199,25 @@ class JobRecord:
         self._start_round()
         self.save()
         self.since_s = self.ended_s = time.monotonic()
-        self._tell()
+        self._call_listeners()
 
     def _base_manifest(self, request: pb.DecideRequest, base: Version | None) -> pb.Manifest | None:
-        """The manifest under which the base was written: as the decision says, or as this daemon knows by itself."""
+        """Returns the manifest under which the base was written; None if it is unknown.
+
+        The decision may contain the manifest. Otherwise this daemon may know it from earlier
+        decisions.
+        """
         if request.HasField("base_manifest"):
             return request.base_manifest
         if base is None or not self.record.HasField("decision"):
             return None
         if base.epoch == self.epoch:
             return self.record.manifest
-        # Nothing became whole since the last attach, and so it has the same base.
-        before = messages.decision_from(self.record.decision).base
-        is_same = before is not None and before.epoch == base.epoch and self.record.HasField("base_manifest")
+        # No version became whole since the last attach. So both decisions have the same base.
+        earlier_base = messages.decision_from(self.record.decision).base
+        is_same = (
+            earlier_base is not None and earlier_base.epoch == base.epoch and self.record.HasField("base_manifest")
+        )
         return self.record.base_manifest if is_same else None
 
     def _start_round(self) -> None:
@@ -205,23 +228,31 @@ class JobRecord:
         self.capsule_replication.capsule_acks = CapsuleAcks(tuple(self.record.holders))
         self._settle_capsules(self.round)
         for name in [name for name, slot in self.slots.items() if slot.rank not in self.round.ranks]:
-            self.retired[name] = self.slots.pop(name)  # its rank trains on another node now
+            self.retired[name] = self.slots.pop(name)  # the slot's rank trains on another node now
 
     def _settle_capsules(self, round: Round) -> None:
-        self.capsule_replication.settle(messages.decision_from(self.record.decision), round.outcome, self._is_over)
+        self.capsule_replication.settle(
+            messages.decision_from(self.record.decision), round.outcome, self._are_all_closed
+        )
 
     @property
-    def _is_over(self) -> bool:
-        """Whether all trainers here closed their sessions: they may go on from what was whole by then, so it stays held."""
+    def _are_all_closed(self) -> bool:
+        """Whether all trainers here closed their sessions.
+
+        A new run may start from the step that was whole at that moment. So this node keeps that
+        version.
+        """
         return bool(self.leases) and all(lease.closed for lease in self.leases.values())
 
     async def lease(self, request: pb.LeaseRequest) -> list[SlotFile]:
-        """Slots for one rank, every page present; those of an earlier trainer of the rank if they are large enough.
+        """Returns slots for one rank, every page present.
+
+        Reuses the rank's earlier slots if they are large enough.
 
         Raises:
             StaleEpoch, AlreadyAttached, NoRoom: see each class.
-            AttachError: the process has closed its session, or is not there.
-            OSError: whether it lives can't be known now.
+            AttachError: the process has closed its session, or does not exist.
+            OSError: the system does not say now whether the process lives.
         """
         self.check_epoch(request.epoch)
         if request.rank not in self.ranks:
@@ -229,120 +260,143 @@ class JobRecord:
         digest_bytes = 8 * -(-request.data_bytes // max(request.chunk_bytes, 1))
         if self.record.holders and digest_bytes > DIGESTS_MAX:
             raise ConfigError(
-                f"rank {request.rank} has {digest_bytes} bytes of digests, which travel with its capsule; "
+                f"rank {request.rank} has {digest_bytes} bytes of digests, which are part of its capsule; "
                 f"the limit is {DIGESTS_MAX}.",
                 "attach with a larger chunk_bytes",
             )
         process = Process(request.pid, request.pid_start)
-        self._check_free(request.rank, process)
+        self._check_trainer(request.rank, process)
         if not process.is_alive:
             raise AttachError(
-                f"process {request.pid}, which started at {request.pid_start}, is not there: it can't hold a lease.",
+                f"process {request.pid}, started at {request.pid_start}, does not exist: it can't hold a lease.",
             )
-        slots = await self.allocator.alone(lambda: self._slots_for(request))
-        self.check_epoch(request.epoch)  # memory has taken its time: there may be a newer attach, or the session closed
-        self._check_free(request.rank, process)
-        before = self.leases.get(request.rank)
-        if before is None or before.watch is None:
-            self._begin(request.rank, Lease(process, request.parent))
+        slots = await self.allocator.run_alone(lambda: self._slots_for(request))
+        # Making slots takes time. Meanwhile a newer attach may have come, or the session may be
+        # closed.
+        self.check_epoch(request.epoch)
+        self._check_trainer(request.rank, process)
+        earlier_lease = self.leases.get(request.rank)
+        if earlier_lease is None or earlier_lease.watch is None:
+            self._watch_trainer(request.rank, Lease(process, request.parent))
             self.save()
-        self.leases[request.rank].handed.update(slot.name for slot in slots)
+        self.leases[request.rank].given_slots.update(slot.name for slot in slots)
         return slots
 
-    def _check_free(self, rank: int, process: Process) -> None:
-        """Raises unless the process is the rank's trainer, or may become it: not again, once it has closed its session."""
+    def _check_trainer(self, rank: int, process: Process) -> None:
+        """Raises unless the process is the rank's trainer, or may become its trainer.
+
+        A process that has closed its session can't become the trainer again.
+
+        Raises:
+            AlreadyAttached: another process trains the rank.
+            AttachError: the process has closed its session.
+        """
         lease = self.leases.get(rank)
         if lease and lease.watch and lease.process != process:
-            raise AlreadyAttached(f"rank {rank} of job {self.id} is attached by process {lease.process.pid}.")
+            raise AlreadyAttached(f"rank {rank} of job {self.id} is already attached by process {lease.process.pid}.")
         if lease and lease.closed and lease.process == process:
             raise AttachError(f"process {process.pid} has closed its session as rank {rank} of job {self.id}.")
 
     async def _slots_for(self, request: pb.LeaseRequest) -> list[SlotFile]:
-        wanted = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
-        mine = [slot for slot in self.slots.values() if slot.rank == request.rank]
-        sound = [slot for slot in mine if header_of(self.id, slot)]
-        fitting = [slot for slot in sound if fits(slot.map.header.geometry, wanted)][: request.slots]
-        if len(fitting) == request.slots:
-            return fitting
-        for slot in mine:
+        geometry = Geometry(request.table_bytes, request.data_bytes, request.chunk_bytes)
+        rank_slots = [slot for slot in self.slots.values() if slot.rank == request.rank]
+        undamaged_slots = [slot for slot in rank_slots if header_of(self.id, slot)]
+        fitting_slots = [slot for slot in undamaged_slots if fits(slot.map.header.geometry, geometry)][: request.slots]
+        if len(fitting_slots) == request.slots:
+            return fitting_slots
+        for slot in rank_slots:
             header = header_of(self.id, slot)
-            if not self._is_written(slot) and (header is None or header.state is SlotState.EMPTY):
-                self.arena.free(self.slots.pop(slot.name))  # first, since it holds nothing
+            if not self._may_be_written(slot) and (header is None or header.state is SlotState.EMPTY):
+                # freed before new memory is taken, since the slot holds no version
+                self.arena.free(self.slots.pop(slot.name))
         names = next_names(self.all_slots, request.rank, request.slots)
-        made = await self.allocator.create(request.rank, names, wanted, list(request.cpus))
-        # Only now: if there is no room, the trainer goes on with what it has.
+        new_slots = await self.allocator.create(request.rank, names, geometry, list(request.cpus))
+        # Retired only now: if memory is short, the trainer continues with its old slots.
         for slot in [slot for slot in self.slots.values() if slot.rank == request.rank]:
             self.retired[slot.name] = self.slots.pop(slot.name)
-        self.slots.update({slot.name: slot for slot in made})
-        return made
+        self.slots.update({slot.name: slot for slot in new_slots})
+        return new_slots
 
-    def _is_written(self, slot: SlotFile) -> bool:
-        """Whether a living trainer may write it: it has it mapped, and has begun nothing in slots that came later."""
+    def _may_be_written(self, slot: SlotFile) -> bool:
+        """Whether a living trainer may write the slot.
+
+        A trainer writes only slots that it has mapped. It leaves a retired slot once it has begun
+        to write a newer slot.
+        """
         lease = self.leases.get(slot.rank)
-        if lease is None or lease.watch is None or slot.name not in lease.handed:
+        if lease is None or lease.watch is None or slot.name not in lease.given_slots:
             return False
-        later = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
-        return slot.name in self.slots or all(header is None or header.state is SlotState.EMPTY for header in later)
+        newer_headers = [header_of(self.id, other) for other in self.slots.values() if other.rank == slot.rank]
+        return slot.name in self.slots or all(
+            header is None or header.state is SlotState.EMPTY for header in newer_headers
+        )
 
     def take_back(self, slot: SlotFile) -> None:
-        """A memfd that a trainer returned after this daemon's restart."""
+        """Takes a memfd that a trainer returned after this daemon's restart."""
         if slot.name in self.slots:
             self.arena.free(slot)
             return
         self.slots[slot.name] = slot
         if slot.rank in self.leases:
-            self.leases[slot.rank].handed.add(slot.name)
-        self._answer_from_slots(slot.rank)
+            self.leases[slot.rank].given_slots.add(slot.name)
+        self._report_sealed_slots(slot.rank)
 
     # Training
 
     def check_epoch(self, epoch: pb.Epoch) -> None:
-        """Raises StaleEpoch unless `epoch` is the one in force."""
+        """Raises StaleEpoch unless `epoch` is in force."""
         if messages.epoch_from(epoch) != self.epoch:
             raise StaleEpoch(
                 f"epoch {epoch.counter} of job {self.id} is over: a newer attach has taken the job (epoch {self.epoch.counter})."
             )
 
     def report(self, request: pb.ReportRequest) -> None:
-        """What a rank says.
+        """Takes a rank's report.
 
         Raises:
             StaleEpoch: the rank belongs to an older attach.
-            AttachError: it holds no lease.
+            AttachError: the rank holds no lease.
         """
         self.check_epoch(request.epoch)
         lease = self.leases.get(request.rank)
         if lease is None or self.round is None:
             raise AttachError(f"rank {request.rank} of job {self.id} holds no lease here.")
-        said = messages.report_from(request.steps)
+        step_report = messages.report_from(request.steps)
         lease.trouble = request.trouble
         self.round.hear_request(request.rank, request.requested_every)
-        lease.step = max(lease.step, said.until)
-        if said.sealed:
+        lease.step = max(lease.step, step_report.until)
+        if step_report.sealed:
             self.sealed_s[request.rank] = time.monotonic()
-        self._answer_for(request.rank, said, messages.digests_from(request.steps))
+        self._hear_rank(request.rank, step_report, messages.digests_from(request.steps))
 
     def hear_node(self, request: pb.GatherRequest) -> Outcome:
-        """What a child says, in the round; what is decided already."""
+        """Takes a child's report in the round; returns what is decided so far.
+
+        Raises:
+            AttachError: the job has no round here.
+        """
         if self.round is None:
             raise AttachError(f"job {self.id} has no round here.")
-        said, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
-        if self.round.hear_node(request.node_index, said, digests, request.mismatched, request.requested_every):
-            self._changed()
+        node_report, digests = messages.report_from(request.steps), messages.digests_from(request.steps)
+        if self.round.hear_node(request.node_index, node_report, digests, request.mismatched, request.requested_every):
+            self._publish_round()
         return self.round.outcome
 
     def hear_outcome(self, outcome: Outcome) -> None:
-        """The parent's news, in the round."""
+        """Takes the outcome that the parent sent in the round."""
         if self.round is not None and self.round.hear_outcome(outcome):
-            self._changed()
+            self._publish_round()
 
-    def _answer_for(self, rank: int, said: StepReport, digests: Digests) -> None:
-        """Takes what a rank of this node says; what is sealed counts once the holders have its capsule."""
+    def _hear_rank(self, rank: int, report: StepReport, digests: Digests) -> None:
+        """Takes the report of a rank here.
+
+        A sealed step counts once the holders have the rank's capsule.
+        """
         if self.round is None or rank not in self.round.ranks:
             return
-        due = self.capsule_replication.capsule_acks.hear_rank(rank, said, digests)
-        if self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)):
-            self._changed()
+        counted_report = self.capsule_replication.capsule_acks.hear_rank(rank, report, digests)
+        if self.round.hear_rank(rank, counted_report, self.capsule_replication.capsule_acks.digests_of(rank)):
+            self._publish_round()
         else:
             self.on_change(self)
 
@@ -355,56 +409,57 @@ class JobRecord:
             StaleEpoch, ConfigError, NoRoom: see CapsuleStore.keep.
         """
         self.check_epoch(request.epoch)
-        if request.HasField("outcome"):  # else a newer capsule might push out one that is whole
+        # known first: otherwise a newer capsule could displace one of a whole version
+        if request.HasField("outcome"):
             self.hear_outcome(messages.outcome_from(request.outcome))
         decision = messages.decision_from(self.record.decision)
         outcome = self.round.outcome if self.round else Outcome()
-        # The base may be of a job of more ranks than this one has.
+        # The base may come from a run of the job with more ranks.
         world = max(self.record.manifest.world, self.record.base_manifest.world)
         for record in request.capsules:
             self.capsule_replication.store.keep(record, decision, outcome, world)
         if self.round is not None:
             self._settle_capsules(self.round)
 
-    def owed_to(self, holder: int) -> list[pb.CapsuleRecord]:
-        """What a holder of this node's capsules lacks, as much as fits into a message."""
+    def capsules_for(self, holder: int) -> list[pb.CapsuleRecord]:
+        """Returns the capsules that a holder of this node still lacks, at most one message full."""
         return self.capsule_replication.batch(self.all_slots.values(), self.epoch, holder)
 
-    def acknowledged(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
-        """A holder keeps these now."""
+    def note_kept(self, holder: int, epoch: Epoch, records: Iterable[pb.CapsuleRecord]) -> None:
+        """Notes that a holder keeps these records now."""
         if self.round is None or epoch != self.epoch:
             return
-        kept = [(record.rank, record.version.step) for record in records]
+        kept_steps = [(record.rank, record.version.step) for record in records]
         changed = False
-        for rank, due in self.capsule_replication.capsule_acks.acknowledge(holder, kept).items():
+        for rank, due in self.capsule_replication.capsule_acks.acknowledge(holder, kept_steps).items():
             changed = self.round.hear_rank(rank, due, self.capsule_replication.capsule_acks.digests_of(rank)) or changed
         if changed:
-            self._changed()
+            self._publish_round()
 
     def capsule(self, rank: int, version: Version) -> pb.CapsuleRecord | None:
-        """A rank's record, from its own slot or from what is kept for other nodes."""
+        """Returns a rank's record, from the rank's own slot or from the store."""
         return self.capsule_replication.record(self.all_slots.values(), rank, version)
 
-    def _changed(self) -> None:
+    def _publish_round(self) -> None:
         self._free_retired()
         if self.round is not None:
             self._settle_capsules(self.round)
         if self.round is not None and self.round.outcome.whole >= 0 and not self.record.had_whole:
             self.record.had_whole = True
-            self._note()
-        self._tell()
+            self._save_or_log()
+        self._call_listeners()
         self.on_change(self)
 
-    def _tell(self) -> None:
+    def _call_listeners(self) -> None:
         for listener in list(self.listeners):
             listener()
 
     def _free_retired(self) -> None:
-        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._is_over:
+        if not self.retired or self.round is None or self.round.outcome.whole < 0 or self._are_all_closed:
             return
         whole = Version(self.epoch, self.round.outcome.whole)
         for name, slot in list(self.retired.items()):
-            if self._is_written(slot):
+            if self._may_be_written(slot):
                 continue
             header = header_of(self.id, slot)
             if header is None or header.version is None or header.version.is_older_than(whole):
@@ -413,7 +468,10 @@ class JobRecord:
     # The end of a trainer
 
     def release(self, request: pb.ReleaseRequest) -> None:
-        """The session was closed; its slots stay for the job's time to live."""
+        """Ends a rank's lease: its session was closed.
+
+        The slots stay for the job's time to live.
+        """
         self.check_epoch(request.epoch)
         lease = self.leases.get(request.rank)
         if lease:
@@ -427,13 +485,16 @@ class JobRecord:
         self.ended_s = time.monotonic()
         how = "closed" if lease.closed else "died"
         log.info("job=%s rank=%d trainer pid=%d %s", self.id, rank, lease.process.pid, how)
-        self._note()
+        self._save_or_log()
         self.on_change(self)
         task = asyncio.ensure_future(self.seal_landed(rank))
         task.add_done_callback(_log_failure)
 
     async def seal_landed(self, rank: int) -> None:
-        """Digests and seals what a dead trainer left LANDED; what it left WRITING is torn and stays so."""
+        """Digests and seals the slots that a dead trainer left LANDED.
+
+        WRITING slots are torn, and stay so.
+        """
         for slot in [slot for slot in self.all_slots.values() if slot.rank == rank]:
             header = header_of(self.id, slot)
             if header is None or header.state is not SlotState.LANDED:
@@ -442,44 +503,47 @@ class JobRecord:
                 digests = await asyncio.to_thread(slot.digests)
                 if slot.map.reread().state is SlotState.LANDED:
                     slot.map.sealed(digests)
-                    log.info("job=%s rank=%d sealed %s for its dead trainer", self.id, rank, slot.map.header.version)
+                    log.info("job=%s rank=%d sealed %s for its ended trainer", self.id, rank, slot.map.header.version)
             except FormatError as error:
-                log.error("job=%s rank=%d %s is not sealed: %s", self.id, rank, header.version, error)
-        self._answer_from_slots(rank)
+                log.error("job=%s rank=%d %s can't be sealed: %s", self.id, rank, header.version, error)
+        self._report_sealed_slots(rank)
 
-    def _answer_from_slots(self, rank: int) -> None:
-        found = self.capsule_replication.sealed(
+    def _report_sealed_slots(self, rank: int) -> None:
+        digests_by_step = self.capsule_replication.cell_digests(
             [slot for slot in self.all_slots.values() if slot.rank == rank], self.epoch
         )
-        self._answer_for(rank, StepReport(sealed=frozenset(found)), found)
+        self._hear_rank(rank, StepReport(sealed=frozenset(digests_by_step)), digests_by_step)
 
     def sealed_versions(self, rank: int) -> list[Version]:
-        """What the rank's slots hold sealed, oldest first."""
+        """Returns the versions that the rank's slots hold SEALED, oldest first."""
         return headers.sealed_versions(self.id, (slot for slot in self.all_slots.values() if slot.rank == rank))
 
     # What is shown
 
     def headers(self) -> list[pb.SlotHeader]:
-        """The headers of all slots; one that was damaged is left out."""
-        return headers.messages_of(self.id, self.all_slots.values())
+        """Returns the headers of all slots; damaged slots are left out."""
+        return headers.header_messages(self.id, self.all_slots.values())
 
     def save(self) -> None:
-        """Writes the record, so that a restarted daemon knows what this one knew."""
+        """Writes the record to the arena, so that a restarted daemon knows the same."""
         del self.record.leases[:]
         for rank, lease in self.leases.items():
             pid, start = lease.process.pid, lease.process.start
             self.record.leases.add(rank=rank, pid=pid, pid_start=start, parent=lease.parent, closed=lease.closed)
         self.arena.write_record(self.record)
 
-    def _note(self) -> None:
-        """Saves what only a restarted daemon would miss: that it can't be written keeps this one from nothing."""
+    def _save_or_log(self) -> None:
+        """Saves facts that only a restarted daemon needs.
+
+        A failure is logged: this daemon can go on.
+        """
         try:
             self.save()
         except AttachError as error:
-            log.error("job=%s %s", self.id, error)
+            log.error("job=%s the record can't be saved, a restarted daemon may lack it: %s", self.id, error)
 
     def free(self) -> int:
-        """Gives everything back; the number of bytes."""
+        """Frees all slots and capsules; returns the number of bytes."""
         freed = self.held_bytes
         self.allocator.drop()
         for lease in self.leases.values():
@@ -496,4 +560,4 @@ class JobRecord:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("sealing for a dead trainer failed: %s", task.exception())
+        log.error("sealing the slots of an ended trainer failed: %s", task.exception())

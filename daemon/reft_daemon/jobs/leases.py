@@ -1,6 +1,6 @@
-"""Who trains a rank, and how the trainers of an earlier attach are ended before a new one reads what they wrote.
+"""Tracks the trainer process of each rank, and ends orphans before a new attach reads their slots.
 
-Trainers as the kernel knows them: alive, dead, or orphaned by the agent that started them.
+The kernel says whether a trainer is alive, dead, or orphaned by the agent that started it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ log = logging.getLogger("reft.daemon")
 
 @dataclass
 class Lease:
-    """A rank's trainer: who it is, which slots it was handed, what it said last. `watch` is None once it has ended."""
+    """One rank's trainer: its process, the slots it was given, its last report.
+
+    Attributes:
+        watch: None once the trainer has ended.
+    """
 
     process: Process
     parent: int
@@ -29,71 +33,82 @@ class Lease:
     closed: bool = False
     step: int = -1
     trouble: str = ""
-    handed: set[str] = field(default_factory=set)
+    given_slots: set[str] = field(default_factory=set)
 
 
-async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new: Collection[int]) -> None:
-    """Ends the trainers of an earlier attach, all at once: each may take seconds to free its memory.
+async def end_orphans(job: str, leases: Mapping[int, Lease], same_launch: bool, new_pids: Collection[int]) -> None:
+    """Ends the orphans of an earlier attach, all at once: each may take seconds to free memory.
 
     Args:
         job: for messages.
         leases: rank → its trainer.
-        same_launch: whether the new attach belongs to the launch of the earlier one: then all of that are orphans.
-        new: processes that attach.
+        same_launch: whether the new attach belongs to the same launch; then all earlier trainers
+            are orphans.
+        new_pids: pids of the processes that attach.
 
     Raises:
-        AlreadyAttached: one lives and is no orphan; nobody was ended.
-        AttachError: one does not die.
+        AlreadyAttached: a trainer lives and is no orphan; no process was ended.
+        AttachError: an orphan does not die.
     """
-    orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new)]
+    orphans = [(rank, lease) for rank, lease in leases.items() if _is_orphan(job, rank, lease, same_launch, new_pids)]
     for rank, lease in orphans:
         log.warning("job=%s rank=%d ending orphan pid=%d", job, rank, lease.process.pid)
-    ended = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
-    for (rank, lease), has_ended in zip(orphans, ended, strict=True):
+    kill_results = await asyncio.gather(*(lease.watch.kill() for _, lease in orphans if lease.watch is not None))
+    for (rank, lease), has_ended in zip(orphans, kill_results, strict=True):
         if not has_ended:
-            raise AttachError(f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end it by hand")
+            raise AttachError(
+                f"process {lease.process.pid}, an orphan of rank {rank}, does not die.", "end that process by hand"
+            )
 
 
-def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new: Collection[int]) -> bool:
-    """Whether a rank's trainer lives and must be ended for a new attach."""
+def _is_orphan(job: str, rank: int, lease: Lease, same_launch: bool, new_pids: Collection[int]) -> bool:
+    """Whether a rank's trainer lives and must be ended for a new attach.
+
+    Raises:
+        AlreadyAttached: the trainer lives and is no orphan, or is one of the new processes.
+    """
     if lease.watch is None:
         return False
-    if lease.process.pid in new:
+    if lease.process.pid in new_pids:
         raise AlreadyAttached(
             f"rank {rank} of job {job} is attached by this very process.", "close the earlier session first"
         )
     if not same_launch and not lease.process.is_orphan(lease.parent):
-        raise _lives(job, rank, lease)
+        raise _living_trainer_error(job, rank, lease)
     return True
 
 
 def refuse_living(job: str, leases: Mapping[int, Lease]) -> None:
-    """Raises AlreadyAttached if a trainer lives: one that came after the look for orphans belongs to another attach."""
+    """Raises AlreadyAttached if a trainer lives.
+
+    A trainer that came after orphans were ended belongs to another attach.
+    """
     for rank, lease in leases.items():
         if lease.watch is not None:
-            raise _lives(job, rank, lease)
+            raise _living_trainer_error(job, rank, lease)
 
 
-def _lives(job: str, rank: int, lease: Lease) -> AlreadyAttached:
+def _living_trainer_error(job: str, rank: int, lease: Lease) -> AlreadyAttached:
     return AlreadyAttached(
         f"rank {rank} of job {job} is trained by process {lease.process.pid}, which lives (last step {lease.step}).",
-        "end that run, or give this one another name with job= or REFT_JOB",
+        "end that run, or give this run another name with job= or REFT_JOB",
     )
 
 
-FENCE_DEADLINE_S = 10.0  # a SIGKILLed process that frees much memory takes seconds; a stuck one never ends
+# a SIGKILLed process that frees much memory takes seconds; a process stuck in the kernel never ends
+FENCE_DEADLINE_S = 10.0
 
 
 class ProcessWatch:
-    """Calls back, in the event loop, when a process ends.
+    """Calls `on_end` in the event loop when a process ends.
 
     Args:
         process: must be alive.
         on_end: called once.
 
     Raises:
-        ProcessLookupError: the process is gone already, or is another one by now.
-        OSError: it can't be watched, as where no descriptor is free: nothing is known of it.
+        ProcessLookupError: the process is gone, or another process has its pid now.
+        OSError: the process can't be watched, e.g. if no descriptor is free. The process may live.
     """
 
     def __init__(self, process: Process, on_end: Callable[[], None]) -> None:
@@ -106,27 +121,31 @@ class ProcessWatch:
             os.close(self._descriptor)
             raise
         self._on_end = on_end
-        self._over = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._descriptor, self._end)
+        self._ended_event = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._descriptor, self._process_ended)
 
-    def _end(self) -> None:
+    def _process_ended(self) -> None:
         self.close()
         self._on_end()
 
     async def kill(self) -> bool:
-        """SIGKILLs the process; True once it has ended or is watched no more, False if it lives on for FENCE_DEADLINE_S."""
-        if not self._over.is_set():
-            with contextlib.suppress(ProcessLookupError):  # it has just been reaped, and the loop is yet to hear of it
+        """Sends SIGKILL; returns True once the process has ended or is no longer watched.
+
+        Returns False if the process still lives after FENCE_DEADLINE_S.
+        """
+        if not self._ended_event.is_set():
+            # the process was just reaped; the event loop does not know yet
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         try:
-            await asyncio.wait_for(self._over.wait(), FENCE_DEADLINE_S)
+            await asyncio.wait_for(self._ended_event.wait(), FENCE_DEADLINE_S)
         except asyncio.TimeoutError:
             return False
         return True
 
     def close(self) -> None:
-        """Watches no more: it has ended, or has closed its session and writes nothing more."""
-        self._over.set()
+        """Stops watching: the process has ended, or has closed its session."""
+        self._ended_event.set()
         if self._descriptor >= 0:
             asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)

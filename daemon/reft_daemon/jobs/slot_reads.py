@@ -1,4 +1,4 @@
-"""Bytes of a sealed slot, for whoever may have them: a rank or a daemon of another node, or this daemon itself."""
+"""Reads bytes of a sealed slot, for ranks and daemons of other nodes, and for this daemon."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft_daemon.arena.arena import SlotFile
 from reft_daemon.jobs.job_record import JobRecord
 
-READ_CHUNK = 1 << 20  # bytes of one message of Read; larger ones are slower here
+READ_CHUNK = 1 << 20  # bytes per message of Read; larger messages were slower
 
 
 class UnreadableSlot(ReftError):
-    """The slot is not there, or does not hold the version.
+    """The slot does not exist, or does not hold the requested version.
 
     Args:
-        status: what the call ends with.
+        status: the gRPC status with which the call ends.
     """
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
@@ -33,11 +33,12 @@ class UnreadableSlot(ReftError):
 
 
 async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[bytes]:
-    """What was asked for, in pieces of READ_CHUNK.
+    """Yields the requested bytes in pieces of READ_CHUNK.
 
     Raises:
-        UnreadableSlot: the slot is not there, or holds another version.
-        FormatError: the slot was cut, can't be read, its header is damaged, or a chunk of a checked read.
+        UnreadableSlot: the slot does not exist, or holds another version.
+        FormatError: the slot was cut, can't be read, or has a damaged header; or, in a checked
+            read, a damaged chunk.
     """
     slot = job.all_slots.get(request.slot) if job else None
     if slot is None:
@@ -47,29 +48,33 @@ async def read(job: JobRecord | None, request: pb.ReadRequest) -> AsyncIterator[
         raise UnreadableSlot(grpc.StatusCode.FAILED_PRECONDITION, f"slot {request.slot} holds {header.version} now")
     end = min(request.offset + request.size, slot.file_bytes)
     if request.checked:
-        await asyncio.to_thread(_check, slot, request.offset, end)
+        await asyncio.to_thread(_check_digests, slot, request.offset, end)
     for at in range(request.offset, end, READ_CHUNK):
         try:
             data = os.pread(slot.descriptor, min(READ_CHUNK, end - at), at)
-        except OSError as error:  # a page whose memory has failed
+        except OSError as error:  # the hardware has lost a page of this memory
             raise FormatError(f"byte {at} of slot {slot.name} can't be read: {error}.") from error
         yield data
 
 
 async def read_here(job: JobRecord, request: pb.ReadRequest, into: Bytes) -> None:
-    """The same for this daemon itself; fills `into`."""
-    whole = b"".join([data async for data in read(job, request)])
-    if len(whole) != into.nbytes:
-        raise FormatError(f"slot {request.slot} gave {len(whole)} of {into.nbytes} bytes.")
-    into[:] = np.frombuffer(whole, np.uint8)
+    """Fills `into` with the requested bytes of a slot of this daemon.
+
+    Raises:
+        UnreadableSlot, FormatError: see `read`; also FormatError if fewer or more bytes came.
+    """
+    data_read = b"".join([data async for data in read(job, request)])
+    if len(data_read) != into.nbytes:
+        raise FormatError(f"slot {request.slot} gave {len(data_read)} of {into.nbytes} bytes.")
+    into[:] = np.frombuffer(data_read, np.uint8)
 
 
 def status_of(error: ReftError) -> grpc.StatusCode:
-    """What a failed read ends with."""
+    """Returns the gRPC status for a failed read."""
     return error.status if isinstance(error, UnreadableSlot) else rpc.status_of(error)
 
 
-def _check(slot: SlotFile, begin: int, end: int) -> None:
+def _check_digests(slot: SlotFile, begin: int, end: int) -> None:
     """Raises FormatError if a chunk of the data between two offsets of the file is damaged."""
     header = slot.map.header
     size, data = header.geometry.chunk_bytes, header.geometry.data_offset
@@ -81,7 +86,7 @@ def _check(slot: SlotFile, begin: int, end: int) -> None:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a failed read means that the slot is no source any more: damaged, gone, or of another version."""
+    """Whether a failed read shows that the slot is damaged, gone, or of another version."""
     if isinstance(error, (FormatError, UnreadableSlot)):
         return True
     codes = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
@@ -90,9 +95,9 @@ def is_damage(error: BaseException) -> bool:
 
 def refuse_living(job: JobRecord) -> None:
     """Raises AttachError while trainers of the job live."""
-    living = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
-    if living:
+    living_ranks = sorted(rank for rank, lease in job.leases.items() if lease.watch is not None)
+    if living_ranks:
         raise AttachError(
-            f"rank {living[0]} of job {job.id} is being trained, by process {job.leases[living[0]].process.pid}.",
-            "end the job's trainers first; an attach finds lost nodes by itself",
+            f"process {job.leases[living_ranks[0]].process.pid} trains rank {living_ranks[0]} of job {job.id}.",
+            "end the job's trainers first; or let the job attach again, which finds lost nodes without a rebuild",
         )

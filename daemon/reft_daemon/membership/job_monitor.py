@@ -1,11 +1,12 @@
-"""One job under watch on this node: its term, its agent, its ranks' progress, and what follows for each of its nodes.
+"""Watches one job: membership view, this node's agent, progress of ranks, signals of nodes.
 
     agent's first beat of a round ─┐
-    decision of an attach ─────────┴► term: who belongs to the job, by which token they know one another
+    decision of an attach ─────────┴► membership view: the nodes of the job, and their common token
     beats, deaths, steps ──► facts ─► FailureDetector ─► signals; `news` is set when one changed
 
-A term is (launch, round) of the agents. Where there are none, as under a launcher that is not ours, the launch is empty and
-the round is the attach's epoch. A term is replaced as a whole: nothing that was said in the older one holds in the newer.
+A view belongs to (launch, round) of the agents. Under another launcher than torchrun with reft
+there are no agents; then the launch is empty, and the round is the attach's epoch. A new view
+replaces the old one completely: reports of the old view don't count in the new one.
 """
 
 from __future__ import annotations
@@ -39,17 +40,22 @@ from reft_daemon.jobs.leases import Lease, ProcessWatch
 log = logging.getLogger("reft.daemon")
 LATE_SHOWN_S = 3.0
 TICK_S = 0.1
-LEFT_S = 5.0  # for which others must have said that they are in a newer round: a slow rendezvous is no loss
-LINGER_S = 60.0  # after the last trainer and the last word of an agent
-KILL_AFTER_S = 1.0  # after a rank was found to stand still: other nodes say by then what they know of theirs
+# seconds that another node must have been in a newer round before this node counts as left behind:
+# a slow rendezvous is no loss
+LEFT_BEHIND_S = 5.0
+LINGER_S = 60.0  # after the end of the last trainer and the agent's last beat
+# after a rank was found to make no progress; by then other nodes have reported their ranks
+KILL_AFTER_S = 1.0
 
 
 @dataclass(frozen=True)
 class MembershipView:
-    """Who watches whom: the same on all nodes of a job.
+    """The nodes of a job in one round, and how they know each other. All nodes have the same view.
 
     Attributes:
-        token: 32 bytes that agents and daemons of the term show one another over TCP.
+        launch: id of the agents' launch; empty without agents.
+        round: the agents' round; without agents the epoch.
+        token: 32 bytes that agents and daemons of the view show one another over TCP.
         nodes: id → node.
     """
 
@@ -61,103 +67,116 @@ class MembershipView:
 
 @dataclass
 class AgentProcess:
-    """This node's torchrun agent. `watch` is None if its process can't be seen, or has ended."""
+    """This node's torchrun agent.
+
+    Attributes:
+        pid: process id.
+        phase: the phase in the agent's last beat; DEAD if the agent has ended without FINISHED.
+        last_s: time of the last beat.
+        watch: None if the process can't be watched, or has ended.
+    """
 
     pid: int
-    said: AgentPhase
+    phase: AgentPhase
     last_s: float
     watch: ProcessWatch | None = None
 
 
 class JobMonitor:
-    """See the module.
+    """Watches one job on this node, see the module.
 
     Args:
-        job: its name.
+        job: name of the job.
         own: id of this node.
-        term: the first.
-        held: launch → what this daemon holds of the job; None before the first attach.
-        on_final: called at once when something final is known of a node.
+        view: the first membership view.
+        find_record: launch → this daemon's record of the job; None before the first attach.
+        on_final: called at once when a node's signal becomes final.
     """
 
     def __init__(
         self,
         job: str,
         own: str,
-        term: MembershipView,
-        held: Callable[[str], JobRecord | None],
+        view: MembershipView,
+        find_record: Callable[[str], JobRecord | None],
         on_final: Callable[[JobMonitor], None],
     ) -> None:
         self.job = job
-        self.term, self._own = term, own
-        self._held_in = held
+        self.view, self._own = view, own
+        self._find_record = find_record
         self._on_final = on_final
         self._agent: AgentProcess | None = None
-        self.version = time.time_ns()  # so that one of a daemon before this one is never met again
+        self.version = time.time_ns()  # starts above all versions of an earlier daemon
         self.news = asyncio.Event()
-        self._looked_s = time.monotonic()
-        self._late = (0.0, 0.0)  # by how much, and when
-        self._left: tuple[float, str] | None = None
-        self._paces: dict[int, StepProgress] = {}
+        self._last_look_s = time.monotonic()
+        self._last_delay = (0.0, 0.0)  # this daemon's last long delay: seconds, and when it was noticed
+        self._left_behind: tuple[float, str] | None = None
+        self._progress_of: dict[int, StepProgress] = {}
         self._active_s = time.monotonic()
-        self._past: frozenset[Process] = frozenset()  # trainers whose death is no news in this term
-        self.given_up = GivenUpNodes(term.launch, term.round)
-        self._start(term, self._trainers(lambda lease: lease.watch is None))
+        # trainers whose death says nothing about this view
+        self._ignored_trainers: frozenset[Process] = frozenset()
+        self.given_up = GivenUpNodes(view.launch, view.round)
+        self._set_view(view, self._trainers(lambda lease: lease.watch is None))
 
-    def begin(self, term: MembershipView) -> None:
-        """A new term: everybody's past is forgotten, but for who was lost."""
-        self.given_up = self.given_up.next(term.launch, term.round, term.nodes, self.detector.lost())
-        # An agent speaks of a round before its workers attach: who is here now was ended for it.
-        self._start(term, self._trainers(lambda lease: bool(term.launch) or lease.watch is None))
+    def start_view(self, view: MembershipView) -> None:
+        """Starts a new membership view. Everything is forgotten, except which nodes were lost."""
+        self.given_up = self.given_up.next(view.launch, view.round, view.nodes, self.detector.lost())
+        # An agent announces a round before its workers attach. So the trainers that are here now
+        # were ended for that round.
+        self._set_view(view, self._trainers(lambda lease: bool(view.launch) or lease.watch is None))
 
     @property
-    def _held(self) -> JobRecord | None:
-        return self._held_in(self.term.launch)
+    def _job_record(self) -> JobRecord | None:
+        return self._find_record(self.view.launch)
 
     def _trainers(self, condition: Callable[[Lease], bool]) -> frozenset[Process]:
-        held = self._held
-        return frozenset(each.process for each in held.leases.values() if condition(each)) if held else frozenset()
+        job_record = self._job_record
+        return (
+            frozenset(each.process for each in job_record.leases.values() if condition(each))
+            if job_record
+            else frozenset()
+        )
 
-    def _start(self, term: MembershipView, past: frozenset[Process]) -> None:
+    def _set_view(self, view: MembershipView, ignored_trainers: frozenset[Process]) -> None:
         now_s = time.monotonic()
-        self.term, self._past = term, past
-        self.detector = FailureDetector(self._own, {node: each.name for node, each in term.nodes.items()}, now_s)
+        self.view, self._ignored_trainers = view, ignored_trainers
+        self.detector = FailureDetector(self._own, {node: each.name for node, each in view.nodes.items()}, now_s)
         self._signal_log = SignalLog(self.detector)
-        self._left = None
-        self._paces.clear()
+        self._left_behind = None
+        self._progress_of.clear()
         self._active_s = now_s
-        self._tell()
-        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, term.launch, term.round, len(term.nodes))
+        self._wake_listeners()
+        log.info("job=%s watched launch=%s round=%d nodes=%d", self.job, view.launch, view.round, len(view.nodes))
 
     # What is heard
 
-    def agent_beat(self, pid: int, said: AgentPhase) -> None:
-        """A beat of this node's own agent."""
+    def agent_beat(self, pid: int, phase: AgentPhase) -> None:
+        """Takes a beat of this node's own agent."""
         now_s = time.monotonic()
         if self._agent is None or self._agent.pid != pid:
             self._forget_agent()
-            self._agent = AgentProcess(pid, said, now_s)
+            self._agent = AgentProcess(pid, phase, now_s)
         if self._agent.watch is None:
             self._agent.watch = self._watch_agent(pid)
-        self._agent.said, self._agent.last_s = said, now_s
+        self._agent.phase, self._agent.last_s = phase, now_s
         self.look(now_s)
 
     def has_other_agent(self, pid: int) -> bool:
-        """Whether a living agent with another pid speaks for this job here."""
+        """Whether a living agent with another pid works for this job here."""
         return self._agent is not None and self._agent.pid != pid and self._agent.watch is not None
 
     def _watch_agent(self, pid: int) -> ProcessWatch | None:
         try:
-            facts = stat_of(pid)
-            return ProcessWatch(Process(pid, facts.start), self._agent_ended) if facts else None
-        except OSError:  # its next beat tries again
+            stat = stat_of(pid)
+            return ProcessWatch(Process(pid, stat.start), self._agent_ended) if stat else None
+        except OSError:  # the next beat tries again
             return None
 
     def _agent_ended(self) -> None:
         if self._agent is not None:
             self._agent.watch = None
-            if self._agent.said is not AgentPhase.FINISHED:
-                self._agent.said = AgentPhase.DEAD
+            if self._agent.phase is not AgentPhase.FINISHED:
+                self._agent.phase = AgentPhase.DEAD
             log.info("job=%s agent pid=%d has ended", self.job, self._agent.pid)
         self.look(time.monotonic())
 
@@ -166,128 +185,142 @@ class JobMonitor:
             self._agent.watch.close()
         self._agent = None
 
-    def lives(self, node: str) -> None:
-        """A node's daemon or agent spoke, of whatever round."""
+    def note_alive(self, node: str) -> None:
+        """Notes that a node's daemon or agent is alive; its round does not matter."""
         self.given_up = self.given_up.without(node)
 
     def check_round(self, launch: str, round: int) -> bool:
-        """Whether a message belongs to this term; False if it is of a newer one.
+        """Whether a message belongs to this view; False if the message is of a newer round.
 
         Raises:
-            StaleEpoch: it is of an older one.
-            AttachError: it is of another launch.
+            StaleEpoch: the message is of an older round.
+            AttachError: the message is of another launch.
         """
-        if launch != self.term.launch:
-            raise AttachError(f"job {self.job} is watched for launch {self.term.launch!r} here, not for {launch!r}.")
-        if round < self.term.round:
-            raise StaleEpoch(f"round {round} of job {self.job} is over; {self.term.round} has begun.")
-        return round == self.term.round
+        if launch != self.view.launch:
+            raise AttachError(f"job {self.job} is watched for launch {self.view.launch!r} here, not for {launch!r}.")
+        if round < self.view.round:
+            raise StaleEpoch(f"round {round} of job {self.job} is over; round {self.view.round} has begun.")
+        return round == self.view.round
 
-    def left_behind(self, reason: str) -> None:
-        """Another node says that it is in a newer round."""
-        self._left = self._left or (time.monotonic(), reason)
+    def note_left_behind(self, reason: str) -> None:
+        """Notes that another node is in a newer round."""
+        self._left_behind = self._left_behind or (time.monotonic(), reason)
 
-    def attached(self) -> None:
-        """A new attach within the term: what was usual may be so no more."""
-        self._paces.clear()
+    def note_attach(self) -> None:
+        """Forgets the ranks' usual step times: a new attach within this view may change them."""
+        self._progress_of.clear()
 
     # What follows
 
     def look(self, now_s: float) -> None:
-        """Judges all nodes anew; agents hear of it if something changed. Called every TICK_S, and whenever there is news.
+        """Judges all nodes anew, and publishes changes. Called every TICK_S, and at news.
 
-        Each look finds out by itself whether this daemon was late: after a stop the first one follows from whatever was
-        waiting at its sockets, such as its own agent's beat, and would find everybody silent.
+        Each call finds out whether this daemon itself was late. After this daemon was stopped, its
+        first call may come from a waiting message, such as its own agent's beat. Without this check
+        all nodes would look silent.
         """
-        late_s, self._looked_s = now_s - self._looked_s - TICK_S, now_s
+        late_s, self._last_look_s = now_s - self._last_look_s - TICK_S, now_s
         if late_s > LATE_S:
-            self._late = (late_s, now_s)
+            self._last_delay = (late_s, now_s)
         facts = self._facts(now_s)
         changes = self.detector.look(now_s, late_s, self_report(self._own, facts), facts.stall is not None)
-        self.changed(changes)
+        self.publish(changes)
 
-    def changed(self, changes: Iterable[SignalChange]) -> None:
-        """Tells agents and people what has changed."""
-        told = [change for change in changes if change.is_news]
+    def publish(self, changes: Iterable[SignalChange]) -> None:
+        """Publishes changes of signals to agents and to the log."""
+        news = [change for change in changes if change.is_news]
         now_s = time.monotonic()
-        self._signal_log.heard(told, now_s)
+        self._signal_log.heard(news, now_s)
         for change in self._signal_log.due(now_s):
-            each = self.detector.members[change.node]
+            member = self.detector.members[change.node]
             level = logging.INFO if change.after in (Signal.HEALTHY, Signal.COMPLETED) else logging.WARNING
-            log.log(level, "job=%s node=%s %s -> %s %s", self.job, each.name, change.before.name, change.after.name,
-                    each.reason)  # fmt: skip
-        if told:
-            self._tell()
-        if any(change.after.is_final for change in told):
+            log.log(level, "job=%s node=%s %s -> %s %s", self.job, member.name, change.before.name, change.after.name,
+                    member.reason)  # fmt: skip
+        if news:
+            self._wake_listeners()
+        if any(change.after.is_final for change in news):
             self._on_final(self)
 
-    def _tell(self) -> None:
+    def _wake_listeners(self) -> None:
         self.version += 1
         self.news.set()
         self.news = asyncio.Event()
 
     @property
-    def word(self) -> NodeReport:
-        """What this node says of itself now."""
+    def own_report(self) -> NodeReport:
+        """This node's report on itself, as of now."""
         return self_report(self._own, self._facts(time.monotonic()))
 
     def _facts(self, now_s: float) -> NodeFacts:
-        held = self._held
+        job = self._job_record
         agent = self._agent
-        leases = {} if held is None else {rank: held.leases[rank] for rank in held.ranks if rank in held.leases}
-        late_s, late_at_s = self._late
-        stall = self._stall(held, now_s)
-        awaited = self._awaited(stall) if stall else None
-        is_left = self._left is not None and now_s - self._left[0] > LEFT_S
+        leases = {} if job is None else {rank: job.leases[rank] for rank in job.ranks if rank in job.leases}
+        late_s, late_at_s = self._last_delay
+        stall = self._stall(job, now_s)
+        awaited = self._awaited_stall(stall) if stall else None
+        is_left_behind = self._left_behind is not None and now_s - self._left_behind[0] > LEFT_BEHIND_S
         return NodeFacts(
             died=tuple(
                 (rank, each.process.pid) for rank, each in leases.items()
-                if each.watch is None and not each.closed and each.process not in self._past
+                if each.watch is None and not each.closed and each.process not in self._ignored_trainers
             ),
-            agent=agent.said if agent else None,
+            agent=agent.phase if agent else None,
             agent_pid=agent.pid if agent else 0,
-            # Under an agent only its own word counts: a session is also closed by an exception.
-            closed=agent is None and bool(leases) and len(leases) == len(held.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
-            snaps=held is not None and held.round is not None and held.round.is_open,
+            # With an agent, only the agent's FINISHED counts as the end: an exception closes a
+            # session, too.
+            closed=agent is None and bool(leases) and len(leases) == len(job.ranks) and all(e.closed for e in leases.values()),  # type: ignore[union-attr]
+            snaps=job is not None and job.round is not None and job.round.is_open,
             stall=stall, laggard=awaited.rank if awaited else None,
             late_s=late_s if now_s - late_at_s < LATE_SHOWN_S else 0.0,
-            left_behind=self._left[1] if self._left and is_left else "",
+            left_behind=self._left_behind[1] if self._left_behind and is_left_behind else "",
         )  # fmt: skip
 
-    def _stall(self, held: JobRecord | None, now_s: float) -> Stall | None:
-        """The rank of this node that holds it up, if its ranks stand still."""
-        if held is None:
+    def _stall(self, job_record: JobRecord | None, now_s: float) -> Stall | None:
+        """Returns the rank of this node that delays the others; None if all make progress."""
+        if job_record is None:
             return None
-        found = []
-        for rank, lease in held.leases.items():
-            pace = self._paces.setdefault(rank, StepProgress())
-            pace.saw(lease.step, now_s)
-            still_s = pace.stands_still_s(now_s)
+        stalls = []
+        for rank, lease in job_record.leases.items():
+            progress = self._progress_of.setdefault(rank, StepProgress())
+            progress.saw(lease.step, now_s)
+            still_s = progress.stands_still_s(now_s)
             if still_s is not None and lease.watch is not None:
-                found.append(Stall(rank, pace.step, still_s, pace.usual_s or 0.0, _is_stopped(lease.process.pid)))
-        return laggard(found)
+                stalls.append(
+                    Stall(rank, progress.step, still_s, progress.usual_s or 0.0, _is_stopped(lease.process.pid))
+                )
+        return laggard(stalls)
 
-    def _awaited(self, own: Stall) -> Stall:
-        """For whom the whole job waits, as far as is known here: the ranks of neighbours, and those of this node."""
-        words = [each.word for node, each in self.detector.members.items() if node != self._own]
-        return laggard([own, *(word.stall for word in words if word is not None and word.stall is not None)]) or own
+    def _awaited_stall(self, own: Stall) -> Stall:
+        """Returns the stall that the whole job waits for, as far as this node knows.
+
+        It compares the ranks of this node with those that other nodes reported.
+        """
+        reports = [each.word for node, each in self.detector.members.items() if node != self._own]
+        return laggard([own, *(word.stall for word in reports if word is not None and word.stall is not None)]) or own
 
     def to_kill(self) -> Stall | None:
-        """The local rank for which the whole job waits; None if it is another node's, or nobody waits for long enough."""
-        here = self.detector.members[self._own]
-        own = self.word.stall
-        if own is None or here.signal is not Signal.SUSPECT or time.monotonic() - here.since_s < KILL_AFTER_S:
+        """Returns the local rank that the whole job waits for, if the wait has lasted long enough.
+
+        None if the job waits for another node's rank, or for none.
+        """
+        own_node = self.detector.members[self._own]
+        own_stall = self.own_report.stall
+        if (
+            own_stall is None
+            or own_node.signal is not Signal.SUSPECT
+            or time.monotonic() - own_node.since_s < KILL_AFTER_S
+        ):
             return None
-        others = (each.signal for node, each in self.detector.members.items() if node != self._own)
-        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in others):
-            return None  # that is why ranks wait here, and the job restarts for it
-        return own if self._awaited(own) is own else None
+        other_signals = (each.signal for node, each in self.detector.members.items() if node != self._own)
+        if any(signal in (Signal.UNHEALTHY, Signal.OFFLINE) for signal in other_signals):
+            return None  # ranks here wait for that node, and the job restarts because of it
+        return own_stall if self._awaited_stall(own_stall) is own_stall else None
 
     def is_over(self, now_s: float) -> bool:
-        """Whether nobody has worked here for so long that there is nothing to watch."""
-        held = self._held
-        is_spoken_for = self._agent is not None and self._agent.watch is not None
-        if is_spoken_for or (held is not None and held.is_live):
+        """Whether nobody has worked on the job here for LINGER_S, so that the watch can end."""
+        job_record = self._job_record
+        has_living_agent = self._agent is not None and self._agent.watch is not None
+        if has_living_agent or (job_record is not None and job_record.is_live):
             self._active_s = now_s
         if self._agent is not None:
             self._active_s = max(self._active_s, self._agent.last_s)
@@ -295,12 +328,12 @@ class JobMonitor:
 
     def close(self) -> None:
         self._forget_agent()
-        self._tell()
+        self._wake_listeners()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, or stuck in the kernel, as far as is known."""
+    """Whether a process is known to be stopped, or stuck in the kernel."""
     with contextlib.suppress(OSError):
-        facts = stat_of(pid)
-        return facts is not None and facts.state in "TtD"
+        stat = stat_of(pid)
+        return stat is not None and stat.state in "TtD"
     return False

@@ -1,1 +1,1 @@
-"""The other daemons of a job: channels, and the round between them."""
+"""The other daemons of a job: the channels to them, and the round between daemons."""

@@ -1,12 +1,17 @@
-"""What carries the round between daemons: one courier for each neighbour of a job in the tree, and for each holder.
+"""Replicates the round between daemons: one sender task per tree neighbour and per holder of a job.
 
-A courier keeps no queue. It knows only that something changed, and sends what is true when it sends: to the parent what
-the subtree says, to a child the outcome, to a holder the capsules of all ranks of this node that it lacks; what a neighbour
-has acknowledged is not sent to it again. So a slow or dead neighbour costs one message, however long it lasts; it is tried
-again every RETRY_S until what it should know is no longer news.
+A sender task keeps no queue. It only knows that something has changed, and sends the present state:
 
-Who was restarted has forgotten what it acknowledged. A child asks by Gather. A parent is told again every RETRY_S, as long
-as something is undecided.
+* to the parent: the report of this node's subtree;
+* to a child: the outcome;
+* to a holder: the capsules of this node's ranks that the holder lacks.
+
+What a neighbour has acknowledged is not sent again. So a slow or dead neighbour costs one message,
+however long it is away. The message is tried again every RETRY_S until it is acknowledged, or out
+of date.
+
+A restarted daemon has forgotten what it acknowledged. A restarted child asks its parent by Gather.
+To the parent, the report is repeated every RETRY_S as long as some step is undecided.
 """
 
 from __future__ import annotations
@@ -35,66 +40,79 @@ from reft_daemon.jobs.job_record import JobRecord
 
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 1.0
-KEEP_DEADLINE_S = 5.0  # a full message takes 1.4 s at 100 Mbit/s
+KEEP_DEADLINE_S = 5.0  # seconds; a full message takes 1.4 s at 100 Mbit/s
 RETRY_S = 0.3
 Send = Callable[[pb.Node], Awaitable[None]]
 T = TypeVar("T")
 
 
 class PeerChannels:
-    """Channels to other daemons, one an address, opened when first used.
+    """Channels to other daemons, one per address, opened at the first use.
 
-    One that is not connected is made anew once the certificates have changed; one that is goes on with the old ones.
+    When the certificates change, a channel without a connection is made anew. A connected channel
+    keeps the old certificates.
 
     Args:
         tls: of this daemon.
-        own: this daemon's addresses: a node with the same socket path on another host would be ourselves.
-        apart: whether these channels share no connection with those of another `PeerChannels`.
+        own: this daemon's addresses. They are never called: another host's node with the same
+            socket path would lead back here.
+        own_connections: whether these channels have connections of their own, shared with no other
+            `PeerChannels`.
 
     Attributes:
-        sent: method → bytes of the requests that other daemons answered, without what gRPC and TLS add.
+        sent: method → bytes of the requests that other daemons answered, without the overhead of
+            gRPC and TLS.
     """
 
-    def __init__(self, tls: Tls | None, own: Collection[str], apart: bool = False) -> None:
-        self._own = frozenset(own)
-        self._apart = apart
+    def __init__(self, tls: Tls | None, own: Collection[str], own_connections: bool = False) -> None:
+        self._own_addresses = frozenset(own)
+        self._own_connections = own_connections
         self.sent: collections.Counter[str] = collections.Counter()
         self._tls = tls
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # with the generation of the certificates
+        # address → channel, and the generation of the certificates that it uses
+        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}
 
     def is_own(self, node: pb.Node) -> bool:
-        """Whether an address of the node is this daemon's."""
-        return not self._own.isdisjoint(node.addresses)
+        """Whether one of the node's addresses is this daemon's."""
+        return not self._own_addresses.isdisjoint(node.addresses)
 
     async def call(
         self, node: pb.Node, token: bytes, service: type, method: str, request: Message,
-        deadline_s: float | None, anew: bool = False,
+        deadline_s: float | None, reconnect: bool = False,
     ) -> object:  # fmt: skip
-        """Calls a method of `node`, by each of its addresses in turn.
+        """Calls a method of `node`, trying its addresses in turn.
 
         Args:
-            anew: that another host could not be reached a moment ago is no answer: the connection is made anew first.
+            node: the node to call.
+            token: the job's token.
+            service: class of the gRPC stub.
+            method: name of the method.
+            request: what is sent.
+            deadline_s: for each address; None means no deadline.
+            reconnect: if the last connection to another host failed, connect again and wait,
+                instead of failing at once.
 
         Raises:
             grpc.RpcError: the last address failed too.
+            ConnectionError: the node has no address that this daemon can call.
         """
 
         async def ask(channel: grpc.aio.Channel, is_far: bool) -> object:
             stub, metadata = service(channel), rpc.token_metadata(token)
-            waits = anew and is_far and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            waits = reconnect and is_far and channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
             call = getattr(stub, method)(request, timeout=deadline_s, metadata=metadata, wait_for_ready=waits)
             reply: object = await call
             self.sent[method] += request.ByteSize()
             return reply
 
-        return await self._first(node, ask)
+        return await self._first_reachable(node, ask)
 
     async def read(self, node: pb.Node, token: bytes, request: pb.ReadRequest, into: Bytes, deadline_s: float) -> None:
         """Fills `into` with bytes of a slot of `node`.
 
         Raises:
             grpc.RpcError: the last address failed too.
-            FormatError: fewer or more bytes came.
+            FormatError: fewer or more bytes arrived.
         """
         at = 0
         async with contextlib.aclosing(self.pieces(node, token, request, deadline_s)) as pieces:
@@ -108,10 +126,10 @@ class PeerChannels:
     async def pieces(
         self, node: pb.Node, token: bytes, request: pb.ReadRequest, deadline_s: float | None
     ) -> AsyncGenerator[bytes, None]:
-        """Bytes of a slot of `node`, piece by piece, by the first of its addresses that gives any.
+        """Yields bytes of a slot of `node`, from the first of its addresses that answers.
 
         Raises:
-            grpc.RpcError: the last address failed too, or the call did in its midst.
+            grpc.RpcError: the last address failed too, or the call failed midway.
         """
 
         async def begin(channel: grpc.aio.Channel, _: bool) -> tuple[Any, Any]:
@@ -119,7 +137,7 @@ class PeerChannels:
             call = stub.Read(request, timeout=deadline_s, metadata=metadata)
             return call, await call.read()
 
-        call, chunk = await self._first(node, begin)
+        call, chunk = await self._first_reachable(node, begin)
         try:
             while chunk is not grpc.aio.EOF:
                 yield chunk.data
@@ -127,30 +145,33 @@ class PeerChannels:
         finally:
             call.cancel()
 
-    async def _first(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
-        """What the first address of the node that can be reached gives."""
+    async def _first_reachable(self, node: pb.Node, ask: Callable[[grpc.aio.Channel, bool], Awaitable[T]]) -> T:
+        """Returns the result of `ask` at the first address of the node that can be reached."""
         error: grpc.RpcError | None = None
         for address in node.addresses:
-            if address in self._own:
+            if address in self._own_addresses:
                 continue
             try:
                 return await ask(self._channel(address), not address.startswith("unix:"))
             except grpc.RpcError as failure:
                 error = failure
         if error is None:
-            raise ConnectionError(f"node {node.name} has no address that other nodes could use")
+            raise ConnectionError(f"node {node.name} has no address that other nodes can call")
         raise error
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         generation = self._tls.generation if self._tls else 0
         channel, made_at = self._channels.get(address, (None, -1))
         if channel is None or (made_at != generation and channel.get_state() is not grpc.ChannelConnectivity.READY):
-            channel = rpc.peer_channel(address, self._tls, self._apart)
+            channel = rpc.peer_channel(address, self._tls, self._own_connections)
             self._channels[address] = channel, generation
         return channel
 
     async def drop(self, node: pb.Node) -> None:
-        """Ends the connections to a node with the calls on them; the next call makes new ones."""
+        """Closes the connections to a node, which ends their calls.
+
+        The next call connects again.
+        """
         for address in node.addresses:
             if address in self._channels:
                 await self._channels.pop(address)[0].close()
@@ -161,11 +182,12 @@ class PeerChannels:
 
 
 class RoundReplicator:
-    """The couriers of one job in one epoch.
+    """The sender tasks of one job in one epoch.
 
     Args:
-        job: whose round is carried.
+        job: the job of the round.
         peers: channels to the other daemons.
+        failpoints: let tests drop messages.
     """
 
     def __init__(self, job: JobRecord, peers: PeerChannels, failpoints: Failpoints) -> None:
@@ -173,61 +195,66 @@ class RoundReplicator:
         self._peers = peers
         self._failpoints = failpoints
         self._epoch = job.epoch
-        self._told: dict[int, Outcome] = {}  # by the child that has acknowledged it
-        self._said = pb.GatherRequest()  # what the parent has acknowledged, RETRY_S ago at most
-        self._dirty: list[asyncio.Event] = []
+        # child → the newest outcome that the child has acknowledged
+        self._acknowledged_outcomes: dict[int, Outcome] = {}
+        # the report that the parent acknowledged within the last RETRY_S
+        self._acknowledged_report = pb.GatherRequest()
+        self._change_events: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
         manifest, index = job.record.manifest, job.record.node_index
         parent = parent_of(index)
         if parent is not None:
-            self._start(parent, "hear the round", self._gather)
+            self._start_sender(parent, "answer in the round", self._send_report)
         for child in children_of(index, len(manifest.nodes)):
-            self._start(child, "hear the round", functools.partial(self._announce, child))
+            self._start_sender(child, "answer in the round", functools.partial(self._send_outcome, child))
         for holder in job.record.holders:
-            self._start(holder, "keep our capsules", functools.partial(self._deposit, holder))
+            self._start_sender(holder, "keep our capsules", functools.partial(self._send_capsules, holder))
 
-    def _start(self, neighbour: int, what: str, send: Send) -> None:
-        dirty = asyncio.Event()
-        self._dirty.append(dirty)
+    def _start_sender(self, neighbour: int, duty: str, send: Send) -> None:
+        has_changed = asyncio.Event()
+        self._change_events.append(has_changed)
         node = self._job.record.manifest.nodes[neighbour]
-        self._tasks.append(asyncio.ensure_future(self._serve(node, dirty, what, send)))
+        self._tasks.append(asyncio.ensure_future(self._send_changes(node, has_changed, duty, send)))
 
     def wake(self) -> None:
-        """Something changed."""
-        for dirty in self._dirty:
+        """Starts the sender tasks: something has changed."""
+        for dirty in self._change_events:
             dirty.set()
 
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    async def _serve(self, node: pb.Node, dirty: asyncio.Event, what: str, send: Send) -> None:
-        reachable = True
+    async def _send_changes(self, node: pb.Node, has_changed: asyncio.Event, duty: str, send: Send) -> None:
+        is_reachable = True
         while True:
-            await dirty.wait()
-            dirty.clear()
+            await has_changed.wait()
+            has_changed.clear()
             try:
                 await send(node)
             except (grpc.RpcError, OSError, ReftError) as error:
-                if reachable:
-                    log.warning("job=%s node=%s does not %s: %s", self._job.id, node.name, what, reason_of(error))
-                reachable = False
-                dirty.set()
+                if is_reachable:
+                    log.warning("job=%s node=%s does not %s: %s", self._job.id, node.name, duty, reason_of(error))
+                is_reachable = False
+                has_changed.set()
                 await asyncio.sleep(RETRY_S)
             else:
-                reachable = True
+                is_reachable = True
 
-    async def _announce(self, child: int, node: pb.Node) -> None:
-        """Tells a child the outcome, if it has not acknowledged it: each child's news wakes the couriers of all the others."""
+    async def _send_outcome(self, child: int, node: pb.Node) -> None:
+        """Sends a child the outcome, unless the child has acknowledged it already.
+
+        The news of each child wakes the sender tasks of all other children, too.
+        """
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
         outcome = job.round.outcome
-        if outcome != self._told.get(child, Outcome()):
+        if outcome != self._acknowledged_outcomes.get(child, Outcome()):
             await self._call(node, "Announce", messages.outcome_to(job.id, job.epoch, outcome))
-            self._told[child] = outcome
+            self._acknowledged_outcomes[child] = outcome
 
-    async def _gather(self, node: pb.Node) -> None:
+    async def _send_report(self, node: pb.Node) -> None:
         job = self._job
         if job.round is None or self._failpoints.hit("round.send"):
             return
@@ -239,28 +266,28 @@ class RoundReplicator:
             mismatched=sorted(job.round.outcome.mismatched),
             requested_every=job.round.requested_every,
         )
-        if job.round.has_news and request != self._said:
+        if job.round.has_news and request != self._acknowledged_report:
             reply = await self._call(node, "Gather", request)
-            self._said = request
-            asyncio.get_running_loop().call_later(RETRY_S, self._say_again, request)
+            self._acknowledged_report = request
+            asyncio.get_running_loop().call_later(RETRY_S, self._repeat_report, request)
             job.hear_outcome(messages.outcome_from(reply))  # type: ignore[arg-type]
 
-    def _say_again(self, request: pb.GatherRequest) -> None:
-        if self._said is request:
-            self._said = pb.GatherRequest()
+    def _repeat_report(self, request: pb.GatherRequest) -> None:
+        if self._acknowledged_report is request:
+            self._acknowledged_report = pb.GatherRequest()
             self.wake()
 
-    async def _deposit(self, holder: int, node: pb.Node) -> None:
-        """Sends what the holder lacks, message by message, until nothing is owed to it."""
+    async def _send_capsules(self, holder: int, node: pb.Node) -> None:
+        """Sends the holder the capsules that it lacks, message by message, until it lacks none."""
         job = self._job
-        while records := job.owed_to(holder):
+        while records := job.capsules_for(holder):
             if self._failpoints.hit("capsules.send"):
                 raise InjectedFault("the capsules were dropped")
             epoch, outcome = messages.epoch_to(self._epoch), job.round.outcome if job.round else Outcome()
-            decided = messages.outcome_to(job.id, self._epoch, outcome)
-            request = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records, outcome=decided)
+            outcome_message = messages.outcome_to(job.id, self._epoch, outcome)
+            request = pb.KeepRequest(job=job.id, epoch=epoch, capsules=records, outcome=outcome_message)
             await self._call(node, "Keep", request, KEEP_DEADLINE_S)
-            job.acknowledged(holder, self._epoch, records)
+            job.note_kept(holder, self._epoch, records)
 
     async def _call(self, node: pb.Node, method: str, request: Message, deadline_s: float = DEADLINE_S) -> object:
         token = self._job.record.manifest.token
@@ -268,7 +295,7 @@ class RoundReplicator:
 
 
 def reason_of(error: BaseException) -> str:
-    """What a person reads of a failed call."""
+    """Returns the reason of a failed call, for people to read."""
     if isinstance(error, asyncio.TimeoutError):
         return "no answer in time"
     return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -1,8 +1,9 @@
-"""What a survey leaves out: thousands of nodes have the same manifests, and one message carries them all.
+"""Removes repeated manifests from a survey: thousands of nodes send the same ones in one message.
 
-    asker ──digests of its own manifests──► each node ──reply without these──► asker: without those of earlier replies
+    asker ──digests of its manifests──► each node ──reply without these──► asker: drops repeats
 
-So what the asker holds until the last node has answered is the headers of their slots, not a manifest of megabytes from each.
+So until the last node has answered, the asker holds only slot headers, not a manifest of megabytes
+from each node.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> list[pb.SurveyedNode]:
-    """The replies without the manifests that the asker's own inventory has, or an earlier reply.
+    """Returns the replies without manifests that the asker's record or an earlier reply contains.
 
-    A manifest belongs to an epoch: that of its reply's decision, or of the decision's base. Whoever reads the replies
-    finds it in one of them (`reft.wire.inventory`).
+    A manifest belongs to an epoch: that of its reply's decision, or that of the decision's base. A
+    reader of the replies finds each manifest in one of them (`reft.wire.inventory`).
 
     Args:
         own: the asker's record of the job.
+        surveyed: the replies; their repeated manifests are cleared.
     """
     known: dict[bytes, pb.Manifest] = {}
     for key, _, manifest in _manifests(own.decision, own):
@@ -37,12 +39,12 @@ def without_repeats(own: pb.JobRecord, surveyed: Sequence[pb.SurveyedNode]) -> l
 
 
 def digests_of(record: pb.JobRecord) -> list[int]:
-    """Of the manifests that a job's record has, each with the epoch that it belongs to."""
+    """Returns digests of the manifests in a job's record, each with the epoch of the manifest."""
     return [_digest(key, manifest) for key, _, manifest in _manifests(record.decision, record)]
 
 
-def leave_out(reply: pb.InventoryReply, known: Collection[int]) -> None:
-    """Takes out of a reply what the asker has by its `digests_of`."""
+def clear_known_manifests(reply: pb.InventoryReply, known: Collection[int]) -> None:
+    """Clears the manifests of a reply that the asker has, according to the asker's `digests_of`."""
     if known:
         for key, name, manifest in _manifests(reply.decision, reply):
             if _digest(key, manifest) in known:
@@ -56,11 +58,11 @@ def _digest(key: bytes, manifest: pb.Manifest) -> int:
 def _manifests(
     decision: pb.Decision, holder: pb.JobRecord | pb.InventoryReply
 ) -> list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]]:
-    """(epoch, field, manifest) of those that are there."""
-    found: list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]] = []
+    """Returns (epoch, field, manifest) of each manifest that is present."""
+    manifests: list[tuple[bytes, Literal["manifest", "base_manifest"], pb.Manifest]] = []
     if holder.HasField("manifest"):
-        found.append((decision.epoch.SerializeToString(deterministic=True), "manifest", holder.manifest))
+        manifests.append((decision.epoch.SerializeToString(deterministic=True), "manifest", holder.manifest))
     if holder.HasField("base_manifest"):
         epoch = decision.base.epoch.SerializeToString(deterministic=True)
-        found.append((epoch, "base_manifest", holder.base_manifest))
-    return found
+        manifests.append((epoch, "base_manifest", holder.base_manifest))
+    return manifests

@@ -1,1 +1,1 @@
-"""Makes the slots of lost ranks again."""
+"""Rebuilds the slots of lost ranks."""

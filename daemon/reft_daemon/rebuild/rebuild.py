@@ -1,12 +1,13 @@
-"""Makes the slots of lost ranks again, on a daemon that takes the place of a lost node.
+"""Rebuilds the slots of lost ranks, on a daemon that takes the place of a lost node.
 
-    decision, manifests ─► adopted, as of an attach          own arena: slot WRITING, zeros
+    decision, manifests ─► taken over, as in an attach       own arena: slot WRITING, zeros
     capsule of each lost rank ◄── its keeper                         │
-    shards of each stripe ◄── Read (checked) ── surviving slots ──► band: decoded into the slot, in a thread
-    digests of the capsule's record ── all alike? ──► capsule, LANDED, SEALED        no: EMPTY, and an error
+    shards of each stripe ◄── Read (checked) ── surviving slots ──► slice: decoded in a thread
+    digests of the capsule's record ── equal? ──► capsule, LANDED, SEALED; no: EMPTY, an error
 
-Nothing counts before the last step: a daemon that dies leaves slots that are WRITING, and those are erasures. An attach
-that decides while a rebuild is under way wins: its epoch is another one, and the rebuild ends with an error.
+Nothing counts before the last step. A daemon that dies leaves WRITING slots, which count as lost.
+An attach that decides during a rebuild wins: its epoch is newer, and the rebuild ends with an
+error.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from reft_daemon.peers.round_replicator import reason_of
 from reft_daemon.registry import Registry
 
 log = logging.getLogger("reft.daemon")
-BANDS_AT_ONCE = 2  # one is read while one is decoded
+SLICES_AT_ONCE = 2  # one slice is read while another is decoded
 READ_DEADLINE_S = 30.0
 PATIENCE_S = 5.0
 T = TypeVar("T")
 
 
 class DamagedSource(Exception):
-    """A source turned out to be no source."""
+    """A slot or a capsule that the rebuild needs is damaged or missing."""
 
     def __init__(self, node: pb.Node, slot: str, reason: str) -> None:
         super().__init__(f"{slot} on node {node.name}: {reason}")
@@ -58,7 +59,7 @@ class DamagedSource(Exception):
 
 @dataclass
 class _Lost:
-    """One rank whose slot is made."""
+    """One lost rank whose slot is rebuilt."""
 
     rank: int
     record: pb.CapsuleRecord
@@ -69,34 +70,36 @@ class _Lost:
 
 @dataclass
 class Rebuild:
-    """One request, carried out.
+    """Carries out one request to rebuild slots.
 
     Args:
         registry: of this daemon.
-        request: whose `onto` is of no interest here.
+        request: the request; its field `onto` is ignored here.
     """
 
     registry: Registry
     request: pb.RebuildRequest
     _read_bytes: int = 0
-    _data_at: dict[int, int] = field(default_factory=dict)  # rank → where the data begin in its slot's file
+    # rank → offset of the data in its slot's file
+    _data_offsets: dict[int, int] = field(default_factory=dict)
 
     @property
     def version(self) -> Version:
         return messages.version_from(self.request.version)
 
     async def run(self) -> pb.RebuildReply:
-        """The slots that were made; or what was damaged, and nothing was made.
+        """Rebuilds the slots; returns their headers, or the damaged sources.
 
         Raises:
-            ConfigError, FormatError: the request contradicts itself, or what was decoded is not what was saved.
+            ConfigError, FormatError: the request contradicts itself, or the decoded data differs
+                from what was saved.
             AttachError: trainers live, or a node does not answer.
             StaleEpoch: a newer decision is in force.
             NoRoom: the slots don't fit.
         """
         request = self.request
-        placement, layouts = await self._placed()
-        work = await _in_thread(self._stripes, placement)
+        placement, layouts = await self._placement_and_layouts()
+        stripe_rebuilds = await _in_thread(self._stripes, placement)
         name = request.manifest.job
         is_new = name not in self.registry.jobs
         if not is_new:
@@ -104,12 +107,12 @@ class Rebuild:
         job = await self._adopt()
         lost: list[_Lost] = []
         try:
-            lost = [await self._fetch(job, each, placement, layouts) for each in request.lost]
-            await self._open(job, lost, work)
-            await self._fill(job, lost, placement, work)
+            lost = [await self._fetch_capsule(job, each, placement, layouts) for each in request.lost]
+            await self._prepare_slots(job, lost, stripe_rebuilds)
+            await self._decode_slices(job, lost, placement, stripe_rebuilds)
             for each in lost:
                 await self._verify(each, placement)
-            self._check_still(job)
+            self._check_not_replaced(job)
             headers = [self._seal(job, each) for each in lost]
         except DamagedSource as error:
             log.warning("job=%s rebuild: %s", name, error)
@@ -119,14 +122,19 @@ class Rebuild:
         job.record.had_whole = True
         job.save()
         for each in lost:
-            await job.seal_landed(each.rank)  # nothing is LANDED: the round hears what is sealed
+            # no slot is LANDED here; the call only reports the sealed slots to the round
+            await job.seal_landed(each.rank)
             log.info("job=%s rank=%d rebuilt %s", name, each.rank, self.version)
         return pb.RebuildReply(slots=headers, read_bytes=self._read_bytes)
 
     # What is to be done
 
-    async def _placed(self) -> tuple[Placement, dict[int, Layout]]:
-        """The placement of the version's epoch, and the layout that each lost rank was predicted to have."""
+    async def _placement_and_layouts(self) -> tuple[Placement, dict[int, Layout]]:
+        """Returns the placement of the version's epoch, and the predicted layout of each lost rank.
+
+        Raises:
+            ConfigError: the request contradicts itself.
+        """
         request, version = self.request, self.version
         decision = messages.decision_from(request.decision)
         if not counts(version, decision):
@@ -137,18 +145,22 @@ class Rebuild:
         ranks = [source.rank for source in request.slots] + [lost.rank for lost in request.lost]
         nodes = [source.node for source in request.slots] + [lost.keeper for lost in request.lost]
         if len(set(ranks)) != len(ranks) or max(ranks, default=0) >= manifest.world:
-            raise ConfigError(f"a rank is named twice, or is not one of {manifest.world}.")
+            raise ConfigError(f"a rank is named twice, or is not below {manifest.world}, the number of ranks.")
         if not request.lost or max(nodes, default=0) >= len(request.nodes):
-            raise ConfigError("no rank is to be rebuilt, or a node is not described.")
+            raise ConfigError("the request names no rank to rebuild, or an unknown node.")
         layouts, index = layouts_of(manifest)
         return await _in_thread(placement_of, manifest), {lost.rank: layouts[index[lost.rank]] for lost in request.lost}
 
     def _stripes(self, placement: Placement) -> list[StripeRebuild]:
-        have = {each.rank for each in self.request.slots}
-        return list(stripes(placement, have, {each.rank for each in self.request.lost}))
+        surviving_ranks = {each.rank for each in self.request.slots}
+        return list(stripes(placement, surviving_ranks, {each.rank for each in self.request.lost}))
 
     async def _adopt(self) -> JobRecord:
-        """The job's record, as an attach would have left it on the lost node."""
+        """Makes the job known, as an attach would have done on the lost node.
+
+        Raises:
+            StaleEpoch: another epoch is in force here.
+        """
         request = self.request
         decide = pb.DecideRequest(manifest=request.manifest, decision=request.decision, node_index=request.node_index)
         if request.HasField("base_manifest"):
@@ -159,37 +171,44 @@ class Rebuild:
             raise StaleEpoch(f"epoch {job.epoch.counter} of job {job.id} is in force here.")
         return job
 
-    async def _fetch(
+    async def _fetch_capsule(
         self, job: JobRecord, lost: pb.LostRank, placement: Placement, layouts: Mapping[int, Layout]
     ) -> _Lost:
-        """The capsule of a lost rank, and what follows from it."""
-        node, what = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
-        record = await self._capsule(job, node, lost.rank)
+        """Fetches a lost rank's capsule, and works out the table and size of the rank's slot.
+
+        Raises:
+            DamagedSource: the capsule is missing or damaged.
+            ConfigError: the slot had bytes that no other slot has.
+        """
+        node, capsule_name = self.request.nodes[lost.keeper], f"capsule-{lost.rank}"
+        record = await self._request_capsule(job, node, lost.rank)
         if record is None or record.rank != lost.rank or messages.version_from(record.version) != self.version:
-            raise DamagedSource(node, what, "it is not there")
-        part = placement.part(lost.rank)
-        chunks = -(-part.data_bytes // placement.chunk_bytes)
+            raise DamagedSource(node, capsule_name, "the capsule is missing")
+        rank_placement = placement.part(lost.rank)
+        chunks = -(-rank_placement.data_bytes // placement.chunk_bytes)
         try:
             tree = capsule_format.decode(record.capsule)
             absent = frozenset(tree["absent"])
         except (FormatError, KeyError, TypeError) as error:
-            raise DamagedSource(node, what, str(error)) from error
+            raise DamagedSource(node, capsule_name, str(error)) from error
         if record.unreplicated_bytes or len(record.digests) != 8 * chunks:
             raise ConfigError(
-                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that nobody else has, and "
-                f"{len(record.digests) // 8} chunks where {chunks} are placed: it can't be rebuilt."
+                f"the slot of rank {lost.rank} had {record.unreplicated_bytes} bytes that no other slot has, and "
+                f"{len(record.digests) // 8} chunks, where the placement has {chunks}: it can't be rebuilt."
             )
         table = rebuilt_table(placement, layouts[lost.rank], lost.rank, absent)
-        return _Lost(lost.rank, record, table, part.data_bytes)
+        return _Lost(lost.rank, record, table, rank_placement.data_bytes)
 
-    async def _capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
+    async def _request_capsule(self, job: JobRecord, node: pb.Node, rank: int) -> pb.CapsuleRecord | None:
         if self._is_here(node):
             return job.capsule(rank, self.version)
-        ask = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
+        capsule_request = pb.CapsuleRequest(job=job.id, rank=rank, version=self.request.version)
         token = self.request.manifest.token
         try:
-            reply = await _patiently(
-                lambda: self.registry.peers.call(node, token, pb_grpc.DaemonStub, "FetchCapsule", ask, READ_DEADLINE_S)
+            reply = await _retry_while_unavailable(
+                lambda: self.registry.peers.call(
+                    node, token, pb_grpc.DaemonStub, "FetchCapsule", capsule_request, READ_DEADLINE_S
+                )
             )
         except (grpc.RpcError, OSError) as error:
             if slot_reads.is_damage(error):
@@ -202,21 +221,24 @@ class Rebuild:
 
     # Slots
 
-    async def _open(self, job: JobRecord, lost: Iterable[_Lost], work: Iterable[StripeRebuild]) -> None:
-        """Looks at every source that is needed; then slots that are WRITING, for the lost ranks."""
-        needed = {piece.rank for stripe in work for piece in stripe.read}
+    async def _prepare_slots(
+        self, job: JobRecord, lost: Iterable[_Lost], stripe_rebuilds: Iterable[StripeRebuild]
+    ) -> None:
+        """Checks all needed sources, then makes WRITING slots for the lost ranks."""
+        needed = {piece.rank for stripe in stripe_rebuilds for piece in stripe.read}
         sources = {each.rank: each for each in self.request.slots}
-        await asyncio.gather(*(self._look(job, sources[rank]) for rank in sorted(needed)))
+        await asyncio.gather(*(self._check_source(job, sources[rank]) for rank in sorted(needed)))
         for each in lost:
-            slot = await _to_its_end(job.allocator.alone(partial(self._made, job, each)))
+            slot = await _run_to_end(job.allocator.run_alone(partial(self._make_slot, job, each)))
             slot.map.begin(self.version, layout_mark(each.table), each.table, each.data_bytes)
 
-    async def _made(self, job: JobRecord, lost: _Lost) -> SlotFile:
-        self._check_still(job)
+    async def _make_slot(self, job: JobRecord, lost: _Lost) -> SlotFile:
+        self._check_not_replaced(job)
         geometry = Geometry(max(len(lost.table), PAGE), lost.data_bytes, self._chunk_bytes)
         (slot,) = await job.allocator.create(lost.rank, next_names(job.all_slots, lost.rank, 1), geometry, [])
         lost.slot = slot
-        job.drafts[slot.name] = slot  # until it is sealed: an attach that comes meanwhile must not lease it
+        # a draft until it is sealed: an attach that comes meanwhile must not lease it
+        job.drafts[slot.name] = slot
         return slot
 
     @property
@@ -225,9 +247,9 @@ class Rebuild:
         is_own = self.version.epoch == messages.epoch_from(request.decision.epoch)
         return (request.manifest if is_own else request.base_manifest).chunk_bytes
 
-    async def _look(self, job: JobRecord, source: pb.SlotSource) -> None:
+    async def _check_source(self, job: JobRecord, source: pb.SlotSource) -> None:
         head = np.zeros(2 * PAGE, np.uint8)
-        await self._read(job, source, 0, head, checked=False)
+        await self._read_source(job, source, 0, head, checked=False)
         node = self.request.nodes[source.node]
         try:
             header = best_header(head)
@@ -235,22 +257,29 @@ class Rebuild:
             raise DamagedSource(node, source.slot, str(error)) from error
         if (header.rank, header.version, header.state) != (source.rank, self.version, SlotState.SEALED):
             raise DamagedSource(node, source.slot, f"it holds {header.version} of rank {header.rank}")
-        self._data_at[source.rank] = header.geometry.data_offset
+        self._data_offsets[source.rank] = header.geometry.data_offset
 
-    async def _read(
+    async def _read_source(
         self, job: JobRecord, source: pb.SlotSource, offset: int, into: Bytes, checked: bool = True
     ) -> None:
-        """Fills `into` with bytes of a source's file."""
+        """Fills `into` with bytes of a source's file.
+
+        Raises:
+            DamagedSource: the source is damaged, gone, or of another version.
+            AttachError: the node can't be reached.
+        """
         node = self.request.nodes[source.node]
-        ask = pb.ReadRequest(
+        read_request = pb.ReadRequest(
             job=job.id, slot=source.slot, version=self.request.version, offset=offset, size=into.nbytes, checked=checked
         )
         try:
             if self._is_here(node):
-                await slot_reads.read_here(job, ask, into)
+                await slot_reads.read_here(job, read_request, into)
             else:
                 token = self.request.manifest.token
-                await _patiently(lambda: self.registry.peers.read(node, token, ask, into, READ_DEADLINE_S))
+                await _retry_while_unavailable(
+                    lambda: self.registry.peers.read(node, token, read_request, into, READ_DEADLINE_S)
+                )
         except (grpc.RpcError, OSError, ReftError) as error:
             if slot_reads.is_damage(error):
                 raise DamagedSource(node, source.slot, reason_of(error)) from error
@@ -259,62 +288,63 @@ class Rebuild:
 
     # Bytes
 
-    async def _fill(
-        self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, work: list[StripeRebuild]
+    async def _decode_slices(
+        self, job: JobRecord, lost: Iterable[_Lost], placement: Placement, stripe_rebuilds: list[StripeRebuild]
     ) -> None:
-        """All bands, a few at once."""
-        maker = ShardRebuilder(placement)
-        waiting = (band for stripe in work for band in bands(placement, stripe))
+        """Decodes all slices, SLICES_AT_ONCE at a time."""
+        rebuilder = ShardRebuilder(placement)
+        slices = (each for stripe in stripe_rebuilds for each in bands(placement, stripe))
         targets = {each.rank: each.slot for each in lost}
 
-        async def serve() -> None:
-            for band in waiting:
-                self._check_still(job)
-                job.ended_s = time.monotonic()  # its time to live does not run while it is rebuilt
-                await self._band(job, band, placement, maker, targets)
+        async def decode_next_slices() -> None:
+            for rebuild_slice in slices:
+                self._check_not_replaced(job)
+                job.ended_s = time.monotonic()  # the job must not expire during the rebuild
+                await self._decode_slice(job, rebuild_slice, placement, rebuilder, targets)
 
-        tasks = [asyncio.ensure_future(serve()) for _ in range(BANDS_AT_ONCE)]
+        tasks = [asyncio.ensure_future(decode_next_slices()) for _ in range(SLICES_AT_ONCE)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            # Nobody writes a slot that may be freed now.
-            await _to_its_end(asyncio.gather(*tasks, return_exceptions=True))
+            # The slots may be freed after this. So all tasks that write them must have ended.
+            await _run_to_end(asyncio.gather(*tasks, return_exceptions=True))
 
-    async def _band(
+    async def _decode_slice(
         self,
         job: JobRecord,
-        band: RebuildSlice,
+        rebuild_slice: RebuildSlice,
         placement: Placement,
-        maker: ShardRebuilder,
+        rebuilder: ShardRebuilder,
         targets: dict[int, SlotFile | None],
     ) -> None:
-        lane, width = placement.lanes[band.stripe.lane], band.end - band.begin
+        lane, width = placement.lanes[rebuild_slice.stripe.lane], rebuild_slice.end - rebuild_slice.begin
         sources = {each.rank: each for each in self.request.slots}
-        rows = {piece.shard: np.empty((lane.code.w, width), np.uint8) for piece in band.stripe.read}
+        rows = {piece.shard: np.empty((lane.code.w, width), np.uint8) for piece in rebuild_slice.stripe.read}
         reads = []
-        for piece in band.stripe.read:
-            at = self._data_at[piece.rank] + piece.offset
-            if width == lane.packet_bytes:  # the shard in one go
-                reads.append(self._read(job, sources[piece.rank], at, rows[piece.shard].reshape(-1)))
+        for piece in rebuild_slice.stripe.read:
+            at = self._data_offsets[piece.rank] + piece.offset
+            # the slice spans whole packets: read the shard in one call
+            if width == lane.packet_bytes:
+                reads.append(self._read_source(job, sources[piece.rank], at, rows[piece.shard].reshape(-1)))
                 continue
             for packet in range(lane.code.w):
-                begin = at + packet * lane.packet_bytes + band.begin
-                reads.append(self._read(job, sources[piece.rank], begin, rows[piece.shard][packet]))
+                begin = at + packet * lane.packet_bytes + rebuild_slice.begin
+                reads.append(self._read_source(job, sources[piece.rank], begin, rows[piece.shard][packet]))
         await asyncio.gather(*reads)
-        made = {}
-        for piece in band.stripe.made:
+        decoded = {}
+        for piece in rebuild_slice.stripe.made:
             slot = targets[piece.rank]
             assert slot is not None, "a lost rank without a slot"
             for packet in range(lane.code.w):
-                begin = piece.offset + packet * lane.packet_bytes + band.begin
-                made[piece.shard, packet] = slot.map.data[begin : begin + width]
+                begin = piece.offset + packet * lane.packet_bytes + rebuild_slice.begin
+                decoded[piece.shard, packet] = slot.map.data[begin : begin + width]
         read = {(shard, packet): row for shard, packets in rows.items() for packet, row in enumerate(packets)}
-        await _in_thread(maker.make, band, read, made)
+        await _in_thread(rebuilder.make, rebuild_slice, read, decoded)
 
     async def _verify(self, lost: _Lost, placement: Placement) -> None:
-        """Compares what was made with the digests that were taken when it was saved.
+        """Compares the decoded data with the digests that were taken when the data was saved.
 
         Raises:
             FormatError: they differ.
@@ -324,15 +354,15 @@ class Rebuild:
         assert slot is not None, "a lost rank without a slot"
 
         def first_bad() -> int:
-            found = enumerate(slot.map.digests_of(0, slot.map.chunks))
-            return next((i for i, digest in found if digest != int(digests[i])), -1)
+            digests_now = enumerate(slot.map.digests_of(0, slot.map.chunks))
+            return next((i for i, digest in digests_now if digest != int(digests[i])), -1)
 
         bad = await _in_thread(first_bad)
         if bad >= 0:
             lane = lane_at(placement.part(lost.rank), bad * placement.chunk_bytes)
             raise FormatError(
-                f"what was decoded of rank {lost.rank}, {self.version}, is not what was saved: chunk {bad}, in lane {lane}.",
-                "bring back the lost node's memory, or go back to a checkpoint",
+                f"the decoded data of rank {lost.rank}, {self.version}, is not what was saved: chunk {bad}, in lane {lane}.",
+                "bring back the lost node with its memory, or restore from a checkpoint",
             )
 
     def _seal(self, job: JobRecord, lost: _Lost) -> pb.SlotHeader:
@@ -341,7 +371,7 @@ class Rebuild:
         slot.map.put_capsule(lost.record.capsule)
         slot.map.landed()
         slot.map.sealed(np.frombuffer(lost.record.digests, "<u8"))
-        # A rank of another lost node than the one whose place was taken is held, but does not train here.
+        # A rank of another lost node does not train here, so its slot is only held.
         (job.slots if lost.rank in job.ranks else job.retired)[slot.name] = job.drafts.pop(slot.name)
         return pb.SlotHeader(
             rank=lost.rank,
@@ -352,48 +382,66 @@ class Rebuild:
             data_bytes=lost.data_bytes,
         )
 
-    def _check_still(self, job: JobRecord) -> None:
-        """Raises StaleEpoch, or AttachError, if somebody attached meanwhile or the job was purged."""
+    def _check_not_replaced(self, job: JobRecord) -> None:
+        """Raises if a new attach has come, a trainer lives, or the job was purged meanwhile.
+
+        Raises:
+            StaleEpoch: a new attach has decided.
+            AttachError: a trainer lives, or the job was purged.
+        """
         job.check_epoch(self.request.decision.epoch)
         slot_reads.refuse_living(job)
         if self.registry.jobs.get(job.id) is not job:
             raise AttachError(f"job {job.id} was purged while it was rebuilt.")
 
     def _drop_unsealed(self, job: JobRecord, lost: Iterable[_Lost], is_new: bool) -> None:
-        """Empties and frees what was not finished, and forgets a job that was not known before and has nothing."""
+        """Empties and frees unfinished slots; forgets a job that is new here and has no slots."""
         is_held = self.registry.jobs.get(job.id) is job
         for each in lost:
             slot = each.slot
             if slot is None or slot.name not in job.drafts:
-                continue  # it is finished, or was freed with the job
+                continue  # finished, or freed together with the job
             slot.map.empty()
             self.registry.arena.free(job.drafts.pop(slot.name))
         if is_new and is_held and not job.all_slots and job.epoch == messages.epoch_from(self.request.decision.epoch):
             self.registry.purge(job.id)
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of a daemon that was restarted a moment ago, too: gRPC looks for it only once a second."""
+async def _retry_while_unavailable(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeats a call for PATIENCE_S while the daemon is unavailable: it may be restarting.
+
+    gRPC itself connects again only once a second.
+    """
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return await ask()
+            return await call()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
                 raise
         await asyncio.sleep(0.2)
 
 
-async def _in_thread(act, *arguments):  # type: ignore[no-untyped-def]
-    """Runs it in a thread, to its end."""
+async def _in_thread(function, *arguments):  # type: ignore[no-untyped-def]
+    """Runs a function in a thread, to its end.
+
+    Raises:
+        ConfigError: the function raised ValueError.
+    """
     try:
-        return await _to_its_end(asyncio.to_thread(act, *arguments))
+        return await _run_to_end(asyncio.to_thread(function, *arguments))
     except ValueError as error:
         raise ConfigError(f"it can't be rebuilt: {error}.") from error
 
 
-async def _to_its_end(work: Awaitable[T]) -> T:
-    """Its result, once it has one, however often the caller is cancelled: it writes into a slot that must not go before."""
+async def _run_to_end(work: Awaitable[T]) -> T:
+    """Waits until `work` has ended, even if the caller is cancelled; then returns its result.
+
+    The work writes into a slot, which must not be freed before.
+
+    Raises:
+        asyncio.CancelledError: the caller was cancelled meanwhile.
+    """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -404,9 +452,9 @@ async def _to_its_end(work: Awaitable[T]) -> T:
     if cancelled is None:
         return task.result()
     if not task.cancelled():
-        task.exception()  # nobody else asks for it
+        task.exception()  # marks the exception as retrieved
     raise cancelled
 
 
 def _unreachable(node: pb.Node, error: BaseException) -> AttachError:
-    return AttachError(f"node {node.name} can't be read: {reason_of(error)}.", "look at its daemon, and try again")
+    return AttachError(f"node {node.name} can't be read: {reason_of(error)}.", "check its daemon, and try again")

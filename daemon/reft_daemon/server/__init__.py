@@ -1,1 +1,1 @@
-"""What the daemon serves: gRPC, and the sockets of its own node."""
+"""The servers of the daemon: gRPC, and the sockets on its own node."""

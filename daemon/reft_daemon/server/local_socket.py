@@ -1,21 +1,28 @@
-"""Serves the local socket of `reft.wire.local_socket`: reports, descriptors of slots, and who a caller is.
+"""Serves the local socket of a node: reports, slot descriptors, and who the caller is.
 
-    listener ── accept, own user only ──► newcomer ── first request ──► caller ──► the trainer ends it
+The protocol is in `reft.wire.local_socket`.
+
+    listener ── accept, own user only ──► newcomer ── first request ──► caller ──► it leaves
                                              └── DEADLINE_S ──► dropped
 
-All are callbacks of the event loop on raw sockets: asyncio's transports can't pass descriptors. Nothing here waits.
+All work is done in callbacks of the event loop on raw sockets: asyncio's transports can't pass
+descriptors. No callback waits.
 
-* A connection's requests are handled in their order. Slots and callers are answered at once.
-* A report is answered once: when its newest step is decided, or when its time is over. One reply may answer several reports.
-  A connection looks at what it owes when a report comes, when the round has news, and when the oldest report's time is over.
-* Newcomers are at most CONNECTIONS_MAX: more wait in the kernel, for DEADLINE_S if all these are silent. Trainers that report
-  are no newcomers and take no place from them. What bounds trainers is the limit of descriptors, as with gRPC.
-* While replies wait to be sent, no request is read: what is buffered answers one read of READ_BYTES and WAITING_MAX reports.
-  Descriptors are never buffered: a caller that does not read is dropped, and has to ask again.
-* Bytes that are no request, and too many of anything, drop the caller with one warning.
-* Where no descriptor is free the listener rests for RETRY_S; connections that stand go on.
+* A connection's requests are handled in order. Requests about slots and callers are answered at
+  once.
+* A report is answered once: when its newest step is decided, or when its waiting time is over. One
+  reply may answer several reports. A connection checks its waiting reports when a report arrives,
+  when the round has news, and when the oldest report's time is over.
+* There are at most CONNECTIONS_MAX newcomers. More callers wait in the kernel, for DEADLINE_S if
+  all newcomers are silent. Trainers that report are no newcomers. Only the limit of descriptors
+  bounds the number of trainers, as with gRPC.
+* While replies wait to be sent, no request is read. So at most the replies to one read of
+  READ_BYTES and to WAITING_MAX reports are buffered. Descriptors are never buffered: a caller that
+  does not read is dropped, and has to ask again.
+* Bytes that are no request, or too many of anything, drop the caller with one warning.
+* If no descriptor is free, the listener pauses for RETRY_S; open connections go on.
 
-`reft.wire.local_socket` says what a lost, late or repeated message does.
+`reft.wire.local_socket` says what happens to lost, late or repeated messages.
 """
 
 from __future__ import annotations
@@ -46,17 +53,17 @@ from reft_daemon.registry import Registry, UnknownJob
 log = logging.getLogger("reft.daemon")
 DEADLINE_S = 5.0
 CONNECTIONS_MAX = 64
-WAITING_MAX = 64  # reports of a connection that wait for a reply; a trainer keeps to 4
+WAITING_MAX = 64  # reports of one connection that wait for a reply; a trainer has at most 4
 WAIT_MAX_S = 10.0
 RETRY_S = 0.1
 
 
 class LocalSocket:
-    """Accepts callers.
+    """Accepts callers at the local socket.
 
     Args:
-        path: of the socket; its folder is the daemon's own.
-        registry: the jobs whose ranks report and whose slots are handed out.
+        path: of the socket; the daemon owns its folder.
+        registry: the jobs of the reports and slots.
     """
 
     def __init__(self, path: Path, registry: Registry) -> None:
@@ -79,9 +86,9 @@ class LocalSocket:
         try:
             connection, _ = self._listener.accept()
         except OSError as error:
-            # Out of descriptors, mostly: the daemon must live on, and be asked again.
+            # Mostly no descriptor is free. The daemon must go on, and accept later.
             if not self._is_failing:
-                log.error("the local socket can't accept: %s", error)
+                log.error("the local socket can't accept connections now: %s", error)
             self._is_failing = True
             self._loop.remove_reader(self._listener)
             self._loop.call_later(RETRY_S, self._listen)
@@ -95,13 +102,13 @@ class LocalSocket:
         if len(self._newcomers) >= CONNECTIONS_MAX:
             self._loop.remove_reader(self._listener)
 
-    def uncount(self, connection: _Connection) -> None:
-        """Counts a connection no more: a request has come, or it has ended."""
+    def remove_newcomer(self, connection: _Connection) -> None:
+        """Removes a connection from the newcomers: it has sent a request, or has ended."""
         self._newcomers.discard(connection)
         self._listen()
 
     def close(self) -> None:
-        """Accepts no more; connections that stand go on."""
+        """Accepts no more connections; open connections go on."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener)
         self._listener.close()
@@ -109,27 +116,32 @@ class LocalSocket:
 
 
 class _WaitingReport(NamedTuple):
-    """A report that waits for its reply: its newest step, and until when it may wait."""
+    """A report that waits for its reply.
+
+    Attributes:
+        step: the newest step of the report.
+        until_s: when the report must be answered at the latest.
+    """
 
     step: int
     until_s: float
 
 
 class _Connection:
-    """Answers one caller."""
+    """Answers the requests of one caller."""
 
     def __init__(self, server: LocalSocket, connection: socket.socket, pid: int) -> None:
         connection.setblocking(False)
         self._server, self._socket, self._pid = server, connection, pid
         self._loop = asyncio.get_running_loop()
         self._frames = local_socket.FrameReader()
-        self._received: list[int] = []  # descriptors of the request that is coming
+        self._received: list[int] = []  # descriptors of the request that is being received
         self._unsent = bytearray()
         self._job: JobRecord | None = None
-        self._report = pb.ReportRequest()  # the newest
+        self._report = pb.ReportRequest()  # the newest report
         self._waiting: list[_WaitingReport] = []
         self._timer: asyncio.TimerHandle | None = None
-        why = f"no request came within {DEADLINE_S:g} s"
+        why = f"no request arrived within {DEADLINE_S:g} s"
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(DEADLINE_S, self._drop, why)
         self._loop.add_reader(connection, self._read)
 
@@ -145,7 +157,7 @@ class _Connection:
         self._received += descriptors
         try:
             if len(self._received) > DESCRIPTORS_MAX:
-                raise ValueError(f"more than {DESCRIPTORS_MAX} descriptors came")
+                raise ValueError(f"more than {DESCRIPTORS_MAX} descriptors arrived")
             for body in self._frames.feed(data):
                 if self._socket.fileno() >= 0:
                     self._handle(body)
@@ -154,11 +166,11 @@ class _Connection:
         except (ValueError, DecodeError, OSError) as error:
             self._drop(str(error))
         except Exception:
-            self._end()  # the trainer connects again, and says again what was lost
+            self._end()  # the trainer connects again and repeats what was lost
             raise
 
     def _send(self, reply: pb.LocalReply, descriptors: Sequence[int] = ()) -> None:
-        """Sends as much of a reply as the caller takes now; the rest follows."""
+        """Sends as much of a reply as the caller takes now; the rest is sent later."""
         reply.protocol = messages.PROTOCOL
         data, sent = frame(reply), 0
         try:
@@ -166,10 +178,10 @@ class _Connection:
                 sent = socket.send_fds(self._socket, [data], list(descriptors))
         except BlockingIOError:
             pass
-        except OSError as error:  # the caller has gone, or the kernel passes no descriptor now
+        except OSError as error:  # the caller is gone, or the kernel can't pass descriptors now
             return self._drop(str(error)) if descriptors else self._end()
         if descriptors and not sent:
-            return self._drop("it does not read, and descriptors can't wait")
+            return self._drop("it does not read, and descriptors can't be buffered")
         self._unsent += data[sent:]
         if self._unsent:
             self._loop.remove_reader(self._socket)
@@ -202,11 +214,11 @@ class _Connection:
         self._socket.close()
         close_all(self._received)
         self._waiting.clear()
-        self._follow(None)
+        self._listen_to(None)
         for timer in (self._timer, self._deadline):
             if timer is not None:
                 timer.cancel()
-        self._server.uncount(self)
+        self._server.remove_newcomer(self)
 
     # Requests
 
@@ -214,34 +226,34 @@ class _Connection:
         """Handles one request.
 
         Raises:
-            ValueError, DecodeError: it is none.
+            ValueError, DecodeError: the bytes are no request.
         """
         request = pb.LocalRequest.FromString(body)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-            self._server.uncount(self)
+            self._server.remove_newcomer(self)
         kind = request.WhichOneof("what")
         if kind != "report" and len(body) > REQUEST_MAX:
             raise ValueError(f"a request of {len(body)} bytes; the limit is {REQUEST_MAX}")
         try:
-            # The trainer may have said Hello to an earlier daemon, of another reft.
+            # The trainer may have said Hello to an earlier daemon of another version of reft.
             messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
             if kind == "report":
                 self._handle_report(request.report)
             elif kind == "slots":
                 self._handle_slots(request.slots)
             elif kind == "who":
-                self._send(pb.LocalReply(calls=1, caller=_seen(self._pid)))
+                self._send(pb.LocalReply(calls=1, caller=_caller_of(self._pid)))
             else:
                 raise ValueError("no request")
         except ReftError as error:
             self._refuse(error, 1)
         finally:
-            close_all(self._received)  # those that nothing took
+            close_all(self._received)  # descriptors that no handler took
 
     def _refuse(self, error: ReftError, requests: int) -> None:
-        """Refuses so many requests, and all reports that were not answered."""
+        """Refuses `requests` requests, and all reports that wait for a reply."""
         calls, self._waiting = requests + len(self._waiting), []
         code = grpc.StatusCode.NOT_FOUND if isinstance(error, UnknownJob) else rpc.status_of(error)
         self._send(pb.LocalReply(calls=calls, status=code.value[0], error=str(error)))
@@ -251,18 +263,18 @@ class _Connection:
         job.check_epoch(request.epoch)
         if request.returned:
             return self._take_back(job, request)
-        # A registered trainer may also read what other ranks of its job left on this node.
-        held = job.all_slots
-        ranks = {slot.rank for slot in held.values()} if request.rank in job.leases else {request.rank}
-        unknown = [name for name in request.slots if name not in held or held[name].rank not in ranks]
+        # A trainer with a lease may also read the slots of its job's other ranks on this node.
+        slots = job.all_slots
+        ranks = {slot.rank for slot in slots.values()} if request.rank in job.leases else {request.rank}
+        unknown = [name for name in request.slots if name not in slots or slots[name].rank not in ranks]
         if unknown or not 0 < len(request.slots) <= DESCRIPTORS_MAX:
-            raise AttachError(f"rank {request.rank} of job {job.id} has no slots {unknown} here.")
-        descriptors = [held[name].descriptor for name in request.slots]
+            raise AttachError(f"rank {request.rank} of job {job.id} can't have slots {unknown} here.")
+        descriptors = [slots[name].descriptor for name in request.slots]
         self._send(pb.LocalReply(calls=1, descriptors=len(descriptors)), descriptors)
 
     def _take_back(self, job: JobRecord, request: pb.SlotsRequest) -> None:
         if len(self._received) != len(request.returned):
-            raise AttachError(f"{len(self._received)} descriptors came for {len(request.returned)} slots.")
+            raise AttachError(f"{len(self._received)} descriptors arrived for {len(request.returned)} slots.")
         for name in request.returned:
             slot = self._server.registry.arena.take_back(job.id, request.rank, name, self._received[0])
             self._received.pop(0)
@@ -275,15 +287,15 @@ class _Connection:
         if len(self._waiting) >= WAITING_MAX:
             raise ValueError(f"{WAITING_MAX} of its reports wait for a reply")
         job = self._server.registry.get(report.job)
-        self._follow(job)
+        self._listen_to(job)
         job.report(report)
         self._report = report
         newest = report.steps.until if report.steps.HasField("until") else -1
         self._waiting.append(_WaitingReport(newest, self._loop.time() + min(report.wait_ms / 1000, WAIT_MAX_S)))
         self._answer_reports()
 
-    def _follow(self, job: JobRecord | None) -> None:
-        """Calls `_answer_reports` at that job's news from now on."""
+    def _listen_to(self, job: JobRecord | None) -> None:
+        """Calls `_answer_reports` at the news of that job from now on."""
         if job is self._job:
             return
         if self._job is not None:
@@ -293,7 +305,7 @@ class _Connection:
         self._job = job
 
     def _answer_reports(self) -> None:
-        """Answers the reports that can be answered, or have waited for long enough."""
+        """Answers the reports whose newest step is decided, or whose waiting time is over."""
         job = self._job
         if not self._waiting or job is None:
             return
@@ -308,14 +320,14 @@ class _Connection:
         if waiting and self._timer is None:
             self._timer = self._loop.call_at(min(each.until_s for each in waiting), self._wait_is_over)
         if calls:
-            self._send(pb.LocalReply(calls=calls, report=_news(job, self._report.rank, outcome)))
+            self._send(pb.LocalReply(calls=calls, report=_report_reply(job, self._report.rank, outcome)))
 
     def _wait_is_over(self) -> None:
         self._timer = None
         self._answer_reports()
 
 
-def _news(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
+def _report_reply(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     has_slots = any(slot.rank == rank for slot in job.slots.values())
     return pb.ReportReply(
         whole=outcome.whole, until=outcome.until, open=outcome.open, mismatched=outcome.mismatched,
@@ -323,19 +335,19 @@ def _news(job: JobRecord, rank: int, outcome: Outcome) -> pb.ReportReply:
     )  # fmt: skip
 
 
-def _seen(pid: int) -> pb.Caller:
-    """Returns the caller as this daemon sees it.
+def _caller_of(pid: int) -> pb.Caller:
+    """Returns the caller's process, as this daemon sees it.
 
     Raises:
-        AttachError: this daemon does not see it, so would not notice its death.
+        AttachError: this daemon can't see the process, and so would not notice its death.
     """
     try:
-        facts = stat_of(pid)
+        stat = stat_of(pid)
     except OSError as error:
-        raise shortage.told(error) from error
-    if facts is None:
+        raise shortage.shortage_error(error) from error
+    if stat is None:
         raise AttachError(
-            "it lives in a pid namespace that this daemon does not see.",
+            "the caller lives in a pid namespace that this daemon does not see.",
             "run reft-daemon in the trainers' container, or in the host's pid namespace (hostPID, --pid=host)",
         )
-    return pb.Caller(pid=pid, pid_start=facts.start, parent=facts.parent)
+    return pb.Caller(pid=pid, pid_start=stat.start, parent=stat.parent)

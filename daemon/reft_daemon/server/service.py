@@ -1,4 +1,4 @@
-"""The daemon's gRPC face: checks who calls, translates messages and errors, and leaves the rest to the registry."""
+"""The daemon's gRPC services: check callers, translate errors, call the registry."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ from reft_daemon.jobs.job_record import JobRecord
 from reft_daemon.jobs.leases import FENCE_DEADLINE_S
 from reft_daemon.membership.heartbeats import JobNotWatched
 from reft_daemon.peers.round_replicator import reason_of
-from reft_daemon.peers.survey_dedup import digests_of, leave_out, without_repeats
+from reft_daemon.peers.survey_dedup import clear_known_manifests, digests_of, without_repeats
 from reft_daemon.rebuild.rebuild import Rebuild
 from reft_daemon.registry import Registry, UnknownJob
 
 STATUS_DEADLINE_S = 1.0
-REBUILD_DEADLINE_S = 3600.0  # of a rebuild that is passed on: as long as a node's memory takes to read
+REBUILD_DEADLINE_S = 3600.0  # for a forwarded rebuild: time enough to read a node's memory
 Context = grpc.aio.ServicerContext
 R = TypeVar("R", pb.ReadRequest, pb.CapsuleRequest)
 
 
 @dataclass(frozen=True)
 class DaemonIdentity:
-    """Who this daemon is to others."""
+    """This daemon as other processes see it.
+
+    Attributes:
+        trusts_peers: whether TLS, loopback or --insecure has admitted all callers over TCP.
+    """
 
     node: str
     domain: str
@@ -47,11 +51,14 @@ class DaemonIdentity:
     limit_bytes: int
     tls: bool
     unattended: bool
-    trusts_peers: bool  # whoever reaches it over TCP was admitted: by TLS, on loopback, or with --insecure
+    trusts_peers: bool
 
 
 def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Turns errors of reft and of the system into statuses; anything else is a bug and ends the call with its name."""
+    """Turns errors of reft and of the system into gRPC statuses.
+
+    Any other exception is a bug: the call ends with the exception's name.
+    """
 
     @functools.wraps(method)
     async def call(self: Any, request: Any, context: Context) -> Any:
@@ -62,29 +69,28 @@ def translated(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable
         except ReftError as error:
             await context.abort(slot_reads.status_of(error), str(error))
         except OSError as error:
-            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.told(error)))  # nothing was found to be damaged
+            # not DATA_LOSS: the error does not show that data is damaged
+            await context.abort(grpc.StatusCode.INTERNAL, str(shortage.shortage_error(error)))
 
     return call
 
 
 @contextlib.contextmanager
-def _of(node: pb.Node) -> Iterator[None]:
-    """Says of failed calls which node they were for.
+def _naming_node(node: pb.Node) -> Iterator[None]:
+    """Adds the node's name to the errors of failed calls.
 
     Raises:
-        AttachError: it can't be reached.
-        UnreadableSlot: it has refused.
+        AttachError: the node can't be reached.
+        UnreadableSlot: the node has refused the call.
     """
     try:
         yield
     except grpc.RpcError as error:
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise AttachError(
-                f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon"
-            ) from error
+            raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "check its daemon") from error
         raise slot_reads.UnreadableSlot(error.code(), f"node {node.name}: {reason_of(error)}") from error
     except OSError as error:
-        raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "look at its daemon") from error
+        raise AttachError(f"node {node.name} can't be reached: {reason_of(error)}.", "check its daemon") from error
 
 
 def _is_local(context: Context) -> bool:
@@ -92,7 +98,7 @@ def _is_local(context: Context) -> bool:
 
 
 async def authorise(registry: Registry, name: str, context: Context) -> None:
-    """Lets in whoever can open the unix socket, and over TCP whoever has the job's token."""
+    """Admits callers on the unix socket, and over TCP callers with the job's token."""
     if _is_local(context):
         return
     job = registry.jobs.get(name)
@@ -100,8 +106,12 @@ async def authorise(registry: Registry, name: str, context: Context) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "this call needs the job's token")
 
 
-async def authorise_term(registry: Registry, name: str, context: Context) -> None:
-    """The same for what is said before the first attach too: with the token that agents agreed on, if there are agents."""
+async def authorise_agents(registry: Registry, name: str, context: Context) -> None:
+    """Admits callers on the unix socket, and over TCP callers with the agents' token.
+
+    Unlike `authorise`, this works before the first attach. Without agents the token is the
+    manifest's.
+    """
     if _is_local(context):
         return
     token = registry.heartbeat_service.token(name)
@@ -110,33 +120,36 @@ async def authorise_term(registry: Registry, name: str, context: Context) -> Non
 
 
 class DaemonService(pb_grpc.DaemonServicer):
-    """What trainers and the CLI call."""
+    """The calls of trainers and of the CLI."""
 
     def __init__(self, registry: Registry, identity: DaemonIdentity) -> None:
         self._registry = registry
         self._identity = identity
-        self._rebuilding = asyncio.Lock()  # one at a time: each takes its share of memory
+        self._rebuilding = asyncio.Lock()  # one rebuild at a time: each takes much memory
 
     @translated
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:
         messages.check_protocol(request.protocol, "you speak", f"this daemon (reft {__version__})")
         if request.agent_pid and _is_local(context):
-            self._registry.stay_for(request.agent_pid)
+            self._registry.keep_for_agent(request.agent_pid)
         if request.job and _is_local(context):
-            self._registry.visited()
-        me, job = self._identity, self._registry.jobs.get(request.job)
+            self._registry.restart_idle_time()
+        identity, job = self._identity, self._registry.jobs.get(request.job)
         held = job is not None and job.record.had_whole and _is_local(context)
         return pb.HelloReply(
-            protocol=messages.PROTOCOL, node=me.node, node_id=self._registry.arena.node_id, addresses=me.addresses,
-            version=__version__, pid=os.getpid(), domain=me.domain, local_socket=me.local_socket, held=held, tls=me.tls,
-            unattended=me.unattended,
+            protocol=messages.PROTOCOL, node=identity.node, node_id=self._registry.arena.node_id, addresses=identity.addresses,
+            version=__version__, pid=os.getpid(), domain=identity.domain, local_socket=identity.local_socket,
+            held=held, tls=identity.tls, unattended=identity.unattended,
         )  # fmt: skip
 
     @translated
     async def Inventory(self, request: pb.InventoryRequest, context: Context) -> pb.InventoryReply:
         await authorise(self._registry, request.job, context)
-        # A token opens one job; names and scripts of the others are for who could open the socket.
-        others = [_held(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)]
+        # A token admits to one job. Names and scripts of other jobs are only for callers that can
+        # open the socket.
+        others = [
+            _other_job(job) for job in self._registry.jobs.values() if job.id != request.job and _is_local(context)
+        ]
         reply = pb.InventoryReply(others=others, node=self._identity.node, node_id=self._registry.arena.node_id)
         job = self._registry.jobs.get(request.job)
         if job is None:
@@ -145,14 +158,14 @@ class DaemonService(pb_grpc.DaemonServicer):
             await job.end_orphans(request.launch, request.pids)
         reply.manifest.CopyFrom(job.record.manifest)
         reply.slots.extend(job.headers())
-        reply.capsules.extend(job.capsule_replication.store.copies())
+        reply.capsules.extend(job.capsule_replication.store.headers())
         reply.had_whole = job.record.had_whole
         reply.trained_s, reply.failed = job.trained_s, job.has_failed
         if job.record.HasField("decision"):
             reply.decision.CopyFrom(job.record.decision)
         if job.record.HasField("base_manifest"):
             reply.base_manifest.CopyFrom(job.record.base_manifest)
-        leave_out(reply, request.known)
+        clear_known_manifests(reply, request.known)
         return reply
 
     @translated
@@ -169,23 +182,31 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def _survey(
         self, node: pb.Node, token: bytes, request: pb.SurveyRequest, known: list[int], wait_s: float
     ) -> pb.SurveyedNode:
-        """One node's inventory, or why there is none. A node that answers is given the time that its orphans need to end."""
-        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
-        found = await self._ask(node, token, inventory, wait_s)
-        found.brief = not request.again and wait_s < WHOLE_S
-        if not request.end_orphans or not found.HasField("reply"):
-            return found
-        inventory.end_orphans = True
-        return await self._ask(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
+        """Returns one node's inventory, or the reason why there is none.
 
-    async def _ask(
+        A node that answers gets further time to end its orphans.
+        """
+        inventory = pb.InventoryRequest(job=request.job, launch=request.launch, known=known)
+        surveyed = await self._request_inventory(node, token, inventory, wait_s)
+        surveyed.brief = not request.again and wait_s < WHOLE_S
+        if not request.end_orphans or not surveyed.HasField("reply"):
+            return surveyed
+        inventory.end_orphans = True
+        return await self._request_inventory(node, token, inventory, FENCE_DEADLINE_S + WHOLE_S)
+
+    async def _request_inventory(
         self, node: pb.Node, token: bytes, inventory: pb.InventoryRequest, deadline_s: float
     ) -> pb.SurveyedNode:
-        # Each way to the node gets its share of the time; a unix socket that is not there fails at once, and so does a way
-        # that leads nowhere once another one was found to work.
-        ways = 1 if inventory.end_orphans else sum(not address.startswith("unix:") for address in node.addresses)
-        share_s = deadline_s / max(ways, 1)
-        call = self._registry.peers.call(node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, anew=True)
+        # Each address gets an equal part of the time. A missing unix socket fails at once. When
+        # orphans are to be ended, an address has just answered, and the other addresses fail at
+        # once.
+        tcp_addresses = (
+            1 if inventory.end_orphans else sum(not address.startswith("unix:") for address in node.addresses)
+        )
+        share_s = deadline_s / max(tcp_addresses, 1)
+        call = self._registry.peers.call(
+            node, token, pb_grpc.DaemonStub, "Inventory", inventory, share_s, reconnect=True
+        )
         try:
             reply = await asyncio.wait_for(call, deadline_s)
         except (grpc.RpcError, OSError, asyncio.TimeoutError, ReftError) as error:
@@ -196,16 +217,16 @@ class DaemonService(pb_grpc.DaemonServicer):
     async def FetchCapsule(self, request: pb.CapsuleRequest, context: Context) -> pb.CapsuleRecord:
         await authorise(self._registry, request.job, context)
         if request.HasField("node"):
-            node, passed, token = await self._passed_on(request, context)
-            with _of(node):
+            node, passed, token = await self._forwarded_request(request, context)
+            with _naming_node(node):
                 return await self._registry.peers.call(  # type: ignore[return-value]
                     node, token, pb_grpc.DaemonStub, "FetchCapsule", passed, context.time_remaining()
                 )
         version = messages.version_from(request.version)
         record = self._registry.get(request.job).capsule(request.rank, version)
         if record is None:
-            what = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
-            await context.abort(grpc.StatusCode.NOT_FOUND, what)
+            message = f"no capsule of rank {request.rank}, {version}, of job {request.job} here"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
         return record
 
     @translated
@@ -235,7 +256,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         return pb.ReleaseReply()
 
     async def Read(self, request: pb.ReadRequest, context: Context) -> AsyncIterator[pb.Chunk]:
-        """Bytes of a sealed slot, for a rank that now runs on another node."""
+        """Yields bytes of a sealed slot, for a rank that now runs on another node."""
         await authorise(self._registry, request.job, context)
         try:
             async for data in self._read(request, context):
@@ -248,24 +269,27 @@ class DaemonService(pb_grpc.DaemonServicer):
             async for data in slot_reads.read(self._registry.jobs.get(request.job), request):
                 yield data
             return
-        node, passed, token = await self._passed_on(request, context)
+        node, passed, token = await self._forwarded_request(request, context)
         pieces = self._registry.peers.pieces(node, token, passed, context.time_remaining())
-        with _of(node):
+        with _naming_node(node):
             async with contextlib.aclosing(pieces):
                 async for data in pieces:
                     yield data
 
-    async def _passed_on(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
-        """The node that is to answer, what to ask it, and the job's token.
+    async def _forwarded_request(self, request: R, context: Context) -> tuple[pb.Node, R, bytes]:
+        """Returns the node to ask, the request for it, and the job's token.
 
-        Daemons have certificates and know the ways to one another; a trainer needs neither.
+        Daemons have certificates and know each other's addresses. A trainer needs neither, because
+        its own daemon forwards the call.
         """
         if not _is_local(context):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "calls are passed on over the unix socket only")
-        passed = type(request)()
-        passed.CopyFrom(request)
-        passed.ClearField("node")
-        return request.node, passed, self._registry.get(request.job).record.manifest.token
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "calls are forwarded only for callers on the unix socket"
+            )
+        forwarded = type(request)()
+        forwarded.CopyFrom(request)
+        forwarded.ClearField("node")
+        return request.node, forwarded, self._registry.get(request.job).record.manifest.token
 
     @translated
     async def Rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
@@ -273,22 +297,25 @@ class DaemonService(pb_grpc.DaemonServicer):
         if name in self._registry.jobs or not self._identity.trusts_peers:
             await authorise(self._registry, name, context)
         if request.HasField("onto") and not self._registry.peers.is_own(request.onto):
-            return await self._pass_on(request, context)
+            return await self._forward_rebuild(request, context)
         async with self._rebuilding:
             return await Rebuild(self._registry, request).run()
 
-    async def _pass_on(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
-        """Asks the daemon that is to rebuild: it may be where only daemons reach it."""
+    async def _forward_rebuild(self, request: pb.RebuildRequest, context: Context) -> pb.RebuildReply:
+        """Forwards the request to the daemon that is to rebuild.
+
+        Only daemons may be able to reach that daemon.
+        """
         job = self._registry.get(request.manifest.job)
         await authorise(self._registry, job.id, context)
         slot_reads.refuse_living(job)
         onto, token = request.onto, job.record.manifest.token
-        passed = pb.RebuildRequest()
-        passed.CopyFrom(request)
-        passed.ClearField("onto")
+        forwarded = pb.RebuildRequest()
+        forwarded.CopyFrom(request)
+        forwarded.ClearField("onto")
         try:
             reply = await self._registry.peers.call(
-                onto, token, pb_grpc.DaemonStub, "Rebuild", passed, REBUILD_DEADLINE_S
+                onto, token, pb_grpc.DaemonStub, "Rebuild", forwarded, REBUILD_DEADLINE_S
             )
         except grpc.RpcError as error:
             await context.abort(error.code(), f"daemon {onto.addresses[0]}: {error.details()}")
@@ -317,7 +344,7 @@ class DaemonService(pb_grpc.DaemonServicer):
         )  # fmt: skip
 
     async def _ask_peers(self, job: JobRecord, status: pb.JobStatus) -> None:
-        """Adds what the other daemons of the job say; those that don't answer are named."""
+        """Adds the status of the job's other daemons; names those that don't answer."""
         manifest = job.record.manifest
         others = [node for i, node in enumerate(manifest.nodes) if i != job.record.node_index]
         request = pb.StatusRequest(job=job.id)
@@ -335,12 +362,12 @@ class DaemonService(pb_grpc.DaemonServicer):
 
     @translated
     async def AgentBeat(self, request: pb.AgentBeatRequest, context: Context) -> pb.AgentBeatReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return self._registry.heartbeat_service.agent_beat(request)
 
     @translated
     async def Signals(self, request: pb.SignalsRequest, context: Context) -> pb.SignalsReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return await self._registry.heartbeat_service.signals(request)
 
     @translated
@@ -353,7 +380,7 @@ class DaemonService(pb_grpc.DaemonServicer):
 
 
 class PeerService(pb_grpc.PeerServicer):
-    """What other daemons call."""
+    """The calls of other daemons."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -366,7 +393,7 @@ class PeerService(pb_grpc.PeerServicer):
 
     @translated
     async def Beat(self, request: pb.BeatRequest, context: Context) -> pb.BeatReply:
-        await authorise_term(self._registry, request.job, context)
+        await authorise_agents(self._registry, request.job, context)
         return self._registry.heartbeat_service.beat(request)
 
     @translated
@@ -390,7 +417,10 @@ class PeerService(pb_grpc.PeerServicer):
 
 
 def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
-    """Adds what another daemon of the job sees: of each node the gravest holds, as not everybody watches everybody."""
+    """Adds the signals that another daemon of the job sees; the gravest signal of each node counts.
+
+    Not every daemon watches every node.
+    """
     seen = {each.node_id: each for each in ours.signals}
     for each in theirs.signals:
         if each.node_id not in seen:
@@ -400,24 +430,31 @@ def merge_signals(ours: pb.JobStatus, theirs: pb.JobStatus) -> None:
 
 
 def _check_sizes(request: pb.LeaseRequest) -> None:
-    """Raises ConfigError for what no trainer asks; whether the rest fits is decided before memory is touched."""
+    """Raises ConfigError for sizes that no trainer requests.
+
+    Whether valid sizes fit is checked later, before memory is touched.
+    """
     if request.slots > local_socket.DESCRIPTORS_MAX or request.table_bytes > TABLE_MAX:
         raise ConfigError(
-            f"{request.slots} slots with a table of {request.table_bytes} bytes; "
-            f"{local_socket.DESCRIPTORS_MAX} and {TABLE_MAX} are allowed."
+            f"{request.slots} slots with a table of {request.table_bytes} bytes were requested; "
+            f"at most {local_socket.DESCRIPTORS_MAX} slots and {TABLE_MAX} bytes are allowed."
         )
     if request.slots and (request.chunk_bytes < PAGE or request.chunk_bytes % PAGE):
-        raise ConfigError(f"chunks of {request.chunk_bytes} bytes; it must be a multiple of {PAGE}.")
+        raise ConfigError(
+            f"chunks of {request.chunk_bytes} bytes were requested; the size must be a multiple of {PAGE}."
+        )
 
 
-def _held(job: JobRecord) -> pb.OtherJob:
+def _other_job(job: JobRecord) -> pb.OtherJob:
     manifest = job.record.manifest
-    common = [set(job.sealed_versions(rank)) for rank in job.ranks]
-    newest = max(set.intersection(*common) if common else set(), key=lambda v: v.order, default=None)
-    held = pb.OtherJob(job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s)
+    sealed_sets = [set(job.sealed_versions(rank)) for rank in job.ranks]
+    newest = max(set.intersection(*sealed_sets) if sealed_sets else set(), key=lambda v: v.order, default=None)
+    other_job = pb.OtherJob(
+        job=job.id, named=manifest.named, script=manifest.script, age_s=time.monotonic() - job.ended_s
+    )
     if newest and not job.is_live:
-        held.newest.CopyFrom(messages.version_to(newest))
-    return held
+        other_job.newest.CopyFrom(messages.version_to(newest))
+    return other_job
 
 
 def _status(job: JobRecord, node: str) -> pb.JobStatus:
@@ -427,7 +464,7 @@ def _status(job: JobRecord, node: str) -> pb.JobStatus:
         backing=job.backing, up_s=time.monotonic() - job.since_s, script=manifest.script,
         every=(job.round.outcome.interval.every if job.round else 0) or manifest.every,
         ranks=[_rank_status(job, rank, node) for rank in job.ranks],
-        degraded=job.degraded.is_so, degraded_s=job.degraded.seconds,
+        degraded=job.degraded.is_degraded, degraded_s=job.degraded.seconds,
         mismatched=sorted(job.round.outcome.mismatched) if job.round else [],
     )  # fmt: skip
     if job.record.HasField("decision"):

@@ -62,7 +62,7 @@ def chosen_run_id(launch: Launch, agent: Sequence[str]) -> str:
 
 
 def dropped_backend(launch: Launch, agent: Sequence[str]) -> str:
-    """What to tell whoever asked torchrun for reft's rendezvous and did not get it; empty if nobody did.
+    """What to tell a person who asked torchrun for reft's rendezvous and did not get it; empty if nobody did.
 
     Args:
         launch: what the agent told this process.

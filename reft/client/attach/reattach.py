@@ -77,7 +77,7 @@ class PlacementReviews:
 
     def _renewed(self, step: int, snapshots: Snapshotter) -> Snapshotter:
         before = self.attachment
-        # Asked once no rank can hear of a newer one any more: whoever hears writes over older ones.
+        # Asked once no rank can hear of a newer one any more: a rank that hears of one writes over older ones.
         known = before.rank_group.gather_or_raise(lambda: {"whole": _retired(step, snapshots)}, extra_s=DEADLINE_S)
         renewal = Reattach(before.settings, before.launch, before.rank_group, before.request)
         renewal.step, renewal.known_unequal = step, tuple(before.manifest.mismatched)

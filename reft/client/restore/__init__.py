@@ -1,1 +1,1 @@
-"""Copies slots into live tensors, and decodes what is lost."""
+"""Restores live tensors and host state from slots, and decodes lost slots."""

@@ -1,15 +1,17 @@
-"""Who gets which of the small host states, where the new job has other ranks than the old one had: rules, and no guesses.
+"""Rules for host state when the job has another number of ranks than the snapshot.
 
-    on all old ranks            new rank r gets
-    the same                    that
-    random generators, unlike   those of old rank r; a rank beyond the old ones: seeds that follow from old rank r mod old world
-    param groups of optimizers  by parameter: what the old groups that had r's parameters say, which must be one thing
-    state= objects with         the list of all old ranks' states, in their order (not if every rank has its own again)
-      load_state_dicts
-    … unlike, as many ranks     that of old rank r
-    … unlike, other ranks       refused, by name
+    state on all old ranks      new rank r gets
+    equal                       the common value
+    random generators, differ   those of old rank r; a new rank beyond the old ones gets
+                                seeds derived from old rank r mod old world
+    optimizer param groups      for each group, the settings of the old groups with its
+                                parameters; these settings must agree
+    state= objects with         the list of all old ranks' states, in rank order
+      load_state_dicts          (only if the number of ranks changed)
+    … differ, as many ranks     the state of old rank r
+    … differ, other ranks       nothing: refused, by name
 
-Everything here is trees of plain values (reft.wire.capsule_format); nothing is loaded.
+All values here are trees of plain values (reft.wire.capsule_format). This module loads nothing.
 """
 
 from __future__ import annotations
@@ -24,50 +26,51 @@ import numpy as np
 import torch
 import xxhash
 
-from reft.client.state.serialization import GROUPED, to_plain
+from reft.client.state.serialization import OPTIMIZER_KEYS, to_plain
 from reft.core.text import every
 from reft.errors import LayoutChanged
 from reft.wire import capsule_format
 
 Tree = dict[str, Any]
-ITEMS = ("subjects", "scalers", "state")  # parts of a tree, each with parts that are compared one by one
+# The parts of a tree whose entries are compared one by one.
+ITEMS = ("subjects", "scalers", "state")
 SEED_BITS = 63
 
 
 def parts(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a capsule's tree that are mapped on their own, by name."""
-    found: dict[str, Any] = {"random": tree["random"]}
+    """Returns the parts of a capsule's tree that are mapped separately, by name."""
+    tree_parts: dict[str, Any] = {"random": tree["random"]}
     for item in ITEMS:
-        found |= {f"{item}.{name}": value for name, value in tree[item].items()}
-    return found
+        tree_parts |= {f"{item}.{name}": value for name, value in tree[item].items()}
+    return tree_parts
 
 
 def digest(value: Any) -> str:
-    """Equal for equal values, whoever has them."""
+    """Returns a digest that is equal for equal values on all ranks."""
     return xxhash.xxh3_128_hexdigest(capsule_format.encode(value))
 
 
 def parent(rank: int, old_world: int) -> int:
-    """The old rank whose generators a new rank goes on with."""
+    """Returns the old rank whose random generators a new rank continues."""
     return rank if rank < old_world else rank % old_world
 
 
 @dataclass
 class HostStateResharding:
-    """What one new rank gets.
+    """Chooses the host state of one new rank.
 
     Args:
-        rank: the new one.
-        world: how many there are.
-        digests: for each old rank, part → digest of it.
-        values: digest → the part; all but those of generators that this rank does not go on with.
-        live: this rank's own tree as it is before anything is brought back.
+        rank: the new rank.
+        world: the number of new ranks.
+        digests: for each old rank: part → digest.
+        values: digest → part. May lack generators that this rank does not continue.
+        live: this rank's own tree before the restore.
         generators: names of state= objects that are torch generators.
         takes_all: names of state= objects with `load_state_dicts`.
 
     Attributes:
-        lists: name → all old ranks' states, for objects that are to be given them.
-        lines: what a person should know of it, the same on all ranks.
+        lists: name → the states of all old ranks, for objects with `load_state_dicts`.
+        lines: messages for the user, the same on all ranks.
     """
 
     rank: int
@@ -81,17 +84,21 @@ class HostStateResharding:
     lines: list[str] = field(default_factory=list)
 
     def tree(self, step: int, marked: bool) -> Tree:
-        """The tree to restore.
+        """Returns the tree to restore.
+
+        Args:
+            step: the step of the snapshot.
+            marked: whether a mark of the loop took the snapshot.
 
         Raises:
-            LayoutChanged: what is held can't be given to these ranks; the same on all.
+            LayoutChanged: no rule maps the state to these ranks; raised on all ranks alike.
         """
         names = {item: [p.partition(".")[2] for p in self.digests[0] if p.startswith(f"{item}.")] for item in ITEMS}
-        found: Tree = {"step": step, "marked": marked, "random": self._random()}
-        found["subjects"] = {prefix: self._subject(prefix) for prefix in names["subjects"]}
-        found["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
-        found["state"] = {name: self._state(name) for name in names["state"]}
-        return found
+        tree: Tree = {"step": step, "marked": marked, "random": self._random()}
+        tree["subjects"] = {prefix: self._tracked_object(prefix) for prefix in names["subjects"]}
+        tree["scalers"] = {name: self._shared(f"scalers.{name}") for name in names["scalers"]}
+        tree["state"] = {name: self._state(name) for name in names["state"]}
+        return tree
 
     @property
     def _old_world(self) -> int:
@@ -104,14 +111,18 @@ class HostStateResharding:
         return len({each.get(part) for each in self.digests}) == 1
 
     def _shared(self, part: str) -> Any:
-        """What all old ranks had alike, or, if each rank has its own again, this rank's."""
+        """Returns the common value of all old ranks.
+
+        If they differ and the number of ranks is the same, returns the value of the old rank with
+        this rank's number.
+        """
         if self._is_shared(part):
             return self._of(0, part)
         if self.world == self._old_world and all(part in each for each in self.digests):
             return self._of(self.rank, part)
         raise LayoutChanged(
-            f"{part} differs among the {self._old_world} ranks that are held, and there are {self.world} now: "
-            "nobody can say whose each should have.",
+            f"{part} differs among the {self._old_world} ranks of the snapshot, and this job has {self.world} ranks: "
+            "no rule says which rank gets which value.",
             "give the object a method load_state_dicts(states), which gets the list of all old ranks' states"
             if part.startswith("state.")
             else f"start {self._old_world} ranks",
@@ -121,16 +132,18 @@ class HostStateResharding:
 
     def _random(self) -> Any:
         if self._is_shared("random") or self.rank < self._old_world:
-            found = self._of(parent(self.rank, self._old_world), "random")
+            generators = self._of(parent(self.rank, self._old_world), "random")
         else:
-            found = seeded(self._seed("random"), len(self.live["random"]["cuda"]))
+            generators = seeded(self._seed("random"), len(self.live["random"]["cuda"]))
         if not self._is_shared("random") and self.world > self._old_world:
-            new = f"{self._old_world}-{self.world - 1}" if self.world - self._old_world > 1 else f"{self.world - 1}"
-            self.lines.append(f"new ranks {new}: random generators start from seeds that follow from the old ranks'.")
-        return found
+            new_ranks = (
+                f"{self._old_world}-{self.world - 1}" if self.world - self._old_world > 1 else f"{self.world - 1}"
+            )
+            self.lines.append(f"new ranks {new_ranks}: random generators start from seeds derived from the old ranks'.")
+        return generators
 
     def _seed(self, part: str) -> int:
-        """The same at each restore of the same version."""
+        """Returns a seed, the same at each restore of the same version."""
         text = f"{self.digests[parent(self.rank, self._old_world)][part]} {self.rank}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> (64 - SEED_BITS)
 
@@ -144,58 +157,64 @@ class HostStateResharding:
                 return self._of(self.rank, part)
             return to_plain(torch.Generator().manual_seed(self._seed(part)).get_state())
         if name in self.takes_all and is_new_world:
-            self.lines.append(f"state[{name!r}] was given the states of {every(self._old_world, 'old rank')}.")
+            self.lines.append(f"state[{name!r}] gets the states of {every(self._old_world, 'old rank')}.")
             self.lists[name] = [self._of(old, part) for old in range(self._old_world)]
             return None
-        found = self._shared(part)
+        value = self._shared(part)
         if is_new_world and self._is_shared(part):
             self.lines.append(
-                f"state[{name!r}] was the same on {every(self._old_world, 'old rank')}: every rank has it now."
+                f"state[{name!r}] was the same on {every(self._old_world, 'old rank')}: every rank gets this state."
             )
-        return found
+        return value
 
     # Models and optimizers
 
-    def _subject(self, prefix: str) -> Any:
-        """What an extractor gave; of an optimizer's groups, what the old groups of this rank's parameters say."""
+    def _tracked_object(self, prefix: str) -> Any:
+        """Returns the small state of a tracked object.
+
+        An optimizer gets, for each of its groups, the settings of the old groups with its
+        parameters.
+        """
         part = f"subjects.{prefix}"
         live = self.live["subjects"].get(prefix)
-        helds = [self.values[each] for each in dict.fromkeys(ranks[part] for ranks in self.digests if part in ranks)]
-        if live is None or any(held.keys() != GROUPED for held in (live, *helds)):
+        saved_states = [
+            self.values[each] for each in dict.fromkeys(ranks[part] for ranks in self.digests if part in ranks)
+        ]
+        if live is None or any(saved.keys() != OPTIMIZER_KEYS for saved in (live, *saved_states)):
             return self._shared(part)
         scalars: dict[str, Any] = {}
-        for held in helds:
-            for name, values in held["scalars"].items():
+        for saved in saved_states:
+            for name, values in saved["scalars"].items():
                 if digest(scalars.setdefault(name, values)) != digest(values):
-                    raise LayoutChanged(f"{prefix}: ranks held unlike numbers for {name}.")
+                    raise LayoutChanged(f"{prefix}: the old ranks have different numbers for {name}.")
         groups = [
-            {"params": group["params"], "values": self._group(f"{prefix}, group {g}", g, group["params"], helds)}
+            {"params": group["params"], "values": self._group(f"{prefix}, group {g}", g, group["params"], saved_states)}
             for g, group in enumerate(live["groups"])
         ]
-        return {"class": helds[0]["class"], "groups": groups, "scalars": scalars}
+        return {"class": saved_states[0]["class"], "groups": groups, "scalars": scalars}
 
-    def _group(self, what: str, g: int, names: Collection[str], helds: Sequence[Any]) -> Any:
+    def _group(self, label: str, g: int, names: Collection[str], saved_states: Sequence[Any]) -> Any:
         wanted = set(names)
-        found: dict[str, Any] = {}
-        seen: set[str] = set()
-        for held in helds:
-            for k, group in enumerate(held["groups"]):
-                own = wanted.intersection(group["params"])
-                if own or (not wanted and k == g):
-                    found[digest(group["values"])] = group["values"]
-                    seen |= own
-        if len(found) == 1 and seen == wanted:
-            return next(iter(found.values()))
-        why = (
-            f"the old groups that held its {len(wanted)} parameters have unlike settings"
-            if len(found) > 1
-            else f"{len(wanted - seen)} of its parameters were in no group, e.g. {min(wanted - seen, default='')}"
+        settings: dict[str, Any] = {}
+        covered: set[str] = set()
+        for saved in saved_states:
+            for k, group in enumerate(saved["groups"]):
+                common = wanted.intersection(group["params"])
+                if common or (not wanted and k == g):
+                    settings[digest(group["values"])] = group["values"]
+                    covered |= common
+        if len(settings) == 1 and covered == wanted:
+            return next(iter(settings.values()))
+        reason = (
+            f"the old groups of its {len(wanted)} parameters have different settings"
+            if len(settings) > 1
+            else f"{len(wanted - covered)} of its parameters were in no group, e.g. {min(wanted - covered, default='')}"
         )
-        raise LayoutChanged(f"{what}: {why}.", "pass the groups as they were")
+        raise LayoutChanged(f"{label}: {reason}.", "pass the same groups as in the snapshot")
 
 
 def seeded(seed: int, devices: int) -> dict[str, Any]:
-    """The state of every generator after it was seeded; as `host_state.capture_random` gives it."""
+    """Returns the state of every generator after seeding, as `host_state.capture_random` does."""
     kind, keys, gauss = random.Random(seed).getstate()
     return {
         "python": [kind, np.array(keys, np.uint32), gauss],

@@ -1,23 +1,28 @@
-"""REFT-load: every rank gets all bytes of its cells, from the shards that lie in the slots of all ranks.
+"""REFT-load: fills every rank's cells from the shards in all ranks' slots.
 
-    slot's file ─► own tensors ─► digest of each chunk there ─┐                                   ┌────────────────────────┐
-    slot, mapped: what is not theirs ─► digest of each chunk ─┴─► messages ═► live memory of others│ list of pieces: pieces │
-                     (wrong: noted, and still sent)                                               │                        │
-    parity of lost shards ════════════════════════════════════► buffer ─► decoded into live memory└────────────────────────┘
-    at the end: senders tell whether all was right; who lost its slot compares what it has now with its old digests
+    slot's file ─► own tensors ─► digest of each chunk there ────┐
+    slot, mapped: bytes of others ─► digest of each chunk ───────┴─► messages ═► live memory
+                     (wrong: recorded, and still sent)               of other ranks
+    parity of lost shards ═══════► buffer ─► decoded into live memory
+
+    messages travel in the order of the load plan
+    at the end: senders report whether all chunks were right;
+    a rank that lost its slot compares with the old digests
 
 Invariants
-  1. All ranks take their part in the same list of pieces in the same order (load_plan.py), with a window of messages under way:
-     no order of events makes ranks wait in a circle, and a bad chunk stops nobody.
-  2. Nothing is sent before its chunk's digest was compared; a rank reads and digests each chunk once.
-  3. Beside slots and tensors a rank holds at most Sizes.memory_max bytes, whatever the state's size; of a device, the decoder's
-     scratch.
-  4. A rank that lost its slot compares what it got with the digests that were taken when the slot was saved, if somebody has
-     them and nobody found a damaged slot.
+  1. All ranks process the same load plan in the same order (load_plan.py), with a window of
+     messages under way. So ranks never deadlock, and a bad chunk does not stop a rank.
+  2. A chunk is compared with its digest before it is sent. A rank reads and digests each chunk
+     once.
+  3. Beside slots and tensors a rank holds at most LoadSizes.memory_max bytes, independent of the
+     state's size. On a device it holds the decoder's scratch.
+  4. A rank that lost its slot compares the loaded bytes with the digests taken when the slot was
+     saved, if these digests survive and no rank found a damaged slot.
 
-Messages arrive in a tensor's own memory where a piece is one run of one dense tensor on the host. Else, and for tensors on a
-device, they arrive in a bounded buffer (pinned if there is a device) and are copied on. Shards of a device are decoded there
-(`reft.client.restore.decode`), others on the host; their digests are taken on the host in either case.
+Messages arrive in a tensor's own memory if a range is one run of one dense tensor on the host.
+Else, and for tensors on a device, they arrive in a bounded buffer (pinned if there is a device) and
+are copied on. Shards of a device are decoded there (`reft.client.restore.decode`), others on the
+host. Their digests are computed on the host in both cases.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from reft.errors import RestoreError
 from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 THREADS = 2  # one core nearly saturates memory; the second hides page faults
-RUN_BYTES = 32 << 20  # of kept leaves
+RUN_BYTES = 32 << 20  # of unreplicated leaves, loaded by one thread at a time
 DEFAULT_SIZES = LoadSizes()
 
 
@@ -52,72 +57,78 @@ def load(
     lost_digests: Mapping[int, npt.NDArray[np.uint64]], at_chunk: AtChunk, sizes: LoadSizes = DEFAULT_SIZES,
     decoder: Decoder | None = None,
 ) -> tuple[int, ...]:  # fmt: skip
-    """Fills the live tensors of this rank's cells, and gives the other ranks what they need; all ranks call it together.
+    """Fills this rank's live tensors and serves the other ranks; all ranks call it together.
 
     Args:
         transport: to the other ranks; None if there are none.
-        placement: under which the slots were written.
-        rank: this rank; it takes over what the old rank of the same number had.
-        have: old ranks whose slots are at hand somewhere.
-        reader_of: old rank → new rank that reads its slot, the same on all ranks.
-        slots: old rank → its slot, for those that this rank reads.
+        placement: the placement that the slots were written with.
+        rank: this rank; it takes over the state of the old rank with the same number.
+        have: old ranks whose slots are readable by some rank.
+        reader_of: old rank → new rank that reads its slot; the same on all ranks.
+        slots: old rank → its slot, for the slots that this rank reads.
         tensors: live tensors by name.
-        absent: names of predicted leaves that did not exist: zeros, not loaded.
-        lost_digests: old rank → digest of each chunk of its lost slot; only this rank's own is looked at.
-        at_chunk: called before each chunk that is read, from several threads.
+        absent: names of predicted leaves that did not exist: zeros in the cell, not loaded.
+        lost_digests: old rank → digest of each chunk of its lost slot; only this rank's own is
+            used.
+        at_chunk: called before each chunk is read, from several threads.
         sizes: the same on all ranks.
-        decoder: for the device of the tensors; None: on the host.
+        decoder: the decoder for the tensors' device; None: on the host.
 
     Returns:
-        Old ranks whose slots this rank read and found damaged. If there are any, what was loaded is of no use.
+        Old ranks whose slots this rank read and found damaged. If any rank returns one, the loaded
+        bytes are useless.
 
     Raises:
-        RestoreError: a rank is gone, or the bytes of a lost slot are not what they were.
+        RestoreError: a rank is gone, or the bytes of a lost slot differ from the saved ones.
         LayoutChanged: a leaf has no tensor.
-        ValueError: a stripe can't be decoded from these slots.
+        ValueError: a stripe cannot be decoded from these slots.
     """
-    sequencer, decoder = LoadPlan(placement, have, reader_of, sizes), decoder or Decoder()
-    read = {old: SlotSource(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
-    own = placement.division.cells_of[placement.division.layout_of[rank]]
-    cells = [placement.division.cells[cell] for cell in own]
+    load_plan, decoder = LoadPlan(placement, have, reader_of, sizes), decoder or Decoder()
+    sources = {old: SlotSource(slot, placement, old, at_chunk) for old, slot in slots.items() if old in have}
+    own_cells = placement.division.cells_of[placement.division.layout_of[rank]]
+    cells = [placement.division.cells[cell] for cell in own_cells]
     flat_views = {
         number: FlatTensorView(cell.leaves, cell.offsets, tensors, absent, decoder.device)
-        for number, cell in zip(own, cells, strict=True)
+        for number, cell in zip(own_cells, cells, strict=True)
     }
     decoder.begin()
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
         is_pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        flow = TransferExecutor(transport, rank, sequencer, read, flat_views, pool, decoder, is_pinned)
-        flow.run()
-        all_well = flow.verdicts()
+        executor = TransferExecutor(transport, rank, load_plan, sources, flat_views, pool, decoder, is_pinned)
+        executor.run()
+        all_right = executor.exchange_verdicts()
         for flat_view in flat_views.values():
             flat_view.finish()
-        damaged = tuple(sorted(old for old, source in read.items() if source.is_bad))
-        if own and rank not in have and rank in lost_digests and all_well:
+        damaged = tuple(sorted(old for old, source in sources.items() if source.is_bad))
+        if own_cells and rank not in have and rank in lost_digests and all_right:
             _verify(placement, rank, flat_views, lost_digests[rank], pool)
     return damaged
 
 
 def load_unreplicated(
-    slot: SlotMap, kept: Layout, tensors: Mapping[str, torch.Tensor], at_chunk: AtChunk, run_bytes: int = RUN_BYTES
+    slot: SlotMap,
+    unreplicated: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    at_chunk: AtChunk,
+    run_bytes: int = RUN_BYTES,
 ) -> bool:
-    """Copies a rank's kept leaves from its own slot; whether all their chunks were right.
+    """Copies a rank's unreplicated leaves from its own slot; returns whether all chunks were right.
 
     Args:
-        slot: sealed, of this rank.
-        kept: the kept leaves; offsets count from the beginning of the slot's data.
+        slot: this rank's sealed slot.
+        unreplicated: the unreplicated leaves; offsets count from the beginning of the slot's data.
         tensors: live tensors by name.
         at_chunk: called before each chunk, from several threads.
-        run_bytes: what one thread loads at a time, at least.
+        run_bytes: the least that one thread loads at a time.
     """
-    if not kept.leaves:
+    if not unreplicated.leaves:
         return True
-    flat_view = FlatTensorView(kept.leaves, kept.offsets, tensors)
-    end = max(offset + leaf.nbytes for leaf, offset in zip(kept.leaves, kept.offsets, strict=True))
+    flat_view = FlatTensorView(unreplicated.leaves, unreplicated.offsets, tensors)
+    end = max(offset + leaf.nbytes for leaf, offset in zip(unreplicated.leaves, unreplicated.offsets, strict=True))
     source = VerifiedSlotReader(slot, end, at_chunk)
     size = slot.header.geometry.chunk_bytes
-    # Each thread takes the next run of chunks: some are slower, where pages are not made yet. Long ones: two threads that meet
-    # in one fresh huge page would both clear it.
+    # Each thread takes the next run of chunks, because some threads are slower: their pages are not
+    # made yet. Runs are long: two threads in one fresh huge page would both clear the page.
     step = align(run_bytes, size)
 
     def run(begin: int) -> None:
@@ -125,17 +136,17 @@ def load_unreplicated(
             _load_run(source, begin + at, memory[first:last])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="reft-load") as pool:
-        list(pool.map(run, range(min(kept.offsets) // size * size, end, step)))
+        list(pool.map(run, range(min(unreplicated.offsets) // size * size, end, step)))
     flat_view.finish()
     return not source.is_bad
 
 
 def _load_run(source: VerifiedSlotReader, begin: int, memory: Bytes | torch.Tensor) -> None:
-    """Copies a slot's data from `begin` on into live memory, of the host or a device."""
+    """Copies a slot's data from `begin` on into live memory."""
     if not isinstance(memory, torch.Tensor):
         source.copy(begin, memory)
         return
-    for at, stop in source.checked(begin, begin + memory.nbytes):
+    for at, stop in source.verify_chunks(begin, begin + memory.nbytes):
         memory[at - begin : stop - begin].copy_(torch.from_numpy(source.data[at:stop]))
 
 
@@ -146,38 +157,38 @@ def _verify(
     digests: npt.NDArray[np.uint64],
     pool: ThreadPoolExecutor,
 ) -> None:
-    """Compares the data shards that a lost slot had with its digests.
+    """Compares the data shards of a lost slot with its digests.
 
-    The parity that it had is not made again: it is a function of bytes that others hold.
+    The slot's parity is not computed again: it is a function of bytes that other ranks hold.
 
     Raises:
-        RestoreError: they differ.
+        RestoreError: the bytes differ.
     """
     shards = _Shards(placement, rank, flat_views)
     if len(digests) < shards.chunks:
         raise RestoreError(
-            f"rank {rank} has {len(digests)} digests of its lost slot; its data shards take {shards.chunks}."
+            f"rank {rank} has {len(digests)} digests of its lost slot; its data shards have {shards.chunks} chunks."
         )
 
-    def share(part: int) -> None:
-        room = np.empty(placement.chunk_bytes, np.uint8)
-        for index in range(shards.chunks * part // THREADS, shards.chunks * (part + 1) // THREADS):
-            if shards.digest(index, room) != int(digests[index]):
+    def verify_part(thread: int) -> None:
+        buffer = np.empty(placement.chunk_bytes, np.uint8)
+        for index in range(shards.chunks * thread // THREADS, shards.chunks * (thread + 1) // THREADS):
+            if shards.digest(index, buffer) != int(digests[index]):
                 raise RestoreError(
-                    f"chunk {index} of rank {rank}, which was loaded from its peers, is not what was saved; it lies in lane "
+                    f"chunk {index} of rank {rank}, loaded from its peers, differs from the saved bytes; it lies in lane "
                     f"{shards.lane_of(index)} (ranks {placement.lanes[shards.lane_of(index)].members[:8]}).",
                     "bring back the lost node's memory, or go back to a checkpoint",
                 )
 
-    list(pool.map(share, range(THREADS)))
+    list(pool.map(verify_part, range(THREADS)))
 
 
 class _Shards:
-    """The data section of a rank's slot, put together again from its live tensors."""
+    """The data section of a rank's slot, assembled from its live tensors."""
 
     def __init__(self, placement: Placement, rank: int, flat_views: Mapping[int, FlatTensorView]) -> None:
         part = placement.part(rank)
-        self._lanes, self._spaces = placement.lanes, flat_views
+        self._lanes, self._flat_views = placement.lanes, flat_views
         self._size = placement.chunk_bytes
         self._blocks = part.blocks[: part.data_blocks]
         self._begins = [block.offset for block in self._blocks]
@@ -185,14 +196,17 @@ class _Shards:
         self.chunks = -(-self._end // self._size)
 
     def lane_of(self, chunk: int) -> int:
-        """The lane in which a chunk begins."""
+        """Returns the lane in which a chunk begins."""
         return self._blocks[bisect_right(self._begins, chunk * self._size) - 1].lane
 
-    def digest(self, chunk: int, room: npt.NDArray[np.uint8]) -> int:
-        """The digest of one chunk, put together in `room` if it does not lie in one tensor."""
+    def digest(self, chunk: int, buffer: npt.NDArray[np.uint8]) -> int:
+        """Returns the digest of one chunk.
+
+        The chunk is assembled in `buffer` unless all of it lies in one tensor.
+        """
         at, end = chunk * self._size, min((chunk + 1) * self._size, self._end)
-        room = room[: end - at]
-        room[:] = 0
+        buffer = buffer[: end - at]
+        buffer[:] = 0
         for index in range(bisect_right(self._begins, at) - 1, len(self._blocks)):
             block = self._blocks[index]
             if block.offset >= end:
@@ -200,13 +214,13 @@ class _Shards:
             lane = self._lanes[block.lane]
             begin = lane.data_range(block.stripe, block.shard)[0]
             first, last = max(at, block.offset) - block.offset, min(end - block.offset, block.nbytes)
-            last = min(last, lane.begin + lane.nbytes - begin)  # padding is zeros
+            last = min(last, lane.begin + lane.nbytes - begin)  # the rest is padding: zeros
             if first >= last:
                 continue
-            flat_view = self._spaces[lane.cell]
+            flat_view = self._flat_views[lane.cell]
             view = flat_view.view(begin + first, begin + last)
-            if view is not None and view.nbytes == room.nbytes:
+            if view is not None and view.nbytes == buffer.nbytes:
                 return chunk_digest(view)
             start = block.offset + first - at
-            flat_view.read(begin + first, room[start : start + last - first])
-        return chunk_digest(room)
+            flat_view.read(begin + first, buffer[start : start + last - first])
+        return chunk_digest(buffer)

@@ -1,7 +1,9 @@
-"""Live tensors for held state: those that are there, and those that an optimizer would only make in its first step.
+"""Live tensors for all leaves of a snapshot.
 
-Tensors are written directly, never by `load_state_dict`: that keeps what it is handed as live state, so training would
-write into the slot, and it casts the moments of bf16 parameters.
+This includes optimizer state that the optimizer creates only in its first step.
+
+Tensors are written directly, never by `load_state_dict`. That method would keep the passed tensors
+as live state, so training would write into the slot. It also casts the moments of bf16 parameters.
 """
 
 from __future__ import annotations
@@ -18,58 +20,62 @@ from reft.errors import LayoutChanged
 
 
 def live_tensors(
-    leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, room: HugePageBuffer | None = None
+    leaves: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, buffer: HugePageBuffer | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """The live tensor of every held leaf, by name; optimizer state that does not exist yet is made.
+    """Returns the live tensor of every leaf, by name; creates missing optimizer state.
 
     Args:
-        leaves: held ones.
-        before: what there is; looking for it once more would hold up who waits for the state.
-        room: for what must be made; None, or one that is too small: another is made.
+        leaves: the leaves of the snapshot.
+        tracked: the tracked objects.
+        before: the current tensor index. A new one would delay the ranks that wait for the state.
+        buffer: memory for tensors to create; if None or too small, another buffer is allocated.
 
     Raises:
-        LayoutChanged: the held leaves are not those of the model and optimizer.
+        LayoutChanged: the leaves are not those of the model and optimizer.
     """
     missing = [leaf for leaf in leaves if leaf.name not in before.tensors or _was_resized(leaf, before)]
-    tensor_index = _made(missing, tracked, before, room) if missing or not before.is_current() else before
+    tensor_index = _create_missing(missing, tracked, before, buffer) if missing or not before.is_current() else before
     lines = differences(leaves, tensor_index.layout().leaves)
     if lines:
         raise LayoutChanged(
-            "the held state is of another model or optimizer:\n  " + "\n  ".join(lines),
-            "start it under another job name, or drop what is held with reft-cli purge",
+            "the snapshot is of another model or optimizer:\n  " + "\n  ".join(lines),
+            "start the job under another name, or delete the snapshots with reft-cli purge",
         )
     return tensor_index.tensors
 
 
 def _was_resized(leaf: Leaf, before: TensorIndex) -> bool:
-    """Whether it is a buffer of another shape: training may have grown it."""
+    """Returns whether the leaf is a buffer that training has resized."""
     return leaf.staged and tuple(before.tensors[leaf.name].shape) != leaf.shape
 
 
-def _made(
-    missing: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, room: HugePageBuffer | None
+def _create_missing(
+    missing: Sequence[Leaf], tracked: TrackedObjects, before: TensorIndex, buffer: HugePageBuffer | None
 ) -> TensorIndex:
-    """What there is once the missing leaves are made."""
-    if room is None or room.nbytes < sum(align(leaf.nbytes) for leaf in missing):
-        room = room_for(missing, tracked, before)
+    """Creates the missing leaves and returns the new tensor index."""
+    if buffer is None or buffer.nbytes < sum(align(leaf.nbytes) for leaf in missing):
+        buffer = room_for(missing, tracked, before)
     try:
-        make_missing_state(missing, tracked, room)
+        make_missing_state(missing, tracked, buffer)
         return tracked.bind()
     finally:
-        room.settle()  # an old kernel's pages are made by writing zeros: nobody may have a tensor there meanwhile
+        buffer.settle()  # an old kernel makes pages by writing zeros; wait before tensors are filled
 
 
 def room_for(leaves: Iterable[Leaf], tracked: TrackedObjects, tensor_index: TensorIndex) -> HugePageBuffer:
-    """Room for those of the leaves that do not exist; where that is host memory, its pages are being made from now on."""
-    room = HugePageBuffer(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in tensor_index.tensors))
+    """Returns a buffer for those leaves that do not exist.
+
+    If the tensors will lie on the host, threads begin to make the buffer's pages.
+    """
+    buffer = HugePageBuffer(sum(align(leaf.nbytes) for leaf in leaves if leaf.name not in tensor_index.tensors))
     if tracked.makes_on_host:
-        room.make_pages()
-    return room
+        buffer.make_pages()
+    return buffer
 
 
-def make_missing_state(missing: Sequence[Leaf], tracked: TrackedObjects, room: HugePageBuffer) -> None:
-    """Makes the state tensors that are held but do not exist before a first step."""
-    tracked.make(missing, room)
+def make_missing_state(missing: Sequence[Leaf], tracked: TrackedObjects, buffer: HugePageBuffer) -> None:
+    """Creates the saved state tensors that do not exist before a first step."""
+    tracked.make(missing, buffer)
     for leaf in missing:
         if leaf.name.startswith("state.") and leaf.name.endswith(("._scale", "._growth_tracker")):
             _make_scale(leaf, tracked)
@@ -79,5 +85,6 @@ def _make_scale(leaf: Leaf, tracked: TrackedObjects) -> None:
     _, name, key = leaf.name.split(".")
     scaler = tracked.scalers.get(name)
     if scaler is not None:
-        device = device_of(named.local for named in tracked.parameters())  # as the scaler does: where the loss lies
+        # The scaler itself uses the device of the loss.
+        device = device_of(named.local for named in tracked.parameters())
         setattr(scaler, key, torch.empty(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device))

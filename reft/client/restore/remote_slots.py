@@ -1,4 +1,4 @@
-"""Slots and capsules that this rank must read and that lie on other nodes."""
+"""Slots and capsules on other nodes that this rank must read."""
 
 from __future__ import annotations
 
@@ -19,36 +19,42 @@ from reft.wire.slot_format import PAGE, Bytes, SlotMap, best_header
 from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
-FAR_BYTES_PER_S = 10 << 20  # a tenth of what one daemon gives on a slow network: several ranks may read from it at once
-# Its daemon answers, and what was asked for is damaged, or gone: no source any more, as a damaged slot of one's own is none.
+# A tenth of what one daemon delivers on a slow network: several ranks may read from it at once.
+FAR_BYTES_PER_S = 10 << 20
+# The daemon answers, but the data is damaged or gone. The source counts as damaged, like a damaged
+# local slot.
 _LOST = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.NOT_FOUND)
 
 
 def far_s(sources: Mapping[int, HeldSlot], reader_of: Mapping[int, int], nodes: Mapping[str, Sequence[int]]) -> float:
-    """How many seconds all ranks may have to wait for the one that reads most from other nodes.
+    """Returns how long ranks may wait for reads from other nodes, in seconds.
+
+    The rank that reads most from other nodes decides.
 
     Args:
         sources: old rank → its slot.
         reader_of: old rank → new rank that reads it.
-        nodes: id of each node → the ranks that run there now.
+        nodes: node id → the ranks that run there now.
     """
-    far = Counter[int]()
-    for old, held in sources.items():
-        if reader_of[old] not in nodes.get(held.node, ()):
-            far[reader_of[old]] += held.data_bytes
-    return max(far.values(), default=0) / FAR_BYTES_PER_S
+    remote_bytes = Counter[int]()
+    for old, source in sources.items():
+        if reader_of[old] not in nodes.get(source.node, ()):
+            remote_bytes[reader_of[old]] += source.data_bytes
+    return max(remote_bytes.values(), default=0) / FAR_BYTES_PER_S
 
 
 @dataclass(frozen=True)
 class RemoteSlots:
-    """What daemons of other nodes hold of one job, by way of this node's own: it has the certificates, and knows the ways.
+    """Slots and capsules of one job on other nodes, read through this node's own daemon.
+
+    This node's daemon has the certificates and knows the routes to the other daemons.
 
     Args:
-        job: its name.
-        address: of this node's daemon.
+        job: name of the job.
+        address: address of this node's daemon.
         own: id of this node.
         nodes: node id → the node.
-        deadline_s: of one call, beside what its bytes take.
+        deadline_s: deadline of one call; time for its bytes is added.
     """
 
     job: str
@@ -57,61 +63,61 @@ class RemoteSlots:
     nodes: Mapping[str, pb.Node]
     deadline_s: float
 
-    def slot(self, held: HeldSlot) -> SlotMap:
-        """The bytes of a slot on another node.
+    def slot(self, source: HeldSlot) -> SlotMap:
+        """Returns a copy of a slot on another node.
 
         Raises:
-            FormatError: it is damaged, or not there.
-            RestoreError: its daemon did not give them.
+            FormatError: the slot is damaged or missing.
+            RestoreError: the other node's daemon did not return the slot.
         """
-        head = np.zeros(2 * PAGE, np.uint8)
-        self._read_into(held, head)
-        geometry = best_header(head).geometry
-        room = np.frombuffer(mmap.mmap(-1, geometry.file_bytes), np.uint8)
-        self._read_into(held, room)
-        return SlotMap(room)
+        headers = np.zeros(2 * PAGE, np.uint8)
+        self._read_into(source, headers)
+        geometry = best_header(headers).geometry
+        buffer = np.frombuffer(mmap.mmap(-1, geometry.file_bytes), np.uint8)
+        self._read_into(source, buffer)
+        return SlotMap(buffer)
 
     def capsule(self, node: str, rank: int, version: Version) -> pb.CapsuleRecord:
-        """A capsule that a node keeps.
+        """Returns a capsule that a node keeps.
 
         Raises:
-            FormatError: it is damaged, or not there.
-            RestoreError: its daemon did not give it.
+            FormatError: the capsule is damaged or missing.
+            RestoreError: that node's daemon did not return the capsule.
         """
         request = pb.CapsuleRequest(
-            job=self.job, rank=rank, version=messages.version_to(version), node=self._elsewhere(node)
+            job=self.job, rank=rank, version=messages.version_to(version), node=self._remote_node(node)
         )
         with self._stub(node, rank) as stub:
             record: pb.CapsuleRecord = stub.FetchCapsule(request, timeout=self.deadline_s)
         return record
 
     def earlier(self, plan: RecoveryPlan, rank: int) -> Iterator[bytes]:
-        """The capsules that are left of a rank's steps before the plan's base, but for those that nobody gives."""
+        """Yields the available capsules of a rank's steps before the plan's base."""
         for version, node in plan.earlier.get(rank, ()):
             with contextlib.suppress(FormatError, RestoreError):
                 yield self.capsule(node, rank, version).capsule
 
-    def _read_into(self, held: HeldSlot, room: Bytes) -> None:
-        """Fills `room` with the slot's first bytes."""
-        assert held.version is not None, "a slot without a version is no source"
+    def _read_into(self, source: HeldSlot, buffer: Bytes) -> None:
+        """Fills `buffer` with the slot's first bytes."""
+        assert source.version is not None, "a slot without a version cannot be read"
         request = pb.ReadRequest(
             job=self.job,
-            slot=held.slot,
-            version=messages.version_to(held.version),
+            slot=source.slot,
+            version=messages.version_to(source.version),
             offset=0,
-            size=room.nbytes,
-            node=self._elsewhere(held.node),
+            size=buffer.nbytes,
+            node=self._remote_node(source.node),
         )
         at = 0
-        with self._stub(held.node, held.rank) as stub:
-            for chunk in stub.Read(request, timeout=self.deadline_s + room.nbytes / FAR_BYTES_PER_S):
-                room[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
+        with self._stub(source.node, source.rank) as stub:
+            for chunk in stub.Read(request, timeout=self.deadline_s + buffer.nbytes / FAR_BYTES_PER_S):
+                buffer[at : at + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
                 at += len(chunk.data)
-        if at != room.nbytes:
-            raise FormatError(f"slot {held.slot} on node {held.node} gave {at} of {room.nbytes} bytes.")
+        if at != buffer.nbytes:
+            raise FormatError(f"slot {source.slot} on node {source.node} gave {at} of {buffer.nbytes} bytes.")
 
-    def _elsewhere(self, node: str) -> pb.Node | None:
-        """Whom this node's daemon is to ask; None: nobody."""
+    def _remote_node(self, node: str) -> pb.Node | None:
+        """Returns the node that this node's daemon shall ask; None: this node itself."""
         return None if node == self.own else self.nodes[node]
 
     @contextlib.contextmanager
@@ -123,5 +129,5 @@ class RemoteSlots:
                 name = self.nodes[node].name if node in self.nodes else node
                 kind = FormatError if error.code() in _LOST else RestoreError
                 raise kind(
-                    f"what rank {rank} needs lies on node {name}, and can't be read: {rpc.error_of(error, self.address)}"
+                    f"the data of rank {rank} on node {name} cannot be read: {rpc.error_of(error, self.address)}"
                 ) from error

@@ -1,11 +1,12 @@
-"""Decodes lost shards a band at a time, and compares what comes out with the digests of the lost slot.
+"""Decodes lost shards slice by slice, and verifies them with the slot's digests.
 
-    band of k shards ─► program ─► band of the lost one ─► parcels
+    slice of k shards ─► program ─► slice of the lost shard ─► messages
                                           │
-                                          └─► Proof: bytes of the slot, in whatever order ─► digest of each chunk
+                                          └─► ChunkVerifier: bytes of the slot, in any order
+                                              ─► digest of each chunk
 
-A chunk ends in another packet, or another shard, than it began: what comes before its turn waits in memory, at most a chunk
-for each packet of a shard.
+A chunk may end in another packet or another shard than it began. Bytes that come too early are kept
+in memory: at most one chunk for each packet of a shard.
 """
 
 from __future__ import annotations
@@ -24,31 +25,33 @@ from reft.wire.slot_format import Bytes
 
 @dataclass
 class ChunkVerifier:
-    """The digests of a slot's chunks, from its bytes in any order.
+    """Compares a slot's chunks with their digests; accepts the slot's bytes in any order.
 
     Args:
-        digests: of the slot, as they were taken when it was sealed.
+        digests: the slot's digests, taken when it was sealed.
         chunk_bytes: size of a chunk.
-        end: where the slot's data shards end; after that are zeros, up to the next chunk.
+        end: where the slot's data shards end; zeros follow up to the next chunk.
     """
 
     digests: npt.NDArray[np.uint64]
     chunk_bytes: int
     end: int
     wrong: list[int] = field(default_factory=list)
-    _done: dict[int, tuple[int, xxhash.xxh3_64]] = field(default_factory=dict)  # chunk → bytes digested so far
-    _early: dict[int, dict[int, Bytes]] = field(default_factory=dict)  # chunk → offset in it → bytes
+    # Chunk → number of bytes digested so far, and the digest's state.
+    _done: dict[int, tuple[int, xxhash.xxh3_64]] = field(default_factory=dict)
+    # Chunk → offset in the chunk → bytes that came too early.
+    _early: dict[int, dict[int, Bytes]] = field(default_factory=dict)
 
     def take(self, at: int, data: Bytes) -> None:
-        """Bytes uint8[n] of the slot's data, from `at` on."""
+        """Accepts bytes uint8[n] of the slot's data that begin at `at`."""
         while data.nbytes:
             chunk, offset = divmod(at, self.chunk_bytes)
             size = min(data.nbytes, self.chunk_bytes - offset)
-            self._take(chunk, offset, data[:size])
+            self._take_part(chunk, offset, data[:size])
             at, data = at + size, data[size:]
 
     def finish(self) -> list[int]:
-        """The chunks that differ, once all bytes were taken; one that lacks some differs."""
+        """Returns the chunks that differ or lack bytes; call it after all bytes were passed."""
         chunks = -(-self.end // self.chunk_bytes)
         if self.end % self.chunk_bytes:
             self.take(self.end, np.zeros(-self.end % self.chunk_bytes, np.uint8))
@@ -56,7 +59,7 @@ class ChunkVerifier:
         missing = [] if len(self.digests) >= chunks else list(range(len(self.digests), chunks))
         return sorted({*self.wrong, *unfinished, *missing})
 
-    def _take(self, chunk: int, offset: int, data: Bytes) -> None:
+    def _take_part(self, chunk: int, offset: int, data: Bytes) -> None:
         done, state = self._done.pop(chunk) if chunk in self._done else (0, xxhash.xxh3_64())
         early = self._early.pop(chunk, {})
         early[offset] = data
@@ -70,38 +73,39 @@ class ChunkVerifier:
             return
         self._done[chunk] = (done, state)
         if early:
-            # What was handed in is a buffer that will be used again.
+            # Copy: the caller reuses the buffer.
             self._early[chunk] = {at: each if at != offset else each.copy() for at, each in early.items()}
 
 
 @dataclass
 class StripeDecoder:
-    """Decodes bands; remembers its programs."""
+    """Decodes slices of lost shards; caches the XOR programs."""
 
     _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
-    def decode(self, band: LostShardSlice, shards: Mapping[int, Bytes]) -> Bytes:
-        """The band of the lost shard: uint8 [packets x columns], packet after packet.
+    def decode(self, lost_slice: LostShardSlice, shards: Mapping[int, Bytes]) -> Bytes:
+        """Returns the slice of the lost shard: uint8 [packets x columns], packet after packet.
 
         Args:
-            shards: of each shard of band.read.shards the same band.
+            lost_slice: the slice to decode.
+            shards: shard → the same slice of it, for each shard of lost_slice.read.shards.
         """
-        code, width = band.lane.code, band.end - band.begin
+        code, width = lost_slice.lane.code, lost_slice.end - lost_slice.begin
         if code.k == 1:
-            return shards[band.read.shards[0]]
-        program = self._program(band)
+            return shards[lost_slice.read.shards[0]]
+        program = self._program(lost_slice)
         inputs = [shards[shard][packet * width : (packet + 1) * width] for shard, packet in program.inputs]
-        room = np.empty((len(program.outputs) + program.scratch, width), np.uint8)
-        outputs = [room[i] for i in range(len(program.outputs))]
-        run(program, inputs, outputs, [room[len(outputs) + i] for i in range(program.scratch)])
-        first = program.outputs.index((band.block.shard, 0))
-        return room[first : first + code.w].reshape(-1)
+        memory = np.empty((len(program.outputs) + program.scratch, width), np.uint8)
+        outputs = [memory[i] for i in range(len(program.outputs))]
+        run(program, inputs, outputs, [memory[len(outputs) + i] for i in range(program.scratch)])
+        first = program.outputs.index((lost_slice.block.shard, 0))
+        return memory[first : first + code.w].reshape(-1)
 
-    def _program(self, band: LostShardSlice) -> XorProgram:
-        code = band.lane.code
-        parities = tuple(shard - code.k for shard in band.read.shards if shard >= code.k)
-        # Not the code itself: its tables are thousands of entries to hash.
-        key = (code.kind, code.k, code.f, code.w, band.read.lost, parities)
+    def _program(self, lost_slice: LostShardSlice) -> XorProgram:
+        code = lost_slice.lane.code
+        parities = tuple(shard - code.k for shard in lost_slice.read.shards if shard >= code.k)
+        # The code itself would be a slow key: its tables have thousands of entries to hash.
+        key = (code.kind, code.k, code.f, code.w, lost_slice.read.lost, parities)
         if key not in self._programs:
-            self._programs[key] = decode_program(code, band.read.lost, parities)
+            self._programs[key] = decode_program(code, lost_slice.read.lost, parities)
         return self._programs[key]

@@ -1,9 +1,13 @@
-"""One try of one rank to bring a version back; all ranks take these steps together.
+"""One rank's attempt to restore a version in the same shape.
 
-open    own slot, or the capsule that a peer kept for it; the slots that this rank reads for others   ┐ damaged: an
-        live tensors for every held leaf                                                              │ erasure, and
-load    cells from all ranks' shards over the process group, lost ones decoded                        ┘ a new plan
-        what only this rank has: kept leaves from its own slot, riders and host state from the capsule
+All ranks run the steps together:
+
+open    own slot, or the capsule that a peer kept for this rank;          ┐ damaged: counts
+        slots that this rank reads for others;                            │ as lost, and a
+        live tensors for every leaf of the snapshot                       │ new plan is made
+load    cells from all ranks' shards over the process group; lost shards  │
+        are decoded; unreplicated leaves from the rank's own slot         ┘
+finish  inline leaves and host state from the capsule
 """
 
 from __future__ import annotations
@@ -39,17 +43,17 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 @dataclass
 class Restore:
-    """See the module.
+    """One rank's attempt to restore a version; see the module.
 
     Args:
-        plan: with a base.
-        placement: under which the base was written.
+        plan: a recovery plan with a base.
+        placement: the placement that the base was written with.
         node: id of the node that this rank runs on.
         nodes: node id → its ranks, of the new job.
         predicted: the leaves that this rank had when the base's epoch began.
-        tensor_index: what the subjects have by now.
-        room: memory for tensors that do not exist yet; another is made if it is too small.
-        decoder: of lost shards.
+        tensor_index: the current index of the tracked objects.
+        buffer: memory for tensors to create; if too small, another one is allocated.
+        decoder: decodes lost shards.
     """
 
     plan: RecoveryPlan
@@ -63,24 +67,24 @@ class Restore:
     tracked: TrackedObjects
     tensor_index: TensorIndex
     host: HostState
-    room: HugePageBuffer
+    buffer: HugePageBuffer
     decoder: Decoder
     _slots: dict[int, SlotMap] = field(default_factory=dict)
-    _own: SlotMap | None = None
+    _own_slot: SlotMap | None = None
     _tree: dict[str, Any] = field(default_factory=dict)
     _digests: np.ndarray | None = None
     _leaves: tuple[Leaf, ...] = ()
-    _kept: Layout | None = None
-    _order: dict[str, int] = field(default_factory=dict)
-    _taken: list[MappedSlot] = field(default_factory=list)
+    _unreplicated: Layout | None = None
+    _predicted_index: dict[str, int] = field(default_factory=dict)
+    _mapped_slots: list[MappedSlot] = field(default_factory=list)
     _tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def open(self) -> dict[str, Any]:
-        """Everything that can be looked at before bytes move.
+        """Opens slots and capsules and creates live tensors, before bytes are loaded.
 
         Returns:
-            "damaged": the ranks whose slots or capsules are; "compared": what this rank had where others should have the same,
-            at the base and at the steps before it.
+            "damaged": the ranks whose slots or capsules are damaged; "compared": digests of this
+            rank's replicas, at the base and at the steps before it.
         """
         damaged = []
         reader_of = self._readers()
@@ -96,13 +100,13 @@ class Restore:
             damaged.append(self.rank)
         if not damaged:
             self._tensors = live_tensors(
-                sorted(self._leaves, key=self._place_of), self.tracked, self.tensor_index, self.room
+                sorted(self._leaves, key=self._position_of), self.tracked, self.tensor_index, self.buffer
             )
         return {"damaged": sorted(set(damaged)), "compared": self._compared()}
 
     @property
     def far_s(self) -> float:
-        """How much longer `open` may take because slots lie on other nodes."""
+        """How much longer `open` may take because slots lie on other nodes, in seconds."""
         return far_s(self.plan.sources, self._readers(), self.nodes)
 
     def _compared(self) -> list[list[int]]:
@@ -113,28 +117,31 @@ class Restore:
         )
 
     def load(self, transport: Transport | None, at_chunk: Callable[[int], object]) -> list[int]:
-        """Fills the live tensors; the ranks whose slots turned out to be damaged.
+        """Fills the live tensors; returns the ranks whose slots are damaged.
 
         Raises:
-            RestoreError: what was decoded is not what the lost rank had.
+            RestoreError: decoded bytes differ from those of the lost rank.
         """
         lost = {} if self._digests is None else {self.rank: self._digests}
         damaged = set(
             load.load(
                 transport, self.placement, self.rank, frozenset(self.plan.sources), self._readers(), self._slots,
-                self._tensors, self._not_in_cells, lost, at_chunk, decoder=self.decoder,
+                self._tensors, self._without_cell_bytes, lost, at_chunk, decoder=self.decoder,
             )
         )  # fmt: skip
         if (
-            self._own is not None
-            and self._kept is not None
-            and not load.load_unreplicated(self._own, self._kept, self._tensors, at_chunk)
+            self._own_slot is not None
+            and self._unreplicated is not None
+            and not load.load_unreplicated(self._own_slot, self._unreplicated, self._tensors, at_chunk)
         ):
             damaged.add(self.rank)
         return sorted(damaged)
 
     def finish(self) -> dict[str, Any]:
-        """What only the capsule has: riders and host state; the capsule's tree, whose generators come back last."""
+        """Restores inline leaves and host state from the capsule; returns the capsule's tree.
+
+        The generators in the tree come back last.
+        """
         for name, data in self._tree["riders"].items():
             if not data:
                 continue  # a leaf without elements
@@ -146,55 +153,60 @@ class Restore:
         return self._tree
 
     def close(self) -> None:
-        """Nothing more is read."""
-        for slot in self._taken:
+        """Closes the mapped slots."""
+        for slot in self._mapped_slots:
             slot.close()
 
     @property
-    def _not_in_cells(self) -> frozenset[str]:
-        """Leaves whose place in a cell, if they have one, is zeros: they did not exist, or not as foreseen and so were kept."""
-        kept = self._kept.leaves if self._kept else ()
-        return frozenset(self._tree["absent"]) | {leaf.name for leaf in kept}
+    def _without_cell_bytes(self) -> frozenset[str]:
+        """Leaves without bytes in a cell: they did not exist yet, or were stored unreplicated."""
+        unreplicated = self._unreplicated.leaves if self._unreplicated else ()
+        return frozenset(self._tree["absent"]) | {leaf.name for leaf in unreplicated}
 
-    def _place_of(self, leaf: Leaf) -> int:
-        """Where a leaf stood when it was predicted, so that optimizers get their state back in the order that they made it in."""
-        if not self._order:
-            self._order = {each.name: i for i, each in enumerate(self.predicted)}
-        return self._order.get(leaf.name, len(self._order))
+    def _position_of(self, leaf: Leaf) -> int:
+        """Returns a leaf's position in the prediction.
+
+        Optimizers then get their state in the order in which they created it.
+        """
+        if not self._predicted_index:
+            self._predicted_index = {each.name: i for i, each in enumerate(self.predicted)}
+        return self._predicted_index.get(leaf.name, len(self._predicted_index))
 
     def _readers(self) -> dict[int, int]:
-        return assign_readers({rank: held.node for rank, held in self.plan.sources.items()}, self.nodes)
+        return assign_readers({rank: source.node for rank, source in self.plan.sources.items()}, self.nodes)
 
-    def _slot(self, held: HeldSlot) -> SlotMap:
-        if held.node == self.node:
-            self._taken += self.leases.take([held.slot], keeps=True)
-            return self._taken[-1].map
-        return self.remote.slot(held)
+    def _slot(self, source: HeldSlot) -> SlotMap:
+        if source.node == self.node:
+            self._mapped_slots += self.leases.take([source.slot], keeps=True)
+            return self._mapped_slots[-1].map
+        return self.remote.slot(source)
 
     def _open_own(self) -> None:
-        """The capsule's tree, and which leaves this rank had.
+        """Reads this rank's capsule, and which leaves this rank had.
 
         Raises:
-            FormatError: they can't be read.
+            FormatError: the capsule or the table is damaged.
         """
         source = self.plan.sources.get(self.rank)
         if source is None:
-            copy = self.plan.capsules[self.rank]
+            capsule = self.plan.capsules[self.rank]
             assert self.plan.base is not None, "a capsule without a base"
-            record = self.remote.capsule(copy.node, self.rank, self.plan.base)
+            record = self.remote.capsule(capsule.node, self.rank, self.plan.base)
             self._tree = serialization.decode(record.capsule)
             self._digests = np.frombuffer(record.digests, "<u8")
             absent = set(self._tree["absent"])
             self._leaves = tuple(leaf for leaf in self.predicted if leaf.name not in absent)
             return
-        self._own = self._slots.get(self.rank) or self._slot(source)
-        self._tree = serialization.decode(self._own.capsule())
-        table = self._own.table()
+        self._own_slot = self._slots.get(self.rank) or self._slot(source)
+        self._tree = serialization.decode(self._own_slot.capsule())
+        table = self._own_slot.table()
         layout, places = table_from(table), places_from(table)
         self._leaves = layout.leaves
-        kept = [
+        unreplicated = [
             (leaf, at)
             for leaf, at in zip(layout.leaves, layout.offsets, strict=True)
             if places[leaf.name] == pb.UNREPLICATED
         ]
-        self._kept = Layout(tuple(leaf for leaf, _ in kept), tuple(at for _, at in kept), layout.data_bytes)
+        self._unreplicated = Layout(
+            tuple(leaf for leaf, _ in unreplicated), tuple(at for _, at in unreplicated), layout.data_bytes
+        )

@@ -1,13 +1,17 @@
-"""A cell's bytes, as they lie in this process: each byte of the cell is a byte of a live tensor, or nothing.
+"""A flat view of the live tensors of a cell.
 
-    cell      | leaf a            |gap| leaf b        | leaf c (absent) | leaf d (not dense, or on a device)  |
-                 │                       │                 zeros            │
-    memory    flat bytes of a       flat bytes of b                     host copy, written back by `finish` ─► tensor
-                                                                        device: copied at once
+Each byte of the cell is a byte of a live tensor, or of no tensor:
 
-`view` is the way without a copy: memory that a message may arrive in. Where a range of the cell is not one run of plain
-host memory, `write` scatters and `read` gathers. Gaps and absent leaves read as zeros, and swallow what is written.
-`device_view`, `scatter` and `gather` are the same for whoever computes on the device, in the current stream.
+    cell      | leaf a          |gap| leaf b          | leaf c (absent) | leaf d (not dense,
+                 │                      │                 zeros            or on a device)
+    memory    flat bytes of a     flat bytes of b                      not dense: host copy, which
+                                                                       `finish` writes back
+                                                                       device: copied at once
+
+`view` works without a copy: a message may arrive in its memory. If a range of the cell is not one
+run of plain host memory, `write` scatters and `read` gathers. Gaps and absent leaves read as zeros,
+and writes to them are dropped. `device_view`, `scatter` and `gather` do the same on the device, in
+the current stream.
 """
 
 from __future__ import annotations
@@ -31,14 +35,15 @@ class FlatTensorView:
         leaves: in the order of their offsets.
         offsets: of each leaf, in bytes.
         tensors: live tensors by name.
-        absent: names of leaves that do not exist: zeros.
-        device: leaves there count as a device's; others than the host's always do (the contract test names the CPU).
+        absent: names of leaves that do not exist; they read as zeros.
+        device: leaves on this device count as a device's. Leaves off the host always do (the
+            contract test passes the CPU).
 
     Attributes:
         is_on_device: whether any leaf lies on a device.
 
     Raises:
-        LayoutChanged: a leaf has no tensor, or one of another size.
+        LayoutChanged: a leaf has no tensor, or a tensor of another size.
     """
 
     def __init__(
@@ -52,8 +57,9 @@ class FlatTensorView:
         self._device = device
         self._begins: list[int] = []
         self._ends: list[int] = []
-        self._runs: list[Bytes | torch.Tensor] = []  # plain host memory, or flat bytes on a device
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensor, host memory that stands for it
+        self._runs: list[Bytes | torch.Tensor] = []  # host memory, or flat bytes on a device
+        # (tensor, host memory that replaces it until `finish`)
+        self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for leaf, offset in zip(leaves, offsets, strict=True):
             if leaf.name in absent or not leaf.nbytes:
                 continue
@@ -63,12 +69,18 @@ class FlatTensorView:
         self.is_on_device = any(isinstance(run, torch.Tensor) for run in self._runs)
 
     def view(self, begin: int, end: int) -> Bytes | None:
-        """Live memory of bytes begin..end, uint8[end - begin]; None if that is not one run of plain host memory."""
+        """Returns live memory of bytes begin..end, uint8[end - begin].
+
+        None if the range is not one run of plain host memory.
+        """
         run = self._within(begin, end)
         return None if isinstance(run, torch.Tensor) else run
 
     def device_view(self, begin: int, end: int) -> torch.Tensor | None:
-        """Live memory of bytes begin..end, uint8 [end - begin]; None if that is not one run of a device's memory."""
+        """Returns live memory of bytes begin..end, uint8 [end - begin].
+
+        None if the range is not one run of a device's memory.
+        """
         run = self._within(begin, end)
         return run if isinstance(run, torch.Tensor) else None
 
@@ -78,7 +90,7 @@ class FlatTensorView:
             _as_tensor(run[first:last]).copy_(data[at : at + last - first], non_blocking=True)
 
     def gather(self, begin: int, out: torch.Tensor) -> None:
-        """Enqueues reading bytes begin..begin+n into uint8 [n] of the device; what is no leaf's is zero."""
+        """Enqueues reading bytes begin..begin+n into uint8 [n] of the device; gaps are zero."""
         done = 0
         for run, first, last, at in self.parts(begin, begin + out.nbytes):
             if done < at:
@@ -97,7 +109,7 @@ class FlatTensorView:
                 np.copyto(run[first:last], data[at : at + last - first])
 
     def read(self, begin: int, out: Bytes) -> None:
-        """Reads bytes begin..begin+n into uint8[n]; what is no leaf's is zero."""
+        """Reads bytes begin..begin+n into uint8[n]; gaps are zero."""
         done = 0
         for run, first, last, at in self.parts(begin, begin + out.nbytes):
             out[done:at] = 0
@@ -109,20 +121,23 @@ class FlatTensorView:
         out[done:] = 0
 
     def finish(self) -> None:
-        """Hands tensors that are not dense what was written for them."""
+        """Copies the written bytes into tensors that are not dense."""
         with torch.no_grad():
-            for tensor, copy in self._copies:
+            for tensor, copy in self._host_copies:
                 tensor.copy_(copy)
 
     def _within(self, begin: int, end: int) -> Bytes | torch.Tensor | None:
-        """Bytes begin..end of the one leaf that has them all."""
+        """Returns bytes begin..end if one leaf has them all, else None."""
         at = bisect_right(self._begins, begin) - 1
         if at < 0 or end > self._ends[at]:
             return None
         return self._runs[at][begin - self._begins[at] : end - self._begins[at]]
 
     def parts(self, begin: int, end: int) -> Iterator[tuple[Bytes | torch.Tensor, int, int, int]]:
-        """(run, first, last, at) of each leaf in begin..end: its bytes first..last stand `at` bytes after begin."""
+        """Yields (run, first, last, at) of each leaf in begin..end.
+
+        Bytes first..last of the leaf's memory `run` lie `at` bytes after begin.
+        """
         index = max(bisect_right(self._begins, begin) - 1, 0)
         while index < len(self._begins) and self._begins[index] < end:
             start = self._begins[index]
@@ -135,12 +150,12 @@ class FlatTensorView:
         tensor = tensors.get(leaf.name)
         nbytes = tensor.numel() * tensor.element_size() if tensor is not None else 0
         if tensor is None or nbytes != leaf.nbytes:
-            raise LayoutChanged(f"{leaf.name} is held with {leaf.nbytes} bytes, the model has {nbytes} for it.")
+            raise LayoutChanged(f"{leaf.name} has {leaf.nbytes} bytes in the snapshot and {nbytes} in this job.")
         if is_dense(tensor):
             flat = flat_bytes(tensor)
             return flat if flat.device.type != "cpu" or flat.device == self._device else flat.numpy()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._copies.append((tensor, copy))
+        self._host_copies.append((tensor, copy))
         return flat_bytes(copy).numpy()
 
 

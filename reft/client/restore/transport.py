@@ -1,15 +1,18 @@
-"""How bytes travel between the ranks of one job while they load: messages from memory to memory, by two ranks' agreement.
+"""Sends bytes between the ranks of one job during a load, from memory to memory.
 
-    rank a: send(data, to=b, tag) ──────► rank b: receive(into, source=a, tag)        both return at once; `wait` ends them
+    rank a: send(data, to=b, tag) ──────► rank b: receive(into, source=a, tag)
+    both return at once; `wait` completes them
 
 Invariants
-  1. The bytes go from the caller's memory into the receiver's: neither side keeps a message, so what is under way costs nothing.
+  1. Bytes go from the sender's memory into the receiver's. Neither side keeps a copy, so messages
+     under way take no memory.
   2. Messages of one pair of ranks with one tag arrive in the order in which they were sent.
-  3. Nothing waits for ever: a peer that died, or that gives no sign within the deadline, is a RestoreError.
+  3. No call waits for ever: a peer that died, or is silent past the deadline, is a RestoreError.
 
-Gloo goes from host memory to host memory. For state on CUDA devices there is NCCL too, by choice (REFT_LOAD_TRANSPORT=nccl):
-a message is put on the device, travels from device to device, and is taken off again. It was run with gloo in NCCL's place
-only, in one process's memory and among processes, never on GPUs: so gloo is what attach takes by itself.
+Gloo sends from host memory to host memory. For state on CUDA devices, NCCL can be chosen
+(REFT_LOAD_TRANSPORT=nccl): a message is copied to the device, sent from device to device, and
+copied back. This was only tested with gloo instead of NCCL, in one process and between processes,
+never on GPUs. So attach uses gloo by default.
 """
 
 from __future__ import annotations
@@ -29,28 +32,30 @@ class Work(Protocol):
     """A message under way."""
 
     def wait(self) -> None:
-        """Returns once the memory that was handed in is free, or filled.
+        """Returns after the passed memory may be reused, or is filled.
 
         Raises:
-            RestoreError: the peer died or gave no sign within the deadline.
+            RestoreError: the peer died, or was silent past the deadline.
         """
 
 
 class Transport(Protocol):
-    """The seam between loading and what moves its bytes. Ranks are those of the job."""
+    """The interface between loading and the transport of bytes. Ranks are those of the job."""
 
     def send(self, data: Bytes, to: int, tag: int) -> Work:
-        """Begins to send uint8[n]; the caller leaves it alone until `wait`.
+        """Begins to send uint8[n]; the caller must not change the memory until `wait`.
 
         Raises:
-            RestoreError: as `Work.wait`.
+            RestoreError: see `Work.wait`.
         """
 
     def receive(self, into: Bytes, source: int, tag: int) -> Work:
-        """Begins to fill uint8[n], which must be as long as what is sent; the caller leaves it alone until `wait`.
+        """Begins to fill uint8[n]; the caller must not use the memory until `wait`.
+
+        The length must be that of the sent message.
 
         Raises:
-            RestoreError: as `Work.wait`.
+            RestoreError: see `Work.wait`.
         """
 
 
@@ -59,7 +64,7 @@ class GlooTransport:
 
     Args:
         group: a gloo process group of all ranks of the job.
-        deadline_s: the longest that one message may take once it is waited for.
+        deadline_s: the longest wait for one message.
     """
 
     def __init__(self, group: Any, deadline_s: float) -> None:
@@ -82,15 +87,15 @@ class GlooTransport:
 
 
 class DeviceTransport:
-    """Messages over a group whose members reach one another's devices: NCCL.
+    """Messages over a group that sends between devices: NCCL.
 
-    NCCL knows no tags. All messages of one pair of ranks, in both directions, are posted in one order by both, which is what
-    `reft.client.restore.executor` does: the list of pieces is the same on all ranks.
+    NCCL has no tags. So both ranks of a pair must post all their messages, in both directions, in
+    the same order. `reft.client.restore.executor` does so: the load plan is the same on all ranks.
 
     Args:
-        group: a process group of all ranks of the job, reft's own.
-        device: where messages lie while they travel; as many bytes as are under way.
-        deadline_s: the longest that one message may take once it is waited for.
+        group: reft's own process group of all ranks of the job.
+        device: holds messages while they travel; takes as many bytes as are under way.
+        deadline_s: the longest wait for one message.
     """
 
     def __init__(self, group: Any, device: torch.device, deadline_s: float) -> None:
@@ -99,7 +104,7 @@ class DeviceTransport:
         self._deadline_s = deadline_s
 
     def send(self, data: Bytes, to: int, tag: int) -> Work:
-        # A tensor of its own also where device and host are one: the group reads it until `wait`.
+        # Copy even if the device is the host: the group reads the tensor until `wait`.
         staged = torch.from_numpy(data).to(self._device, copy=True)
         try:
             work = dist.isend(staged, group=self._group, group_dst=to)
@@ -117,23 +122,25 @@ class DeviceTransport:
 
 
 def transport_of(kind: str, group: Any, device: torch.device, deadline_s: float) -> Transport:
-    """The transport of one load; all ranks call it together.
+    """Returns the transport of one load; all ranks call it together.
 
     Args:
-        kind: gloo, or nccl.
+        kind: gloo or nccl.
         group: reft's own gloo group.
-        device: of this rank's state.
-        deadline_s: the longest that one message may take.
+        device: the device of this rank's state.
+        deadline_s: the longest wait for one message.
 
     Raises:
-        ConfigError: nccl was asked for, and this rank's state lies on no CUDA device.
+        ConfigError: nccl was requested, but this rank's state lies on no CUDA device.
     """
     if kind == "gloo":
         return GlooTransport(group, deadline_s)
     if device.type != "cuda":
-        raise ConfigError(f"NCCL carries CUDA state; this rank's lies on {device}.", "REFT_LOAD_TRANSPORT=gloo")
-    own = dist.new_group(backend="nccl", timeout=timedelta(seconds=deadline_s))
-    return DeviceTransport(own, device, deadline_s)
+        raise ConfigError(
+            f"NCCL sends state on CUDA devices; this rank's state lies on {device}.", "REFT_LOAD_TRANSPORT=gloo"
+        )
+    nccl_group = dist.new_group(backend="nccl", timeout=timedelta(seconds=deadline_s))
+    return DeviceTransport(nccl_group, device, deadline_s)
 
 
 class _Work:
@@ -149,12 +156,12 @@ class _Work:
         except RuntimeError as error:
             raise _lost(self._peer, error) from error
         if not is_done:
-            raise _lost(self._peer, TimeoutError(f"no sign for {self._deadline.total_seconds():.0f} s"))
+            raise _lost(self._peer, TimeoutError(f"no message for {self._deadline.total_seconds():.0f} s"))
         self._then()
 
 
 def _lost(peer: int, error: Exception) -> RestoreError:
     return RestoreError(
-        f"rank {peer} stopped answering while state was loaded: {str(error).splitlines()[0]:.200}",
-        "look at that rank's log; REFT_ATTACH_DEADLINE_S sets how long it is waited for",
+        f"rank {peer} stopped answering during the load: {str(error).splitlines()[0]:.200}",
+        "look at that rank's log; REFT_ATTACH_DEADLINE_S sets how long reft waits for a rank",
     )

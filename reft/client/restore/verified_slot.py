@@ -1,6 +1,7 @@
-"""Slots as loading reads them: each chunk is compared with its digest when its bytes are first wanted.
+"""Slot readers that compare each chunk with its digest at the first read.
 
-A wrong chunk is noted and raises nothing: other ranks wait for its bytes, and the plan is made again once all are through.
+A wrong chunk is recorded and raises no error: other ranks wait for its bytes. All ranks make a new
+plan after the load.
 """
 
 from __future__ import annotations
@@ -16,24 +17,28 @@ from reft.wire.slot_format import Bytes, SlotMap, chunk_digest
 
 AtChunk = Callable[[int], object]
 
-READ_BYTES = 1 << 20  # at a time: few calls, and still in the core's cache when it is digested
+READ_BYTES = 1 << 20  # at a time: few calls, and still in the core's cache for the digest
 
 
 class VerifiedSlotReader:
-    """The data of a slot, whose chunks are compared with their digests when they are first read."""
+    """Reads a slot's data; compares each chunk with its digest at the first read."""
 
     def __init__(self, slot: SlotMap, data_bytes: int, at_chunk: AtChunk) -> None:
         self._slot, self._at_chunk = slot, at_chunk
         self._digests = slot.digests
-        self._whole = slot.data[: slot.header.data_bytes]  # asking the slot for each chunk costs as much as its digest
-        self._is_seen = bytearray(slot.chunks)
+        # Kept: asking the slot for each chunk would cost as much as the chunk's digest.
+        self._data = slot.data[: slot.header.data_bytes]
+        self._is_verified = bytearray(slot.chunks)
         self._size = slot.header.geometry.chunk_bytes
         # A slot that is too short is damaged, but its reader must still send something.
         self.is_bad = self._is_short = slot.header.data_bytes < data_bytes
         self.data: Bytes = np.zeros(data_bytes, np.uint8) if self.is_bad else slot.data
 
-    def checked(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Parts of begin..end, one for each chunk, just after the chunk was checked: it is in the core's cache."""
+    def verify_chunks(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yields the parts of begin..end, one for each chunk, just after the chunk was verified.
+
+        The chunk is then in the core's cache.
+        """
         while begin < end:
             index = begin // self._size
             stop = min(end, (index + 1) * self._size)
@@ -42,13 +47,14 @@ class VerifiedSlotReader:
             begin = stop
 
     def copy(self, begin: int, out: Bytes) -> None:
-        """Copies data from `begin` on into uint8 [n]; of whole chunks, what has arrived there is compared.
+        """Copies data from `begin` on into uint8 [n], and verifies the copy of whole chunks.
 
-        The kernel copies those, and none of the slot's pages is mapped here, which would be a good part of a copy's cost. A page
-        whose memory has failed is an error then, not a signal.
+        The kernel copies whole chunks from the slot's file. This process maps none of these pages,
+        which would be a good part of a copy's cost. A page with failed memory is then an error, not
+        a signal.
         """
         size, end = self._size, begin + out.nbytes
-        first, last = align(begin, size), end if end == self._whole.nbytes else end // size * size
+        first, last = align(begin, size), end if end == self._data.nbytes else end // size * size
         if self._is_short or first >= last:
             first = last = end
         self._copy_mapped(begin, out[: first - begin])
@@ -58,30 +64,30 @@ class VerifiedSlotReader:
         self._copy_mapped(last, out[last - begin :])
 
     def _copy_mapped(self, begin: int, out: Bytes) -> None:
-        for at, stop in self.checked(begin, begin + out.nbytes):
+        for at, stop in self.verify_chunks(begin, begin + out.nbytes):
             np.copyto(out[at - begin : stop - begin], self.data[at:stop])
 
     def _read(self, begin: int, out: Bytes) -> None:
-        """Copies some whole chunks."""
+        """Copies some whole chunks from the slot's file and verifies them."""
         size = self._size
-        coming = [at for at in range(0, out.nbytes, size) if self._begins((begin + at) // size)]
+        unverified = [at for at in range(0, out.nbytes, size) if self._start_chunk((begin + at) // size)]
         try:
             self._slot.read(begin, out)
         except (OSError, FormatError):
             self.is_bad = True
             return
-        for at in coming:
+        for at in unverified:
             self._compare((begin + at) // size, out[at : at + size])
 
     def _check(self, index: int) -> None:
-        if self._begins(index):
-            self._compare(index, self._whole[index * self._size : (index + 1) * self._size])
+        if self._start_chunk(index):
+            self._compare(index, self._data[index * self._size : (index + 1) * self._size])
 
-    def _begins(self, index: int) -> bool:
-        """Whether a chunk is still to be compared; from now on it is not."""
-        if index >= len(self._is_seen) or self._is_seen[index]:
+    def _start_chunk(self, index: int) -> bool:
+        """Marks a chunk as verified; returns whether the caller must verify it."""
+        if index >= len(self._is_verified) or self._is_verified[index]:
             return False
-        self._is_seen[index] = True  # first, so that a thread at the next piece does not compare it again
+        self._is_verified[index] = True  # before comparing, so that no other thread compares it again
         self._at_chunk(index)
         return True
 
@@ -91,7 +97,7 @@ class VerifiedSlotReader:
 
 
 class SlotSource(VerifiedSlotReader):
-    """A slot that this rank reads: of its own old rank, or of another."""
+    """A slot that this rank reads, its own or another old rank's."""
 
     def __init__(self, slot: SlotMap, placement: Placement, old: int, at_chunk: AtChunk) -> None:
         part = placement.part(old)

@@ -12,7 +12,7 @@ was granted: the optimizer then waits for that copy only, and the slot gets the 
 
 The fence is a wait of the compute stream, so every copy and the event behind the last one are enqueued before the
 optimizer's pre-hook returns: an event that is not recorded yet would be no fence. Whether the state was written in between
-is decided by whoever comes first, the fence or the worker; after the fence the optimizer itself changes the counters that
+is decided by the first of the two, the fence or the worker; after the fence the optimizer itself changes the counters that
 tell. LANDED is written by the host once the event has passed: in the order of a tag in the stream, and never before it.
 
 While training is captured into a CUDA graph nothing is enqueued: the side stream would become part of the graph, or the capture

@@ -1,1 +1,1 @@
-"""Names what is held: tensors, parameters and small host objects."""
+"""What a snapshot contains: tensors, parameters and small host objects, and how reft finds them."""

@@ -1,6 +1,7 @@
-"""Small host state: random generators, parameter groups, and the user's own objects, as one tree for the capsule.
+"""Small host state: random generators, parameter groups and the user's objects, as one tree.
 
-Taken at the mark, brought back after all tensors; the generators last, because bringing back the rest may draw from them.
+The tree is captured at the mark and stored in the capsule. A restore loads the tensors first, then
+this tree, and the random generators last: restoring the rest may draw random numbers.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from reft.wire.slot_format import CAPSULE_MAX
 
 
 class HostState:
-    """What is small and lies on the host.
+    """The small state of one rank that lies on the host.
 
     Args:
-        tracked: whose parameter groups are kept.
-        objects: name → object with state_dict and load_state_dict, or a torch.Generator.
+        tracked: the tracked objects; this class stores their parameter groups.
+        objects: name → an object with state_dict and load_state_dict, or a torch.Generator.
 
     Raises:
-        ConfigError: an object can't give its state.
+        ConfigError: an object has no state_dict or no load_state_dict.
     """
 
     def __init__(self, tracked: TrackedObjects, objects: Mapping[str, Any]) -> None:
@@ -47,14 +48,15 @@ class HostState:
                 )
 
     def capture(self, step: int) -> dict[str, Any]:
-        """The tree as it is now; it holds copies, no live values."""
+        """Returns the tree of the current state. The tree holds copies, no live values."""
         return self.complete(self.take(step, self._tracked.names()))
 
     def take(self, step: int, names: ParameterNames) -> dict[str, Any]:
-        """What the mark does of it: all that must not be older or newer.
+        """Reads all values that must be exactly of the mark. `complete` finishes the tree.
 
         Args:
-            names: of all parameters, as the bindings have them that hold.
+            step: the step of the mark.
+            names: the names of all parameters, from a current tensor index.
         """
         self._names = names
         return {
@@ -65,26 +67,27 @@ class HostState:
             "random": _take_random(),
         }
 
-    def complete(self, taken: Mapping[str, Any]) -> dict[str, Any]:
-        """The tree of what was taken; any thread may do this, and later."""
-        return {**taken, "random": _stored_random(taken["random"])}
+    def complete(self, capture: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the finished tree of what `take` read; may run later and in any thread."""
+        return {**capture, "random": _storable_random(capture["random"])}
 
     def check_size(self) -> None:
-        """Encodes it once, before training.
+        """Encodes the tree once, before training, to check its size.
 
         Raises:
-            UnsupportedState: a value is of a type that is not stored, or all is larger than a capsule can be.
+            UnsupportedState: a value has a type that cannot be stored, or the tree exceeds the
+                capsule's limit.
         """
         size = len(serialization.encode(self.capture(0)))
         if size > CAPSULE_MAX:
             raise UnsupportedState(
-                f"the small state on the host has {size} bytes, names of {len(self._names)} parameters included; the limit "
+                f"the small host state has {size} bytes, with the names of {len(self._names)} parameters; the limit "
                 f"is {CAPSULE_MAX}.",
                 "keep large values as tensors in a module, and pass that in state=; merge small parameters, or shorten names",
             )
 
     def holds(self, parameter: int) -> bool:
-        """Whether the parameter with this id is one of the subjects'."""
+        """Returns whether a tracked object has the parameter with this id."""
         return parameter in self._names
 
     @property
@@ -93,24 +96,28 @@ class HostState:
         return self._objects
 
     def restore(self, tree: Mapping[str, Any], lists: Mapping[str, Sequence[Any]] = MappingProxyType({})) -> None:
-        """Brings back what `capture` took, but for tensors that are leaves.
+        """Restores the state that `capture` returned, except tensors that are leaves.
 
         Args:
-            tree: as `capture` gave it.
-            lists: name → states of several ranks, for objects that get them all by `load_state_dicts`.
+            tree: the tree that `capture` returned.
+            lists: name → the states of several ranks, for objects that have `load_state_dicts`.
 
         Raises:
-            LayoutChanged: other optimizers, groups or objects than were held.
+            LayoutChanged: the tree has other optimizers, groups or objects than this run.
         """
-        held, live = set(tree["subjects"]), {prefix for prefix, _, _ in self._tracked.items()}
-        if held != live:
-            raise LayoutChanged(f"{sorted(held)} are held, {sorted(live)} were passed.")
+        saved_prefixes, live_prefixes = set(tree["subjects"]), {prefix for prefix, _, _ in self._tracked.items()}
+        if saved_prefixes != live_prefixes:
+            raise LayoutChanged(
+                f"the snapshot has the objects {sorted(saved_prefixes)}; attach was given {sorted(live_prefixes)}."
+            )
         self._tracked.restore(tree["subjects"], self._names)
         for name, scaler in self._tracked.scalers.items():
             _restore_scaler(scaler, tree["scalers"].get(name))
-        missing = set(self._objects) ^ set(tree["state"])
-        if missing:
-            raise LayoutChanged(f"state= holds {sorted(tree['state'])}, passed were {sorted(self._objects)}.")
+        unmatched = set(self._objects) ^ set(tree["state"])
+        if unmatched:
+            raise LayoutChanged(
+                f"the snapshot has state= {sorted(tree['state'])}; attach was given {sorted(self._objects)}."
+            )
         for name, value in self._objects.items():
             if name in lists:
                 value.load_state_dicts([from_plain(each) for each in lists[name]])
@@ -124,9 +131,12 @@ def _state_of(value: Any) -> Any:
 
 
 def _capture_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The settings; scale and growth tracker are leaves, since `state_dict()` would wait for the device."""
+    """Returns the scaler's settings.
+
+    Scale and growth tracker are leaves instead: `state_dict()` would wait for the device.
+    """
     if not scaler.is_enabled():
-        return {"enabled": False}  # it has none
+        return {"enabled": False}  # a disabled scaler has no other settings
     return {
         "growth": scaler.get_growth_factor(),
         "backoff": scaler.get_backoff_factor(),
@@ -137,7 +147,7 @@ def _capture_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any] | None) -> None:
     if saved is None or saved["enabled"] != scaler.is_enabled():
-        raise LayoutChanged("a GradScaler was enabled on one side of the failure only.")
+        raise LayoutChanged("a GradScaler is enabled only in the snapshot, or only in this run.")
     if not saved["enabled"]:
         return
     scaler.set_growth_factor(saved["growth"])
@@ -146,12 +156,12 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Any] | Non
 
 
 def capture_random() -> dict[str, Any]:
-    """The state of every random generator that Python, numpy and torch share by default."""
-    return _stored_random(_take_random())
+    """Returns the state of the default random generators of Python, numpy and torch."""
+    return _storable_random(_take_random())
 
 
 def _take_random() -> dict[str, Any]:
-    """As the generators give it, which is as copies."""
+    """Returns the states in the generators' own types. All of them are copies."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -160,26 +170,29 @@ def _take_random() -> dict[str, Any]:
     }
 
 
-def _stored_random(taken: Mapping[str, Any]) -> dict[str, Any]:
-    kind, keys, gauss = taken["python"]
+def _storable_random(states: Mapping[str, Any]) -> dict[str, Any]:
+    kind, keys, gauss = states["python"]
     return {
-        "python": [kind, np.frombuffer(array("I", keys), np.uint32), gauss],  # np.array takes thrice as long
-        "numpy": list(taken["numpy"]),
-        "cpu": _bytes_of(taken["cpu"]),
-        "cuda": [_bytes_of(state) for state in taken["cuda"]],
+        "python": [kind, np.frombuffer(array("I", keys), np.uint32), gauss],  # np.array takes three times as long
+        "numpy": list(states["numpy"]),
+        "cpu": _bytes_of(states["cpu"]),
+        "cuda": [_bytes_of(state) for state in states["cuda"]],
     }
 
 
 def _bytes_of(state: torch.Tensor) -> TensorBytes:
-    """As `to_plain` gives it, for the copy that a generator makes of its state: on the host, uint8, in a third of the time."""
+    """Returns the same as `to_plain`, in a third of the time.
+
+    Only valid for a copy of a generator's state: a uint8 tensor on the host.
+    """
     return TensorBytes("uint8", tuple(state.shape), state.numpy().tobytes())
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
-    """Brings every generator back.
+    """Restores the state of every default random generator.
 
     Raises:
-        RestoreError: the held state is of another number of CUDA devices.
+        RestoreError: the saved state is of another number of CUDA devices.
     """
     kind, keys, gauss = saved["python"]
     random.setstate((kind, tuple(int(key) for key in keys), gauss))
@@ -188,7 +201,7 @@ def restore_random(saved: Mapping[str, Any]) -> None:
     generators = _cuda_generators()
     if saved["cuda"] and len(generators) != len(saved["cuda"]):
         raise RestoreError(
-            f"{len(saved['cuda'])} CUDA generators are held, this process has {len(generators)} devices."
+            f"the snapshot has {len(saved['cuda'])} CUDA generators, this process has {len(generators)} devices."
         )
     for generator, state in zip(generators, saved["cuda"], strict=False):
         generator.set_state(from_plain(state))

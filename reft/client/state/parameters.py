@@ -1,4 +1,4 @@
-"""Parameters: what each one is in the whole job, found once for all extractors."""
+"""The name and place of each parameter in the whole job, for all extractors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ T = TypeVar("T")
 
 
 class FlatSlice(NamedTuple):
-    """A run of elements of a flat parameter, which lays those of several tensors end to end.
+    """The elements of one tensor inside a flat parameter.
+
+    A flat parameter holds several tensors end to end.
 
     Attributes:
-        name: of the tensor that the run belongs to, the same on every rank that holds any of it.
-        box: where the run lies in that tensor, flattened.
-        at, size: its elements in the flat parameter; what lies in no run is padding, and is not held.
+        name: the tensor's name; the same on every rank that has elements of this tensor.
+        box: the region of the flattened tensor that this slice covers.
+        at, size: position and number of elements in the flat parameter. Elements in no slice are
+            padding and are not saved.
     """
 
     name: str
@@ -29,14 +32,17 @@ class FlatSlice(NamedTuple):
 
 
 class NamedParameter(NamedTuple):
-    """A parameter.
+    """One parameter with its name and place in the whole job.
 
     Attributes:
-        name: what it is in the whole job, e.g. "model.0.layers.1.weight"; the same on every rank that holds any of it.
-        tensor: the object that modules and optimizers hold.
-        local: plain memory that holds this rank's piece; the tensor itself, if that is plain and whole.
-        box: where the piece lies in the whole; None: it is the whole.
-        runs: of a flat parameter, what it consists of: leaves are its runs, and those of optimizer state of its shape.
+        name: e.g. "model.0.layers.1.weight"; the same on every rank that has elements of this
+            parameter.
+        tensor: the object that modules and optimizers refer to.
+        local: plain memory with this rank's piece; the tensor itself, if that is plain and whole.
+        box: the region of the whole tensor that the piece covers; None: the piece is the whole
+            tensor.
+        runs: the slices of a flat parameter. The leaves are then these slices, also of optimizer
+            state with the flat parameter's shape.
     """
 
     name: str
@@ -47,14 +53,20 @@ class NamedParameter(NamedTuple):
 
 
 class ParameterNames(dict[int, NamedParameter]):
-    """Id of the parameter object → what it is. Good for as long as the bindings hold that were found with it."""
+    """Id of a parameter object → its name and place.
+
+    Valid while the tensor index is current that was built with these names.
+    """
 
     def __init__(self) -> None:
-        self._followed: dict[Hashable, Any] = {}
+        self._results: dict[Hashable, Any] = {}
 
-    def once(self, what: Hashable, find: Callable[[], T]) -> T:
-        """What `find` finds, or has found for this before: for what can't change while the bindings hold."""
-        if what not in self._followed:
-            self._followed[what] = find()
-        found: T = self._followed[what]
-        return found
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """Returns the result of `find`, which runs only once for each key.
+
+        Only for results that cannot change while the tensor index is current.
+        """
+        if key not in self._results:
+            self._results[key] = find()
+        result: T = self._results[key]
+        return result

@@ -1,7 +1,8 @@
-"""Small values of a capsule: trees without live values, there and back, and the bytes of such a tree.
+"""Serialization of small state: trees without live values, and the bytes of such a tree.
 
-An optimizer that counts in Python numbers (`state[p]["step"] += 1`) has no numbers until its first step, and as many as it has
-parameters from then on. Written by the names of parameters they would make a capsule too large whose names fit at attach.
+An optimizer may count in Python numbers (`state[p]["step"] += 1`). Such numbers appear at the first
+step, one for each parameter. Stored under each parameter's name, they could make a capsule too
+large that was small enough at attach. So `encode` stores the most common value once.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ _DICTS = (dict, Counter, OrderedDict)
 
 
 def to_plain(value: Any) -> Any:
-    """The tree with every tensor as bytes, for the capsule's codec; nothing in it changes when the original does.
+    """Returns the tree with every tensor as bytes; independent of the original values.
 
     Raises:
-        UnsupportedState: a tensor is sharded, or another subclass: its bytes alone do not say what it is.
+        UnsupportedState: a tensor is sharded or of another subclass, which its bytes do not
+            describe.
     """
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter, nn.Buffer):
             raise UnsupportedState(
-                f"a value among the small state is a {type(value).__name__} of shape {list(value.shape)}.",
+                f"a value in the small state is a {type(value).__name__} of shape {list(value.shape)}.",
                 "keep tensors in a module or an optimizer, and pass that",
             )
         flat = value.detach().cpu().contiguous()
@@ -46,7 +48,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """The reverse of `to_plain`; tensors come back on the CPU."""
+    """Reverses `to_plain`; tensors are created on the CPU."""
     if isinstance(value, TensorBytes):
         dtype = getattr(torch, value.dtype, None)
         if not isinstance(dtype, torch.dtype):
@@ -64,58 +66,63 @@ def from_plain(value: Any) -> Any:
     return value
 
 
-GROUPED = {"class", "groups", "scalars"}  # what the tree of a torch optimizer consists of
-NUMBERS = (bool, int, float, str, type(None))  # whose repr says all of them
+OPTIMIZER_KEYS = {"class", "groups", "scalars"}  # of the tree of a torch optimizer
+REPR_IS_EXACT = (bool, int, float, str, type(None))  # types whose repr is exact
 
 
 def encode(tree: Mapping[str, Any]) -> bytes:
-    """The capsule's bytes.
+    """Returns the tree as the capsule's bytes.
 
     Raises:
-        UnsupportedState: a value is of a type that is not stored.
+        UnsupportedState: a value has a type that cannot be stored.
     """
     return capsule_format.encode(
-        {**tree, "subjects": {prefix: _short(held) for prefix, held in tree["subjects"].items()}}
+        {**tree, "subjects": {prefix: _compact(saved) for prefix, saved in tree["subjects"].items()}}
     )
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """The tree that `encode` was given.
+    """Returns the tree that was given to `encode`.
 
     Raises:
-        FormatError: these are no capsule's bytes.
+        FormatError: the bytes are not those of a capsule.
     """
     tree = capsule_format.decode(data)
-    return {**tree, "subjects": {prefix: _long(held) for prefix, held in tree["subjects"].items()}}
+    return {**tree, "subjects": {prefix: _expand(saved) for prefix, saved in tree["subjects"].items()}}
 
 
-def _short(held: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A subject with `alike`, what most parameters of its groups have, and `unlike`, what others have, for `scalars`."""
-    scalars = held.get("scalars")
-    if not scalars or not held.keys() >= GROUPED:
-        return held
-    own = [name for group in held["groups"] for name in group.get("params", ())]  # Megatron's groups have no names
-    kinds = Counter(kind for name in own if (kind := _kind(scalars.get(name, {}))))
+def _compact(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns an optimizer's tree with the most common entry of `scalars` stored once.
+
+    `alike` is the entry of most parameters. `unlike` has the entries of all other parameters.
+    """
+    scalars = saved.get("scalars")
+    if not scalars or not saved.keys() >= OPTIMIZER_KEYS:
+        return saved
+    parameters = [
+        name for group in saved["groups"] for name in group.get("params", ())
+    ]  # Megatron's groups have no names
+    kinds = Counter(kind for name in parameters if (kind := _kind(scalars.get(name, {}))))
     kind, count = max(kinds.items(), key=lambda each: each[1], default=("{}", 0))
-    if kind == "{}" or 2 * count < len(own):
-        return held
-    alike = next(scalars[name] for name in own if _kind(scalars.get(name, {})) == kind)
-    mismatched = {name: scalars.get(name, {}) for name in own if _kind(scalars.get(name, {})) != kind}
-    mismatched |= {name: scalars[name] for name in scalars.keys() - set(own)}
-    rest = {key: value for key, value in held.items() if key != "scalars"}
-    return {**rest, "alike": alike, "unlike": mismatched}
+    if kind == "{}" or 2 * count < len(parameters):
+        return saved
+    common = next(scalars[name] for name in parameters if _kind(scalars.get(name, {})) == kind)
+    mismatched = {name: scalars.get(name, {}) for name in parameters if _kind(scalars.get(name, {})) != kind}
+    mismatched |= {name: scalars[name] for name in scalars.keys() - set(parameters)}
+    rest = {key: value for key, value in saved.items() if key != "scalars"}
+    return {**rest, "alike": common, "unlike": mismatched}
 
 
-def _long(held: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The reverse of `_short`."""
-    if not held.keys() >= (GROUPED - {"scalars"}) | {"alike", "unlike"}:
-        return held
-    own = [name for group in held["groups"] for name in group["params"]]
-    scalars = {**dict.fromkeys(own, held["alike"]), **held["unlike"]}
-    rest = {key: value for key, value in held.items() if key not in ("alike", "unlike")}
+def _expand(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reverses `_compact`."""
+    if not saved.keys() >= (OPTIMIZER_KEYS - {"scalars"}) | {"alike", "unlike"}:
+        return saved
+    parameters = [name for group in saved["groups"] for name in group["params"]]
+    scalars = {**dict.fromkeys(parameters, saved["alike"]), **saved["unlike"]}
+    rest = {key: value for key, value in saved.items() if key not in ("alike", "unlike")}
     return {**rest, "scalars": {name: values for name, values in scalars.items() if values}}
 
 
 def _kind(values: Mapping[str, Any]) -> str:
-    """Equal for values that are alike to the bit; empty if that takes more than a look."""
-    return repr(values) if all(type(each) in NUMBERS for each in values.values()) else ""
+    """Returns equal text for bitwise equal values; empty text if repr cannot decide."""
+    return repr(values) if all(type(each) in REPR_IS_EXACT for each in values.values()) else ""

@@ -1,10 +1,10 @@
-"""The state: every tensor of models and optimizers as a leaf.
+"""Leaves for all tensors of models and optimizers, and an index of the tensors.
 
-A leaf's name says what it is in any process that builds the same model: "model.0.layers.1.weight",
-"optimizer.0.exp_avg.model.0.layers.1.weight". Wrappers are cut from names; tied tensors are one leaf, under their first
-name. What a rank holds of a tensor that is sharded is a leaf of that name with its place in the whole
-(`reft.client.state.extract`). `TensorIndex` remembers where each tensor was found, so that the next step sees at a glance whether
-all is as it was.
+A leaf's name is the same in any process that builds the same model: "model.0.layers.1.weight",
+"optimizer.0.exp_avg.model.0.layers.1.weight". Names of wrappers are removed. Tied tensors are one
+leaf, under the name found first. A rank's piece of a sharded tensor is a leaf with the tensor's
+name and a region of the whole tensor (`reft.client.state.extract`). `TensorIndex` remembers where
+each tensor was found, so the next step can check quickly that nothing has changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 def clean(name: str) -> str:
-    """A parameter's name without the parts that wrappers add."""
+    """Returns a parameter's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -35,7 +35,7 @@ def check(name: str, tensor: torch.Tensor) -> None:
     """Raises UnsupportedState if the tensor is not plain memory of this process."""
     if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer, nn.UninitializedParameter):
         raise UnsupportedState(
-            f"{name} is a {type(tensor).__name__}; plain tensors and DTensors of plain tensors are held."
+            f"{name} is a {type(tensor).__name__}; only plain tensors and DTensors of plain tensors are supported."
         )
     if type(tensor) is nn.UninitializedParameter or tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedState(
@@ -43,7 +43,7 @@ def check(name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise UnsupportedState(
-            f"{name} has layout {tensor.layout}, or is quantized or a lazy view; dense tensors are held."
+            f"{name} has layout {tensor.layout}, or is quantized or a lazy view; only dense tensors are supported."
         )
     if tensor.is_contiguous():
         return
@@ -51,14 +51,14 @@ def check(name: str, tensor: torch.Tensor) -> None:
     span = 1 + sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     if tensor.numel() and (shared or tensor.numel() > span):
         raise UnsupportedState(
-            f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}: elements of it share memory, as "
-            "those of an expanded tensor, so nothing can be written back into it.",
+            f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}: its elements share memory, as in "
+            "an expanded tensor, so a restore cannot write into it.",
             "clone() it",
         )
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements fill one run of memory, in whatever order."""
+    """Returns whether the elements fill one contiguous range of memory, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -71,21 +71,23 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor, uint8 of shape [nbytes], sharing its memory."""
-    run = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return run.view(torch.uint8) if run.numel() else run.new_empty(0, dtype=torch.uint8)
+    """Returns the bytes of a dense tensor: uint8, shape [nbytes], sharing the tensor's memory."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Where state lies: its device, and the host if it has none. What lies on the host beside a device counts as the device's.
+    """Returns the device that the tensors lie on, or the CPU.
+
+    Tensors on the host beside a device count as that device's.
 
     Raises:
-        UnsupportedState: it lies on several devices.
+        UnsupportedState: the tensors lie on several devices.
     """
     devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     if len(devices) > 1:
         raise UnsupportedState(
-            f"the state lies on {', '.join(sorted(map(str, devices)))}; one device a process is held.",
+            f"the state lies on {', '.join(sorted(map(str, devices)))}; one device for each process is supported.",
             "start a process for each device",
         )
     return next(iter(devices), torch.device("cpu"))
@@ -93,19 +95,19 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 LOCAL, SHAPE, VERSION = attrgetter("_local_tensor"), attrgetter("shape"), attrgetter("_version")
 ADDRESS, NUMEL = torch.Tensor.data_ptr, torch.Tensor.numel
-END = object()  # is no entry of anything
+END = object()  # equals no entry of any container
 
 
 @dataclass
 class TensorIndex:
-    """Where the leaves were found.
+    """An index of all leaves and of the places where their tensors were found.
 
     Attributes:
         tensors: name → live local tensor, plain memory of this process, in the order of discovery.
-        staged: names of the leaves that forward may mutate.
-        boxes: name → where the local tensor lies in the whole one, for those that are not the whole.
-        rename: from the name that an extractor gives to that in the whole job.
-        names: what each parameter is.
+        staged: names of the leaves that forward may change.
+        boxes: name → region of the whole tensor, for local tensors that are not the whole tensor.
+        rename: maps an extractor's name to the name in the whole job.
+        names: name and place of each parameter.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -113,10 +115,9 @@ class TensorIndex:
     boxes: dict[str, Region] = field(default_factory=dict)
     rename: Callable[[str], str] = str
     names: ParameterNames = field(default_factory=ParameterNames)
-    _noted: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
-    _places: list[tuple[Mapping[Any, Any], Any, object]] = field(
-        default_factory=list
-    )  # of those, what `_views` don't show
+    _tracked: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
+    # Those of `_tracked` whose container is not in `_views`.
+    _single_entries: list[tuple[Mapping[Any, Any], Any, object]] = field(default_factory=list)
     _located: list[torch.Tensor] = field(default_factory=list)
     _addresses: list[int] = field(default_factory=list)
     _fixed: list[torch.Tensor] = field(default_factory=list)
@@ -126,12 +127,14 @@ class TensorIndex:
     _wrappers: list[torch.Tensor] = field(default_factory=list)
     _locals: list[torch.Tensor] = field(default_factory=list)
     _sizes: list[tuple[Any, int]] = field(default_factory=list)
-    _empty: list[Any] = field(default_factory=list)  # containers without entries, as most modules have
+    # Containers without entries, as most modules have.
+    _empty: list[Any] = field(default_factory=list)
     _views: list[Iterable[Any]] = field(default_factory=list)
     _entries: list[Any] = field(default_factory=list)
-    _whole: set[int] = field(default_factory=set)  # ids of containers all of whose entries are noted
+    # Ids of the containers whose entries are all in `_entries`.
+    _listed: set[int] = field(default_factory=set)
     _containers: list[MutableMapping[Any, Any]] = field(default_factory=list)
-    _counted: list[torch.Tensor] = field(default_factory=list)
+    _versioned: list[torch.Tensor] = field(default_factory=list)
     _seen: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
     def add(
@@ -143,29 +146,32 @@ class TensorIndex:
         staged: bool = False,
         box: Region | None = None,
     ) -> None:
-        """Notes a tensor, unless the same memory is known under an earlier name.
+        """Adds a tensor, unless the same memory is already known under an earlier name.
 
         Args:
-            name: of the leaf; a tensor that is no box of the whole adds its indices.
-            place: where it was found: `place[key]` is the tensor.
-            tensor: plain, or a DTensor.
-            staged: whether forward may mutate it.
-            box: where a plain tensor lies in the whole one; None: it is the whole. A DTensor knows its own.
+            name: the leaf's name; indices are appended if the piece is not one region of the whole
+                tensor.
+            place: the container: `place[key]` is the tensor.
+            key: the tensor's key in the container.
+            tensor: a plain tensor or a DTensor.
+            staged: whether forward may change the tensor.
+            box: the region that a plain tensor covers; None: it is the whole tensor. A DTensor has
+                its own.
 
         Raises:
-            UnsupportedState: it can't be held.
+            UnsupportedState: the tensor cannot be saved, or its name is taken.
         """
         name = self.rename(name)
-        local, own = local_piece(name, tensor)
-        if own is None:
-            own = box
+        local, region = local_piece(name, tensor)
+        if region is None:
+            region = box
         else:
             self._wrappers.append(tensor)
             self._locals.append(local)
         check(name, local)
         self.track_entry(place, key, tensor)
         self.track_address(local)
-        if staged:  # buffers are resized in place; numel takes a third of the time
+        if staged:  # buffers may be resized in place; comparing numel takes a third of the time
             self._resizable.append(local)
             self._shapes.append(local.shape)
         else:
@@ -174,43 +180,43 @@ class TensorIndex:
         identity = (local.untyped_storage().data_ptr(), local.storage_offset(), tuple(local.shape), local.stride())
         if local.numel() and identity in self._seen:
             return
-        if own is not None:
-            name += own.tag
+        if region is not None:
+            name += region.tag
         if name in self.tensors:
             raise UnsupportedState(
-                f"two tensors are called {name} once the names of wrappers ({', '.join(WRAPPERS)}) are cut out.",
+                f"two tensors are called {name} after the names of wrappers ({', '.join(WRAPPERS)}) are removed.",
                 "rename one of the submodules",
             )
-        if own is not None:
-            self.boxes[name] = own
+        if region is not None:
+            self.boxes[name] = region
         if local.numel() and name in self.tensors:
             raise UnsupportedState(f"two tensors of this process are called {name}; each must have a name of its own.")
         self._seen[identity] = name
         self.tensors[name] = local
         if not tensor.is_inference():
-            self._counted.append(tensor)
+            self._versioned.append(tensor)
         if staged:
             self.staged.add(name)
 
     def track_entry(self, place: Mapping[Any, Any], key: object, value: object) -> None:
-        """Notes that `place[key]` is `value` itself."""
-        self._noted.append((place, key, value))
-        if id(place) not in self._whole:
-            self._places.append((place, key, value))
+        """Tracks that `place[key]` is `value` itself."""
+        self._tracked.append((place, key, value))
+        if id(place) not in self._listed:
+            self._single_entries.append((place, key, value))
 
     def track_address(self, tensor: torch.Tensor) -> None:
-        """Notes where the memory of a plain tensor lies."""
+        """Tracks the memory address of a plain tensor."""
         self._located.append(tensor)
         self._addresses.append(tensor.data_ptr())
 
     def track_size(self, container: Any) -> None:
-        """Notes how many entries a container has."""
+        """Tracks the number of entries of a container."""
         self._sizes.append((container, len(container)))
 
     def track_entries(self, container: Mapping[Any, Any] | Sequence[Any]) -> None:
-        """Notes which entries a container has: the very objects, so that one in another's place does not go unseen."""
+        """Tracks the very objects in a container, so that a replaced entry is noticed."""
         view: Iterable[Any] = container.values() if isinstance(container, Mapping) else container
-        self._whole.add(id(container))
+        self._listed.add(id(container))
         if isinstance(container, MutableMapping):
             self._containers.append(container)
         if not container:
@@ -220,29 +226,32 @@ class TensorIndex:
         self._entries.extend(view)
 
     def rollback_to(self, before: TensorIndex) -> None:
-        """Takes out every tensor that was made since `before` was found, and puts back what was in its place."""
-        known = {(id(place), key): value for place, key, value in before._noted}
+        """Removes every tensor created since `before` was built, and puts back replaced values."""
+        earlier = {(id(place), key): value for place, key, value in before._tracked}
         emptied = set()
-        for place, key, value in self._noted:
+        for place, key, value in self._tracked:
             if not isinstance(value, torch.Tensor) or not isinstance(place, MutableMapping):
                 continue
-            if (id(place), key) not in known:
+            if (id(place), key) not in earlier:
                 place.pop(key, None)
                 emptied.add(id(place))
-            elif known[id(place), key] is not value:
-                place[key] = known[id(place), key]
+            elif earlier[id(place), key] is not value:
+                place[key] = earlier[id(place), key]
         for container in self._containers:
             for key in [key for key, value in container.items() if id(value) in emptied and not value]:
                 del container[key]
 
     def is_current(self) -> bool:
-        """Whether every tensor is still where it was, and nothing came or went. Runs at every mark, so it is terse."""
+        """Returns whether every tensor is where it was, and none was added or removed.
+
+        Runs at every mark, so the code is terse.
+        """
         return (
             not any(self._empty)
             and all(len(container) == size for container, size in self._sizes)
-            # What ends both: if an entry came or went, all behind it lie elsewhere.
+            # END closes both lists: an added or removed entry shifts all entries after it.
             and all(map(is_, chain(chain.from_iterable(self._views), (END,)), chain(self._entries, (END,))))
-            and all(place.get(key) is value for place, key, value in self._places)
+            and all(place.get(key) is value for place, key, value in self._single_entries)
             and all(map(is_, map(LOCAL, self._wrappers), self._locals))
             and list(map(ADDRESS, self._located)) == self._addresses
             and list(map(NUMEL, self._fixed)) == self._numels
@@ -250,29 +259,31 @@ class TensorIndex:
         )
 
     def versions(self) -> list[int]:
-        """How often each leaf was written in place, in the order of `tensors`. A DTensor counts; its local tensor does not.
+        """Returns how often each leaf was written in place, in the order of `tensors`.
 
-        Nor does what was made in inference mode: a mask, say, that an evaluation puts into a buffer.
+        For a DTensor, torch counts on the DTensor, not on its local tensor. Tensors made in
+        inference mode are left out, because torch does not count their writes: for example a mask
+        that an evaluation puts into a buffer.
         """
-        return list(map(VERSION, self._counted))
+        return list(map(VERSION, self._versioned))
 
     def leaves(self) -> list[Leaf]:
-        """All leaves, in the order of discovery."""
+        """Returns all leaves, in the order of discovery."""
         return [leaf_of(name, each, name in self.staged, self.boxes.get(name)) for name, each in self.tensors.items()]
 
     def layout(self) -> Layout:
-        """The layout of all leaves."""
+        """Returns the layout of all leaves."""
         return pack(self.leaves())
 
 
 def leaf_of(name: str, tensor: torch.Tensor, staged: bool, box: Region | None = None) -> Leaf:
-    """The leaf that describes a plain tensor.
+    """Returns the leaf that describes a plain tensor.
 
     Args:
-        name: of the leaf.
-        tensor: local memory, or on `meta`.
-        staged: whether forward may mutate it.
-        box: where it lies in the whole; None: it is the whole.
+        name: the leaf's name.
+        tensor: local memory, or a tensor on `meta`.
+        staged: whether forward may change the tensor.
+        box: the region of the whole tensor; None: the tensor is the whole.
     """
     shape = tuple(tensor.shape)
     stride = plain_strides(shape, tensor.stride()) if is_dense(tensor) else strides_of(shape)

@@ -1,4 +1,7 @@
-"""What the user passed to attach, as one: each object's extractor (`reft.client.state.extract`) does what is asked of all."""
+"""The objects passed to attach.
+
+Each object's extractor finds its state.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,23 @@ STAGE = re.compile(r"model\.stage(\d+)\.(.*)", re.DOTALL)
 
 
 def stage_prefix(index: int) -> str:
-    """The prefix of a pipeline stage's module; names lose it where the naming says so."""
+    """Returns the prefix of a pipeline stage's module.
+
+    Names lose this prefix if the stage naming says so (`TrackedObjects.identity`).
+    """
     return f"model.stage{index}"
 
 
 def extractor(value: Any) -> Extractor:
-    """The extractor of an object that `reft.client.attach.arguments` has let pass."""
-    found = extractor_of(value)
-    assert found is not None, f"{type(value).__name__} was let pass and has no extractor"
-    return found
+    """Returns the extractor of an object that attach has accepted."""
+    match = extractor_of(value)
+    assert match is not None, f"{type(value).__name__} passed the checks of attach and has no extractor"
+    return match
 
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A module's extra state, as an object of the user."""
+    """A module's extra state, wrapped like an object of the user."""
 
     module: nn.Module
 
@@ -48,52 +54,65 @@ class ExtraState:
 
 @dataclass(frozen=True)
 class TrackedObjects:
-    """What the user passed to attach: models, optimizers, and modules among `state`, by prefix."""
+    """The objects passed to attach: models, optimizers, and modules in `state`, by prefix."""
 
     modules: Mapping[str, Any]
     optimizers: Sequence[Any]
     scalers: Mapping[str, torch.amp.GradScaler]
-    naming: StageNaming | None = None  # of pipeline stages, once all ranks have agreed on it
+    # Names of pipeline stages; None until all ranks have agreed.
+    naming: StageNaming | None = None
 
     def stages(self) -> list[int]:
-        """The pipeline stages among the modules."""
-        return [int(found[1]) for found in map(STAGE.match, (f"{prefix}." for prefix in self.modules)) if found]
+        """Returns the indices of the pipeline stages among the modules."""
+        return [int(match[1]) for match in map(STAGE.match, (f"{prefix}." for prefix in self.modules)) if match]
 
     def identity(self, name: str) -> str:
-        """What a leaf is called in the whole job: without its stage, where the naming says so."""
-        found = STAGE.match(name)
-        if found is None or self.naming is None or self.naming.has_stage(found[2]):
+        """Returns a leaf's name in the whole job, without the stage where possible."""
+        match = STAGE.match(name)
+        if match is None or self.naming is None or self.naming.has_stage(match[2]):
             return name
-        return f"model.0.{found[2]}"
+        return f"model.0.{match[2]}"
 
     def items(self) -> Sequence[tuple[str, Any, Extractor]]:
-        """(prefix, object, its extractor) of models, then of optimizers."""
+        """Returns (prefix, object, its extractor) of models, then of optimizers."""
         return self._items
 
     @cached_property
     def _items(self) -> Sequence[tuple[str, Any, Extractor]]:
         models = [(prefix, module, extractor(module)) for prefix, module in self.modules.items()]
-        return [*models, *((f"optimizer.{i}", each, extractor(each)) for i, each in enumerate(self.optimizers))]
+        return [
+            *models,
+            *((f"optimizer.{i}", each, extractor(each)) for i, each in enumerate(self.optimizers)),
+        ]
 
     def names(self) -> ParameterNames:
-        """What each parameter is, by its id: as the first that has it says."""
-        found = ParameterNames()
-        for prefix, value, its in self.items():
-            for named in its.parameters(prefix, value, found):
-                found.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
-        return found
+        """Returns the name and place of each parameter, by its id.
+
+        If several objects name a parameter, the first one decides.
+        """
+        names = ParameterNames()
+        for prefix, value, extractor in self.items():
+            for named in extractor.parameters(prefix, value, names):
+                names.setdefault(id(named.tensor), named._replace(name=self.identity(named.name)))
+        return names
 
     def parameters(self) -> Iterator[NamedParameter]:
-        """All parameters, each once."""
+        """Yields all parameters, each once."""
         yield from self.names().values()
 
     @property
     def makes_on_host(self) -> bool:
-        """Whether `make` makes every large tensor in the room that it is given: none on a device, or of a flat parameter."""
+        """Whether `make` creates every large tensor in its host buffer.
+
+        False if a parameter lies on a device or is a flat parameter.
+        """
         return all(named.local.device.type == "cpu" and not named.runs for named in self.parameters())
 
     def extra_states(self) -> dict[str, ExtraState]:
-        """What modules keep as `get_extra_state` (fp8 scales, …), by the module's name; small, so the capsule has it."""
+        """Returns the modules' extra state (`get_extra_state`: fp8 scales, …), by module name.
+
+        Extra state is small, so it is stored in the capsule.
+        """
         return {
             f"{prefix}.{clean(path)}.extra_state": ExtraState(part)
             for prefix, module in self.modules.items()
@@ -102,63 +121,68 @@ class TrackedObjects:
         }
 
     def bind(self) -> TensorIndex:
-        """Finds all leaves as they are now.
+        """Finds all leaves as they are now and returns their index.
 
         Raises:
-            UnsupportedState: one can't be held; its name is in the message. Or they lie on several devices.
+            UnsupportedState: a tensor cannot be saved (named in the message), or tensors lie on
+                several devices.
         """
         names = self.names()
-        found = TensorIndex(rename=self.identity, names=names)
-        for prefix, value, its in self.items():
-            its.bind(found, prefix, value, names)
+        index = TensorIndex(rename=self.identity, names=names)
+        for prefix, value, extractor in self.items():
+            extractor.bind(index, prefix, value, names)
         for name, scaler in self.scalers.items():
             for key in ("_scale", "_growth_tracker"):
                 value = vars(scaler).get(key)
                 if value is None:
-                    found.track_entry(vars(scaler), key, value)
+                    index.track_entry(vars(scaler), key, value)
                 else:
-                    found.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
-        device_of(found.tensors.values())
-        return found
+                    index.add(f"state.{name}.{key}", vars(scaler), key, value, staged=True)
+        device_of(index.tensors.values())
+        return index
 
     def predict(self) -> list[Leaf]:
-        """Leaves that do not exist yet and will after the first step, as far as that can be told."""
+        """Returns the leaves that the first step will probably create."""
         names = self.names()
-        return [leaf for prefix, value, its in self.items() for leaf in its.predict(prefix, value, names)]
+        return [leaf for prefix, value, extractor in self.items() for leaf in extractor.predict(prefix, value, names)]
 
-    def make(self, leaves: Sequence[Leaf], room: HugePageBuffer) -> None:
-        """Makes held leaves that do not exist yet, where that can be done.
+    def make(self, leaves: Sequence[Leaf], buffer: HugePageBuffer) -> None:
+        """Creates saved leaves that do not exist yet, where possible.
 
         Args:
-            leaves: in the order in which they were made.
-            room: for all of them.
+            leaves: in the order in which they were created.
+            buffer: the host buffer for all of them.
         """
         names = self.names()
-        for prefix, value, its in self.items():
-            own = [leaf for leaf in leaves if leaf.name.startswith(f"{prefix}.")]
-            if own:
-                its.make(prefix, value, own, names, room)
+        for prefix, value, extractor in self.items():
+            own_leaves = [leaf for leaf in leaves if leaf.name.startswith(f"{prefix}.")]
+            if own_leaves:
+                extractor.make(prefix, value, own_leaves, names, buffer)
 
     def capture(self, names: ParameterNames) -> dict[str, dict[str, Any]]:
-        """Small state that is no leaf, by prefix.
+        """Returns the small state that is not a leaf, by prefix.
 
         Args:
-            names: of all parameters, as `bind` or `names` found them.
+            names: of all parameters, as `bind` or `names` returned them.
         """
-        return {prefix: its.capture(prefix, value, names) for prefix, value, its in self.items()}
+        return {prefix: extractor.capture(prefix, value, names) for prefix, value, extractor in self.items()}
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]], names: ParameterNames) -> None:
-        """The reverse of `capture`.
+        """Reverses `capture`.
 
         Raises:
-            LayoutChanged: what was held is of other objects.
+            LayoutChanged: the saved state is of other objects.
         """
-        for prefix, value, its in self.items():
-            its.restore(prefix, value, names, saved.get(prefix, {}))
+        for prefix, value, extractor in self.items():
+            extractor.restore(prefix, value, names, saved.get(prefix, {}))
 
 
 def _keeps_extra_state(kind: type[nn.Module]) -> bool:
-    """Not if its `get_extra_state` is torch's, or is declared to return None, as that of Megatron's own layers is."""
+    """Returns whether the class has extra state of its own.
+
+    False if `get_extra_state` is torch's, or is declared to return None, as in Megatron's own
+    layers.
+    """
     method = kind.get_extra_state
     returned = getattr(method, "__annotations__", {}).get("return", "anything")
     return method is not nn.Module.get_extra_state and returned not in (None, "None")

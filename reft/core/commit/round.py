@@ -19,7 +19,7 @@ Invariants
      what the others say of a later one.
 
 Nothing is forgotten but what is decided, however long daemons are away, and nothing is kept but a few steps: of those that
-somebody has sealed, or may still seal. Whoever sends says also what he knows to be whole, of older steps he says nothing:
+somebody has sealed, or may still seal. The sender says also which step it knows to be whole, of older steps it says nothing:
 he may have forgotten them because they are decided. So a restarted coordinator learns what the one before it announced.
 
 A lost message is repaired by the next, which says all. A late or repeated one says less than is known; what was said once
@@ -130,7 +130,7 @@ class Outcome:
 
 
 def _newest(steps: Iterable[int]) -> frozenset[int]:
-    """No more than UNDECIDED_MAX: whoever says more has broken the bound, and finds older ones void."""
+    """No more than UNDECIDED_MAX: a rank that says more has broken the bound, and finds older ones void."""
     return frozenset(sorted(steps)[-UNDECIDED_MAX:])
 
 

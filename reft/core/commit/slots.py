@@ -29,7 +29,7 @@ class SlotState(IntEnum):
 
     EMPTY = 0  # holds nothing; its bytes mean nothing
     WRITING = 1  # the trainer writes it; torn if the trainer is dead
-    LANDED = 2  # every byte is there, the digests are not; whoever lives may seal it
+    LANDED = 2  # every byte is there, the digests are not; any process that lives may seal it
     SEALED = 3  # complete, with digests; only the reuse rule opens it again
 
 

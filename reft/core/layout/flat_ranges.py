@@ -68,7 +68,7 @@ def placed(
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """The name, the whole shape and the offset of a piece whose first axes only count tensors of one kind.
 
-    Experts, or layers, that are told as slices of one tensor are tensors of their own to whoever trains them: "[3 of 8]".
+    Experts, or layers, that are told as slices of one tensor are tensors of their own to the ranks that train them: "[3 of 8]".
 
     Args:
         key: what all of them are called.

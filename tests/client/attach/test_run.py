@@ -118,7 +118,7 @@ def test_what_keeps_its_state_elsewhere_is_refused_instead_of_held_in_part(attac
     with pytest.raises(errors.UnsupportedState, match="keeps its state in another optimizer"):
         attach(model, Around(optimizer))
     optimizer.state["global"]["momentum"] = torch.zeros(3)
-    with pytest.raises(errors.UnsupportedState, match="under 'global', which is no parameter"):
+    with pytest.raises(errors.UnsupportedState, match="under 'global', which is not a parameter"):
         attach(model, optimizer)
 
 

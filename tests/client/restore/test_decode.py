@@ -1,4 +1,7 @@
-"""Lost shards of a device are decoded there: the same bytes, in bounded memory, and not before their parity is there."""
+"""Lost shards of a device are decoded on the device.
+
+The bytes are the same as on the host, memory is bounded, and decoding waits for the parity.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,14 @@ KINDS = [
 
 
 class Deaf(Late):
-    """Nobody waits for what it was told to do."""
+    """Streams for which no thread waits."""
 
     def host_waits(self, event):
         pass
 
 
 class Measured(Inline):
-    """Counts the memory that is made while something is enqueued."""
+    """Counts the memory that is allocated while work is enqueued."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +55,17 @@ class _Counting(TorchDispatchMode):
             for arg in [*args, *(kwargs or {}).values()]
             if isinstance(arg, torch.Tensor)
         }
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.untyped_storage().data_ptr() not in known:
-            self._measured.made += found.untyped_storage().nbytes()
-        return found
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            self._measured.made += result.untyped_storage().nbytes()
+        return result
 
 
 class OnDevice(Job):
-    """A job whose ranks decode on a device; a leaf that is not dense is loaded on the host, like a counter of steps."""
+    """A job whose ranks decode on a device.
+
+    A leaf that is not dense is loaded on the host, like a step counter.
+    """
 
     def __init__(self, kind, *args, scratch: int = SCRATCH, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -83,26 +89,26 @@ class OnDevice(Job):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("D", "f"), [(2, 1), (3, 1), (5, 2)])
-def test_every_loss_that_is_tolerated_comes_back(kind, D, f):
-    every_loss(OnDevice(kind, D, "aec", f, few(), scratch=2048), f)  # so that its rows are used again
+def test_every_tolerated_loss_is_restored(kind, D, f):
+    every_loss(OnDevice(kind, D, "aec", f, few(), scratch=2048), f)  # small, so that rows are reused
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_odd_sizes_and_columns_that_end_within_leaves(kind):
-    """The scratch has room for a few columns of each band only."""
+def test_odd_sizes_and_leaves_that_end_within_columns(kind):
+    """The scratch holds only a few columns of each slice."""
     job = OnDevice(kind, 5, "aec", 2, mixed(2), scratch=4096)
-    assert job.load((0, 4)) == [()] * 5  # and the last data shard, which ends in padding, stays
+    assert job.load((0, 4)) == [()] * 5  # the last data shard, which ends in padding, is not lost
     assert job.is_whole()
 
 
-def test_a_decode_that_nobody_waits_for_is_noticed():
-    """The test before must see what a real device may do: be late."""
+def test_a_decode_without_a_wait_is_detected():
+    """The tests above must detect a late device, as real devices may be."""
     job = OnDevice((Deaf, "cpu"), 5, "aec", 2, mixed(2))
-    found = job.load((1, 4))
-    assert any(isinstance(result, RestoreError) for result in found)
+    results = job.load((1, 4))
+    assert any(isinstance(result, RestoreError) for result in results)
 
 
-def test_the_device_needs_the_scratch_and_nothing_else():
+def test_decoding_allocates_only_the_scratch_on_the_device():
     tensors = {f"leaf{i}": random((90_000 + i,), torch.float32, i) for i in range(3)} | few()
     job = OnDevice((Measured, "cpu"), 4, "aec", 2, tensors)
     assert job.load((0, 3)) == [()] * 4
@@ -117,7 +123,7 @@ def test_three_shards_of_a_wide_group_are_decoded_late():
     assert job.is_whole()
 
 
-def test_it_begins_when_the_tensors_are_made_and_ends_when_the_device_has():
+def test_decoding_waits_for_the_tensors_and_for_the_device():
     job = OnDevice((Inline, "cpu"), 3, "aec", 1)
     job.load((1,))
     for streams in job.streams:
@@ -129,7 +135,7 @@ def test_it_begins_when_the_tensors_are_made_and_ends_when_the_device_has():
         assert recorded and len(recorded) == len(waited)
 
 
-def test_cells_of_the_host_are_decoded_there():
+def test_cells_on_the_host_are_decoded_on_the_host():
     job = Job(3, "aec", 1)
     made: list[Inline] = []
 
@@ -143,7 +149,7 @@ def test_cells_of_the_host_are_decoded_there():
     assert all(streams.order == ["record compute", "host waits for compute"] for streams in made)
 
 
-def test_state_of_the_host_has_a_decoder_of_the_host():
+def test_state_on_the_host_gets_the_host_decoder():
     assert type(decoder_for(CPU, SCRATCH)) is Decoder
 
 
@@ -154,14 +160,14 @@ def test_wrong_digests_of_a_lost_slot_are_refused():
     assert isinstance(job.load((2,), digests={2: table})[2], RestoreError)
 
 
-def test_a_scratch_without_room_for_a_column_is_refused():
-    found = OnDevice((Inline, "cpu"), 3, "aec", 1, scratch=128).load((1,))
-    assert "REFT_PARITY_SCRATCH_BYTES" in str(found[0])
+def test_a_scratch_too_small_for_a_column_is_refused():
+    results = OnDevice((Inline, "cpu"), 3, "aec", 1, scratch=128).load((1,))
+    assert "REFT_PARITY_SCRATCH_BYTES" in str(results[0])
 
 
-def test_what_is_scattered_over_leaves_is_gathered_again():
+def test_gather_returns_what_was_scattered_over_leaves():
     tensors = mixed()
-    del tensors["strided"]  # its memory is made for what is loaded
+    del tensors["strided"]  # not dense: this view would copy it
     job = Job(2, "none", 0, tensors)
     cell = job.placement.division.cells[0]
     host = FlatTensorView(cell.leaves, cell.offsets, tensors)

@@ -1,4 +1,4 @@
-"""REFT-load among processes over gloo: bytes arrive, and a peer that dies or stops ends the others within the deadline."""
+"""REFT-load between processes over gloo, also when a peer dies or stops."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ AtChunk = Callable[[int], object]
 
 def state() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    found = {f"small{i}": torch.rand((i + 1,), generator=generator) for i in range(20)}
-    return found | {"large": torch.rand((1 << 20,), generator=generator).bfloat16(), "odd": torch.arange(99991)}
+    tensors = {f"small{i}": torch.rand((i + 1,), generator=generator) for i in range(20)}
+    return tensors | {"large": torch.rand((1 << 20,), generator=generator).bfloat16(), "odd": torch.arange(99991)}
 
 
-def by_device(group: Any, deadline_s: float) -> Transport:
-    """NCCL's way with gloo in its place: no tags, so what a pair of ranks says in another order than it listens is wrong."""
+def device_transport(group: Any, deadline_s: float) -> Transport:
+    """Returns NCCL's transport, over gloo.
+
+    There are no tags, so both ranks of a pair must post in the same order.
+    """
     return DeviceTransport(group, torch.device("cpu"), deadline_s)
 
 
-def work(rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChunk], way: Any = GlooTransport) -> None:
-    """One rank; what became of it goes into a file of its own."""
+def run_rank(
+    rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChunk], make_transport: Any = GlooTransport
+) -> None:
+    """Runs one rank, and writes its outcome to a file of its own."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{home}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
@@ -51,7 +56,7 @@ def work(rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChun
     have = frozenset(range(WORLD)) - set(lost)
     live = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     digests = {old: slots[old].digests.copy() for old in lost}
-    transport = way(dist.new_group(backend="gloo"), DEADLINE_S)
+    transport = make_transport(dist.new_group(backend="gloo"), DEADLINE_S)
     dist.barrier()
     began = time.monotonic()
     try:
@@ -59,21 +64,21 @@ def work(rank: int, home: str, lost: tuple[int, ...], at_chunk: dict[int, AtChun
             transport, placement, rank, have, {old: old for old in have}, {rank: slots[rank]} if rank in have else {},
             live, (), digests, at_chunk.get(rank, lambda _: None), SIZES,
         )  # fmt: skip
-        said = "whole" if alike(live, tensors, list(tensors)) else "not whole"
+        outcome = "whole" if alike(live, tensors, list(tensors)) else "not whole"
     except RestoreError as error:
-        said = f"RestoreError: {error}"
-    Path(home, str(rank)).write_text(f"{time.monotonic() - began:.3f} {said}")
+        outcome = f"RestoreError: {error}"
+    Path(home, str(rank)).write_text(f"{time.monotonic() - began:.3f} {outcome}")
     if not at_chunk:
         dist.barrier()
-    os._exit(0)  # a group with a dead member is left as it is
+    os._exit(0)  # do not close a group with a dead member
 
 
 def results(
-    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = None, stopped: int | None = None, way: Any = GlooTransport,
+    home: Path, lost: tuple[int, ...] = (), at_chunk: Any = None, stopped: int | None = None, make_transport: Any = GlooTransport,
 ) -> dict[int, Any]:  # fmt: skip
-    """What each rank says, and after how many seconds; ranks that died say nothing."""
-    arguments = (str(home), lost, at_chunk or {}, way)
-    context = processes.start_processes(work, arguments, nprocs=WORLD, start_method="fork", join=False)
+    """Returns each rank's outcome and time in seconds; ranks that died have none."""
+    arguments = (str(home), lost, at_chunk or {}, make_transport)
+    context = processes.start_processes(run_rank, arguments, nprocs=WORLD, start_method="fork", join=False)
     end = time.monotonic() + 60
     for rank, process in enumerate(context.processes):
         if rank != stopped:
@@ -83,37 +88,39 @@ def results(
         process.kill()
         process.join()
     assert hung == ([] if stopped is None else [stopped])
-    found = {}
+    outcomes = {}
     for path in home.iterdir():
         if path.name.isdigit():
-            seconds, _, said = path.read_text().partition(" ")
-            found[int(path.name)] = (float(seconds), said)
-    return found
+            seconds, _, outcome = path.read_text().partition(" ")
+            outcomes[int(path.name)] = (float(seconds), outcome)
+    return outcomes
 
 
-@pytest.mark.parametrize(("lost", "way"), [((), GlooTransport), ((1,), GlooTransport), ((1,), by_device)])
-def test_all_bytes_arrive(tmp_path, lost, way):
-    found = results(tmp_path, lost, way=way)
-    assert [said for _, said in dict(sorted(found.items())).values()] == ["whole"] * WORLD
+@pytest.mark.parametrize(
+    ("lost", "make_transport"), [((), GlooTransport), ((1,), GlooTransport), ((1,), device_transport)]
+)
+def test_all_bytes_arrive(tmp_path, lost, make_transport):
+    outcomes = results(tmp_path, lost, make_transport=make_transport)
+    assert [outcome for _, outcome in dict(sorted(outcomes.items())).values()] == ["whole"] * WORLD
 
 
-def test_the_death_of_a_peer_is_an_error_of_the_others(tmp_path):
+def test_the_death_of_a_peer_is_an_error_on_the_other_ranks(tmp_path):
     def dies(chunk: int) -> None:
         if chunk >= 20:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    found = results(tmp_path, (0,), {2: dies})
-    assert sorted(found) == [0, 1]
-    assert all(said.startswith("RestoreError") for _, said in found.values()), found
-    assert all(seconds < 4 * DEADLINE_S for seconds, _ in found.values()), found
+    outcomes = results(tmp_path, (0,), {2: dies})
+    assert sorted(outcomes) == [0, 1]
+    assert all(outcome.startswith("RestoreError") for _, outcome in outcomes.values()), outcomes
+    assert all(seconds < 4 * DEADLINE_S for seconds, _ in outcomes.values()), outcomes
 
 
-def test_a_peer_that_stops_is_given_up_within_the_deadline(tmp_path):
+def test_a_peer_that_stops_is_an_error_within_the_deadline(tmp_path):
     def stops(chunk: int) -> None:
         if chunk >= 20:
             threading.Event().wait()
 
-    found = results(tmp_path, (), {1: stops}, stopped=1)
-    assert sorted(found) == [0, 2]
-    assert all(said.startswith("RestoreError") for _, said in found.values()), found
-    assert all(seconds < 4 * DEADLINE_S for seconds, _ in found.values()), found
+    outcomes = results(tmp_path, (), {1: stops}, stopped=1)
+    assert sorted(outcomes) == [0, 2]
+    assert all(outcome.startswith("RestoreError") for _, outcome in outcomes.values()), outcomes
+    assert all(seconds < 4 * DEADLINE_S for seconds, _ in outcomes.values()), outcomes

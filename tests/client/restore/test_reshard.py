@@ -1,4 +1,4 @@
-"""A job comes back in another shape: every new rank gets its pieces, bit for bit, whatever was lost within bounds."""
+"""Restores into another shape: every new rank gets its pieces, bitwise, after tolerated losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = TransferSizes(piece=8 << 10, band=32 << 10, window=32 << 10)
 
 
 class Move:
-    """A state that a job of one shape held, and a job of another shape that is to have it."""
+    """The state of a job of one shape, to restore into another shape."""
 
     def __init__(self, whole: Tensors, old: Shape, new: Shape, domains: Sequence[int], scheme: str = "auto",
                  tolerate: int | None = 1, own: Sequence[str] = ()) -> None:  # fmt: skip
@@ -56,24 +56,24 @@ class Move:
         return match(pieces, wanted_leaves(after, pieces), mismatched)
 
     def can_lose(self, ranks: Collection[int]) -> bool:
-        """Whether what these ranks' slots held can be had without them."""
+        """Returns whether the state is complete without these ranks' slots."""
         have = np.ones(self.old.world, np.bool_)
         have[list(ranks)] = False
-        kept = any(self.placement.part(rank).unreplicated.leaves for rank in ranks)
-        return not kept and not undecodable(lanes_alike(self.placement.lanes), have)
+        has_unreplicated = any(self.placement.part(rank).unreplicated.leaves for rank in ranks)
+        return not has_unreplicated and not undecodable(lanes_alike(self.placement.lanes), have)
 
     def load(self, lost: Collection[int] = (), nodes: Mapping[str, Sequence[int]] | None = None, sizes: TransferSizes = SMALL,
              box: Postbox | None = None) -> list[Any]:  # fmt: skip
-        """All new ranks load, each in a thread; (damaged, wrong chunks) of each."""
-        found = self.match()
-        assert not found.problems, found.problems
+        """Loads on all new ranks, each in a thread; returns (damaged, wrong chunks) of each."""
+        shard_match = self.match()
+        assert not shard_match.problems, shard_match.problems
         have = {rank: f"node{self.domains[rank]}" for rank in range(self.old.world) if rank not in lost}
         where = nodes or {f"node{rank}": [rank] for rank in range(self.new.world)}
         readers = readers_of(have, where, self.new.world)
         keepers = {rank: readers.get(rank, rank % self.new.world) for rank in range(self.old.world)}
         node_of = {rank: node for node, ranks in where.items() for rank in ranks}
         names = [node_of[rank] for rank in range(self.new.world)]
-        reshard_plan = ReshardPlan(found.needs, self.placement, readers, keepers, names, sizes)
+        reshard_plan = ReshardPlan(shard_match.needs, self.placement, readers, keepers, names, sizes)
         box = box or Postbox()
         self.live: list[Tensors] = [{}] * self.new.world
 
@@ -89,16 +89,16 @@ class Move:
                 if reader == rank
             }
             inline_leaves = {old: self.inline_leaves[old] for old, keeper in keepers.items() if keeper == rank}
-            proofs = {old: self.proof(old) for old in lost if old % self.new.world == rank}
+            verifiers = {old: self.verifier(old) for old in lost if old % self.new.world == rank}
             ReshardExecutor(
-                box.of(rank), rank, reshard_plan, slots, inline_leaves, proofs, flat_view, offsets, False
+                box.of(rank), rank, reshard_plan, slots, inline_leaves, verifiers, flat_view, offsets, False
             ).run()
-            wrong = {old: proof.finish() for old, proof in proofs.items() if reshard_plan.is_rebuilt(old)}
+            wrong = {old: verifier.finish() for old, verifier in verifiers.items() if reshard_plan.is_rebuilt(old)}
             return [old for old, source in slots.items() if source.is_bad], {o: w for o, w in wrong.items() if w}
 
         return on_all(self.new.world, one)
 
-    def proof(self, old: int) -> ChunkVerifier:
+    def verifier(self, old: int) -> ChunkVerifier:
         slot, part = self.slots[old], self.placement.part(old)
         end = max((block.offset + block.nbytes for block in part.blocks[: part.data_blocks]), default=0)
         return ChunkVerifier(slot.digests[: slot.chunks].copy(), CHUNK, end)
@@ -117,7 +117,7 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", [*range(50), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(50, 400))])
-def test_any_shape_becomes_any_other(seed):
+def test_any_shape_is_restored_into_any_other(seed):
     rng = random.Random(seed)
     whole = whole_state(rng, rng.randint(1, 12), rng.choice((10, 300, 3000)))
     old, new = random_shape(rng, whole), random_shape(rng, whole)
@@ -135,7 +135,7 @@ def test_any_shape_becomes_any_other(seed):
 
 
 def rows(world: int) -> Shape:
-    """Every tensor is cut by rows."""
+    """Returns the shape in which every tensor is cut by rows."""
     return Shape((world,), dict.fromkeys(ROWS, (0,)), {}, {})
 
 
@@ -151,7 +151,7 @@ ROWS = {
 
 
 def shrunk(scheme: str = "aec", tolerate: int = 1) -> Move:
-    """Replicas of four ranks become the shards of three."""
+    """Returns the move of four replicas to shards on three ranks."""
     return Move(ROWS, replicated(4), rows(3), range(4), scheme, tolerate)
 
 
@@ -162,14 +162,14 @@ def test_lost_slots_are_decoded(scheme, lost):
     assert move.is_whole()
 
 
-def test_bytes_that_lie_where_they_are_needed_do_not_travel():
+def test_bytes_on_the_rank_that_needs_them_are_not_sent():
     move, box = Move(ROWS, rows(2), rows(2), range(2), "none"), Postbox()
     assert move.load(box=box) == [([], {})] * 2
     assert move.is_whole() and not box.sent_bytes
 
 
 @pytest.mark.parametrize("scheme", ["aec", "arc", "none"])
-def test_every_needed_byte_comes_once(scheme):
+def test_every_needed_byte_is_received_once(scheme):
     move, box = shrunk(scheme), Postbox()
     move.load(box=box)
     assert move.is_whole()
@@ -179,8 +179,11 @@ def test_every_needed_byte_comes_once(scheme):
     assert all(into[rank] >= need[rank] // 4 for rank in range(3)) or scheme == "arc"
 
 
-def test_a_copy_on_the_own_node_is_taken():
-    """Two copies of each byte; both new ranks of a node take theirs from the slot that lies there."""
+def test_a_copy_on_the_same_node_is_preferred():
+    """There are two copies of each byte.
+
+    Both new ranks of a node read the slot on their node.
+    """
     move = Move(ROWS, replicated(2), rows(4), range(2), "arc", 1)
     box = Postbox()
     assert move.load(nodes={"node0": [0, 1], "node1": [2, 3]}, box=box) == [([], {})] * 4
@@ -191,7 +194,7 @@ def test_a_copy_on_the_own_node_is_taken():
 # Damage
 
 
-def test_a_bad_chunk_is_reported_by_its_reader_and_nobody_hangs():
+def test_a_bad_chunk_is_reported_by_its_reader_and_no_rank_hangs():
     move = shrunk()
     move.slots[2].data[CHUNK + 5] ^= 1
     assert [damaged for damaged, _ in move.load()] == [[], [], [2]]
@@ -199,24 +202,24 @@ def test_a_bad_chunk_is_reported_by_its_reader_and_nobody_hangs():
     assert move.is_whole()
 
 
-def test_a_bad_chunk_of_what_a_lost_slot_is_decoded_from_is_reported_too():
+def test_a_bad_chunk_of_the_parity_for_a_lost_slot_is_reported():
     move = shrunk()
     part = move.placement.part(3)
     move.slots[3].data[part.parity_offset] ^= 1
-    found = move.load((0,))
-    assert 3 in [old for damaged, _ in found for old in damaged]
+    results = move.load((0,))
+    assert 3 in [old for damaged, _ in results for old in damaged]
 
 
-def test_what_was_decoded_wrongly_is_found():
-    """A parity that is wrong and whose digest is right: its reader can't know."""
+def test_a_wrong_decode_is_detected():
+    """The parity is wrong and its digest is right, so its reader cannot notice."""
     move = shrunk()
     slot, part = move.slots[3], move.placement.part(3)
     slot.data[part.parity_offset] ^= 1
     for index in slot.bad_chunks():
         slot.digests[index] = chunk_digest(slot.chunk(index))
-    found = move.load((0,))
-    assert [damaged for damaged, _ in found] == [[], [], []]
-    assert any(wrong for _, wrong in found)
+    results = move.load((0,))
+    assert [damaged for damaged, _ in results] == [[], [], []]
+    assert any(wrong for _, wrong in results)
 
 
 def test_a_rank_that_stops_ends_all_others_within_the_deadline():
@@ -224,11 +227,11 @@ def test_a_rank_that_stops_ends_all_others_within_the_deadline():
         if sender == 2:
             raise RuntimeError("stopped")
 
-    found = shrunk().load((0,), box=Postbox(deadline_s=1.0, reached=stops))
-    assert all(isinstance(result, Exception) for result in found)
+    results = shrunk().load((0,), box=Postbox(deadline_s=1.0, reached=stops))
+    assert all(isinstance(result, Exception) for result in results)
 
 
-def test_the_digests_of_chunks_are_proved_whatever_the_order_of_their_bytes():
+def test_chunks_are_verified_in_any_order_of_their_bytes():
     rng = random.Random(0)
     data = np.frombuffer(rng.randbytes(10 * CHUNK + 17), np.uint8)
     padded = np.concatenate([data, np.zeros(-len(data) % CHUNK, np.uint8)])
@@ -237,12 +240,12 @@ def test_the_digests_of_chunks_are_proved_whatever_the_order_of_their_bytes():
     pieces = list(pairwise(cuts))
     for flipped in (None, 3 * CHUNK + 1):
         rng.shuffle(pieces)
-        proof = ChunkVerifier(digests, CHUNK, len(data))
+        verifier = ChunkVerifier(digests, CHUNK, len(data))
         for begin, end in pieces:
             piece = data[begin:end].copy()
             if flipped is not None and begin <= flipped < end:
                 piece[flipped - begin] ^= 1
-            proof.take(begin, piece)
-            piece[:] = 0  # the buffer is used again
-        assert proof.finish() == ([] if flipped is None else [3])
-    assert ChunkVerifier(digests, CHUNK, len(data)).finish() == [10], "bytes that never came are no proof"
+            verifier.take(begin, piece)
+            piece[:] = 0  # the caller reuses the buffer
+        assert verifier.finish() == ([] if flipped is None else [3])
+    assert ChunkVerifier(digests, CHUNK, len(data)).finish() == [10], "chunks with missing bytes are not verified"

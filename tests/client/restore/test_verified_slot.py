@@ -1,4 +1,4 @@
-"""Reading a slot for a restore: every chunk is compared once, and what has arrived in live memory is what was compared."""
+"""Reading a slot: every chunk is compared once, with the bytes that arrived."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ CHUNKS = 11
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory):
-    """A sealed slot in a file: its bytes, and where its data begin; the last chunk is short."""
+def sealed_slot(tmp_path_factory):
+    """A sealed slot in a file, its memory, and its data's size.
+
+    The last chunk is short.
+    """
     geometry = Geometry(table_capacity=0, data_capacity=CHUNKS * PAGE, chunk_bytes=PAGE)
     room = np.zeros(geometry.file_bytes, np.uint8)
     slot = SlotMap.create(room, geometry, "job", 0)
@@ -34,12 +37,12 @@ def held(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(held, tmp_path):
-    """The slot, mapped and with its file, which a test may change."""
+def open_slot(sealed_slot, tmp_path):
+    """The slot, mapped and with a file that a test may change."""
     path = tmp_path / "slot"
-    path.write_bytes(held[0].read_bytes())
+    path.write_bytes(sealed_slot[0].read_bytes())
     file = os.open(path, os.O_RDWR)
-    yield SlotMap(np.memmap(path, np.uint8, "r"), file), held[1], file
+    yield SlotMap(np.memmap(path, np.uint8, "r"), file), sealed_slot[1], file
     os.close(file)
 
 
@@ -51,8 +54,8 @@ RANGES = st.tuples(st.integers(0, CHUNKS * PAGE - 101), st.integers(1, CHUNKS * 
 @given(
     ranges=st.lists(RANGES, min_size=1, max_size=4), has_file=st.booleans(), unit=st.sampled_from([1, PAGE, 3 * PAGE])
 )
-def test_any_ranges_arrive_and_each_chunk_is_compared_once(held, ranges, has_file, unit):
-    path, room, nbytes = held
+def test_any_ranges_are_copied_and_each_chunk_is_compared_once(sealed_slot, ranges, has_file, unit):
+    path, room, nbytes = sealed_slot
     seen: list[int] = []
     with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
         patch.setattr(verified_slot, "READ_BYTES", unit)
@@ -67,8 +70,8 @@ def test_any_ranges_arrive_and_each_chunk_is_compared_once(held, ranges, has_fil
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_a_byte_that_changed_in_the_file_is_found(opened, chunk):
-    slot, _, file = opened
+def test_a_changed_byte_in_the_file_is_detected(open_slot, chunk):
+    slot, _, file = open_slot
     at = slot.header.geometry.data_offset + chunk * PAGE + 7
     os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 1]), at)
     source = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None)
@@ -76,9 +79,9 @@ def test_a_byte_that_changed_in_the_file_is_found(opened, chunk):
     assert source.is_bad
 
 
-def test_what_arrived_is_compared_not_what_the_map_shows(opened):
-    """A copy that went wrong on its way must not pass."""
-    slot, room, file = opened
+def test_the_copied_bytes_are_compared_not_the_mapped_ones(open_slot):
+    """A copy that went wrong must be detected."""
+    slot, room, file = open_slot
     good = SlotMap(room, file)  # the map is right, the file is not
     os.pwrite(file, b"\0" * 64, slot.header.geometry.data_offset + PAGE)
     source = VerifiedSlotReader(good, good.header.data_bytes, lambda _: None)
@@ -86,11 +89,11 @@ def test_what_arrived_is_compared_not_what_the_map_shows(opened):
     assert source.is_bad
 
 
-def test_memory_that_fails_is_damage_and_no_signal(opened, monkeypatch):
-    slot, _, _ = opened
+def test_failed_memory_counts_as_damage_and_raises_no_signal(open_slot, monkeypatch):
+    slot, _, _ = open_slot
 
     def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")  # what the kernel says of a page that it lost
+        raise OSError(5, "Input/output error")  # the kernel's error for a page with failed memory
 
     monkeypatch.setattr(os, "preadv", fail)
     source = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None)
@@ -98,8 +101,8 @@ def test_memory_that_fails_is_damage_and_no_signal(opened, monkeypatch):
     assert source.is_bad
 
 
-def test_a_file_that_was_cut_is_damage(opened):
-    slot, room, file = opened
+def test_a_truncated_file_counts_as_damage(open_slot):
+    slot, room, file = open_slot
     cut = SlotMap(room, file)
     os.ftruncate(file, slot.header.geometry.data_offset + 2 * PAGE + 5)
     source = VerifiedSlotReader(cut, cut.header.data_bytes, lambda _: None)
@@ -107,8 +110,8 @@ def test_a_file_that_was_cut_is_damage(opened):
     assert source.is_bad
 
 
-def test_a_read_that_comes_in_parts_is_put_together(opened, monkeypatch):
-    slot, _, _ = opened
+def test_a_read_returned_in_parts_is_completed(open_slot, monkeypatch):
+    slot, _, _ = open_slot
     whole = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, into, at: whole(file, [into[0][:1000]], at))
     source, out = VerifiedSlotReader(slot, slot.header.data_bytes, lambda _: None), np.zeros(2 * PAGE, np.uint8)
@@ -116,8 +119,8 @@ def test_a_read_that_comes_in_parts_is_put_together(opened, monkeypatch):
     assert not source.is_bad and np.array_equal(out, slot.data[: 2 * PAGE])
 
 
-def test_a_slot_that_is_too_short_is_damage_and_reads_as_zeros(held):
-    _, room, nbytes = held
+def test_a_slot_that_is_too_short_counts_as_damage_and_reads_as_zeros(sealed_slot):
+    _, room, nbytes = sealed_slot
     source, out = VerifiedSlotReader(SlotMap(room), nbytes + 1, lambda _: None), np.ones(2 * PAGE, np.uint8)
     source.copy(0, out)
     assert source.is_bad and not out.any()

@@ -1,4 +1,4 @@
-"""When an optimizer's step is about to write: behind the closure that torch's own optimizers call first."""
+"""When an optimizer begins to write: after the closure, in torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from reft.client.state.extract.optimizers import OptimizerExtractor
 
 
 class Foreign(torch.optim.SGD):
-    """May write before it calls its closure, for all that is known."""
+    """An optimizer outside torch, which may write before it calls its closure."""
 
 
 def events(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *arguments: object, **named: object
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, *arguments: object, **keywords: object
 ) -> list[object]:
-    """What happened in a step, with the parameter's value at each event."""
-    said: list[object] = []
-    note = lambda what: said.append((what, round(parameter.item(), 3)))  # noqa: E731
+    """Returns the events of a step, each with the parameter's value."""
+    log: list[object] = []
+    note = lambda event: log.append((event, round(parameter.item(), 3)))  # noqa: E731
 
     def closure():
         note("closure")
@@ -28,8 +28,8 @@ def events(
 
     OptimizerExtractor().hook(optimizer, lambda *_: note("before"), lambda *_: note("after"))
     fill = lambda value: closure if value == "closure" else value  # noqa: E731
-    optimizer.step(*map(fill, arguments), **{key: fill(value) for key, value in named.items()})
-    return said
+    optimizer.step(*map(fill, arguments), **{key: fill(value) for key, value in keywords.items()})
+    return log
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ def parameter():
 
 @pytest.mark.parametrize(("arguments", "named"), [(["closure"], {}), ([], {"closure": "closure"})])
 def test_the_closure_runs_before_the_window_ends(parameter, arguments, named):
-    said = events(torch.optim.SGD([parameter], lr=0.1), parameter, *arguments, **named)
-    assert said == [("closure", 1.0), ("before", 1.0), ("after", 0.8)]
+    log = events(torch.optim.SGD([parameter], lr=0.1), parameter, *arguments, **named)
+    assert log == [("closure", 1.0), ("before", 1.0), ("after", 0.8)]
 
 
 @pytest.mark.parametrize("named", [{}, {"closure": None}])
@@ -51,11 +51,11 @@ def test_without_a_closure_the_window_ends_with_the_call(parameter, named):
 
 
 def test_the_first_of_many_calls_of_the_closure_counts(parameter):
-    said = events(torch.optim.LBFGS([parameter], lr=0.1, max_iter=3), parameter, "closure")
-    assert [what for what, _ in said] == ["closure", "before", "closure", "closure", "after"]
-    assert said[1] == ("before", 1.0)
+    log = events(torch.optim.LBFGS([parameter], lr=0.1, max_iter=3), parameter, "closure")
+    assert [event for event, _ in log] == ["closure", "before", "closure", "closure", "after"]
+    assert log[1] == ("before", 1.0)
 
 
-def test_an_optimizer_of_somebody_else_may_write_first(parameter):
-    said = events(Foreign([parameter], lr=0.1), parameter, "closure")
-    assert [what for what, _ in said] == ["before", "closure", "after"]
+def test_an_optimizer_outside_torch_may_write_before_its_closure(parameter):
+    log = events(Foreign([parameter], lr=0.1), parameter, "closure")
+    assert [event for event, _ in log] == ["before", "closure", "after"]

@@ -1,4 +1,7 @@
-"""What of DeepSpeed's engine can be shown without it; the rest is run by `make test-trainers`."""
+"""The parts of DeepSpeed's engine that can be tested without DeepSpeed.
+
+`make test-trainers` tests the rest.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from reft.errors import UnsupportedState
 
 
 def kind(name: str, **values: Any) -> Any:
-    """An object whose class is called as one of DeepSpeed's."""
+    """Returns an object whose class has the name of a DeepSpeed class."""
     module, _, short = name.rpartition(".")
     made = type(short, (), {"__module__": module})()
     vars(made).update(values)
@@ -48,7 +51,7 @@ def zero3(**values: Any) -> Any:
 
 
 def partitioned(model: nn.Module, world: int, rank: int) -> Any:
-    """An engine in whose model each parameter is partitioned as ZeRO-3 does it, with one sub group for each module."""
+    """Returns an engine with parameters partitioned as in ZeRO-3; one sub group for each module."""
     groups, masters = [], []
     for part in model:
         for parameter in part.parameters():
@@ -63,7 +66,7 @@ def partitioned(model: nn.Module, world: int, rank: int) -> Any:
         groups.append([*part.parameters()])
         masters.append(torch.cat([each.ds_tensor.float() for each in groups[-1]]).requires_grad_())
     core = torch.optim.AdamW(masters, lr=0.1)
-    core.param_groups[0]["params"] = []  # but within a step
+    core.param_groups[0]["params"] = []  # empty outside of a step
     names = {parameter: name for name, parameter in model.named_parameters()}
     sub_groups = range(len(groups))
     value = zero3(
@@ -74,10 +77,11 @@ def partitioned(model: nn.Module, world: int, rank: int) -> Any:
 
 
 def fragmented(name: str, model: nn.Module, world: int, rank: int, alignment: int) -> Any:
-    """An engine whose optimizer shares out a flat master of each module's parameters, as ZeRO-1, 2 and BF16_Optimizer do it.
+    """Returns an engine whose optimizer partitions a flat master of each module's parameters.
 
-    Each parameter begins at a multiple of `alignment`; what is between them and behind the last is padding, here nan. Of a
-    parameter that has no element in this rank's partition, `_hp_mapping` is None, as DeepSpeed's linkage leaves it.
+    ZeRO-1, ZeRO-2 and BF16_Optimizer do this. Each parameter begins at a multiple of `alignment`.
+    Gaps and the end are padding, here nan. A parameter without elements in this rank's partition
+    has an `_hp_mapping` of None, as in DeepSpeed.
     """
     masters_at, groups_at = PARTITIONED[name]
     groups, masters = [], []
@@ -106,8 +110,8 @@ def fragmented(name: str, model: nn.Module, world: int, rank: int, alignment: in
     return engine(kind(name, loss_scaler=None, **parts), param_names=names)
 
 
-def step_all(its: Any, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    core = its.optimizer.optimizer
+def step_all(value: Any, gradient_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    core = value.optimizer.optimizer
     for group in core.param_groups:
         for master in group["params"]:
             master.grad = gradient_of(master.detach()).clone()
@@ -118,9 +122,9 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
 
 
-def step(its: Any) -> None:
-    core = its.optimizer.optimizer
-    for master in its.optimizer.fp32_partitioned_groups_flat:
+def step(value: Any) -> None:
+    core = value.optimizer.optimizer
+    for master in value.optimizer.fp32_partitioned_groups_flat:
         master.grad = torch.arange(master.numel()).float()
         core.param_groups[0]["params"] = [master]
         core.step()
@@ -134,18 +138,18 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
         torch.manual_seed(0)
         model = two_layers()
-        its = partitioned(model, world, rank)
-        return its, TrackedObjects({"model.0": model}, [its], {})
+        value = partitioned(model, world, rank)
+        return value, TrackedObjects({"model.0": model}, [value], {})
 
     return become
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_runs_of_all_ranks_make_up_each_parameter_its_master_and_moments_and_no_padding(as_rank, world):
+def test_the_slices_of_all_ranks_cover_each_parameter_master_and_moment_without_padding(as_rank, world):
     covered: dict[str, list[int]] = {}
     for rank in range(world):
-        its, tracked = as_rank(rank, world)
-        step(its)
+        value, tracked = as_rank(rank, world)
+        step(value)
         for leaf in tracked.bind().leaves():
             if leaf.shape:
                 first, size = leaf.global_offset[0], leaf.shape[0]
@@ -157,28 +161,28 @@ def test_the_runs_of_all_ranks_make_up_each_parameter_its_master_and_moments_and
     assert "optimizer.0.exp_avg.optimizer.0.master.1.weight (5,)" in covered
 
 
-def test_state_is_foreseen_made_and_brought_back_where_it_lay(as_rank):
-    its, tracked = as_rank(1, 2)
-    foreseen = sorted(leaf.describe() for leaf in tracked.predict())
-    step(its)
-    held = tracked.bind()
-    moments = [leaf for leaf in held.leaves() if not leaf.name.startswith(("model.", "optimizer.0.master."))]
-    assert foreseen == sorted(leaf.describe() for leaf in moments)
+def test_state_is_predicted_created_and_restored_in_place(as_rank):
+    first, tracked = as_rank(1, 2)
+    predicted = sorted(leaf.describe() for leaf in tracked.predict())
+    step(first)
+    saved_index = tracked.bind()
+    moments = [leaf for leaf in saved_index.leaves() if not leaf.name.startswith(("model.", "optimizer.0.master."))]
+    assert predicted == sorted(leaf.describe() for leaf in moments)
     saved = tracked.capture(tracked.names())
     fresh, again = as_rank(1, 2)
     fresh.optimizer.optimizer.param_groups[0]["lr"] = 7.0
-    again.make(held.leaves(), HugePageBuffer(0))
+    again.make(saved_index.leaves(), HugePageBuffer(0))
     bound = again.bind()
-    assert list(bound.tensors) == list(held.tensors)
+    assert list(bound.tensors) == list(saved_index.tensors)
     for name, tensor in bound.tensors.items():
-        tensor.copy_(held.tensors[name])
+        tensor.copy_(saved_index.tensors[name])
     again.restore(saved, again.names())
-    assert fresh.optimizer.optimizer.param_groups[0] == {**its.optimizer.optimizer.param_groups[0], "params": []}
+    assert fresh.optimizer.optimizer.param_groups[0] == {**first.optimizer.optimizer.param_groups[0], "params": []}
     for mine, theirs in zip(
-        fresh.optimizer.fp32_partitioned_groups_flat, its.optimizer.fp32_partitioned_groups_flat, strict=True
+        fresh.optimizer.fp32_partitioned_groups_flat, first.optimizer.fp32_partitioned_groups_flat, strict=True
     ):
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
-        for key, value in its.optimizer.optimizer.state[theirs].items():
+        for key, value in first.optimizer.optimizer.state[theirs].items():
             is_padding = theirs.isnan() if value.shape else torch.tensor(False)
             assert torch.equal(fresh.optimizer.optimizer.state[mine][key], value.where(~is_padding, 0))
 
@@ -190,8 +194,8 @@ def as_rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr("torch.distributed.get_world_size", lambda _=None: world)
         torch.manual_seed(0)
         model = two_layers()
-        its = fragmented(name, model, world, rank, alignment)
-        return its, TrackedObjects({"model.0": model}, [its], {})
+        value = fragmented(name, model, world, rank, alignment)
+        return value, TrackedObjects({"model.0": model}, [value], {})
 
     return become
 
@@ -199,16 +203,14 @@ def as_rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", PARTITIONED)
-def test_runs_of_flat_masters_and_moments_are_those_of_their_parameters_and_no_padding(
-    as_rank_of, name, world, alignment
-):
+def test_slices_of_flat_masters_and_moments_match_their_parameters_without_padding(as_rank_of, name, world, alignment):
     torch.manual_seed(0)
     whole = {each: value.detach().flatten() for each, value in two_layers().named_parameters()}
-    held = {each: torch.zeros(value.numel()) for each, value in whole.items()}
+    counts = {each: torch.zeros(value.numel()) for each, value in whole.items()}
     for rank in range(world):
-        its, tracked = as_rank_of(name, rank, world, alignment)
+        rank_engine, tracked = as_rank_of(name, rank, world, alignment)
         before = {each: tensor.detach().clone() for each, tensor in tracked.bind().tensors.items()}
-        step_all(its, lambda master: master.nan_to_num(7.0))
+        step_all(rank_engine, lambda master: master.nan_to_num(7.0))
         bound = tracked.bind()
         for leaf in bound.leaves():
             key, _, owner = leaf.name.removeprefix("optimizer.0.").rpartition("optimizer.0.master.")
@@ -218,46 +220,48 @@ def test_runs_of_flat_masters_and_moments_are_those_of_their_parameters_and_no_p
                 assert leaf.global_shape == whole[owner].shape
                 assert torch.equal(before[f"optimizer.0.master.{owner}"], gradient)
                 assert torch.equal(bound.tensors[leaf.name], torch.zeros_like(gradient).lerp(gradient, 1 - 0.9))
-                held[owner][place] += 1
-    assert all(bool((count == 1).all()) for count in held.values())
+                counts[owner][place] += 1
+    assert all(bool((count == 1).all()) for count in counts.values())
 
 
 @pytest.mark.parametrize("name", PARTITIONED)
-def test_state_of_flat_masters_is_foreseen_and_goes_on_in_a_fresh_engine(as_rank_of, name):
-    its, tracked = as_rank_of(name, 1, 2, 4)
-    foreseen = sorted(leaf.describe() for leaf in tracked.predict())
+def test_state_of_flat_masters_is_predicted_and_restored_into_a_fresh_engine(as_rank_of, name):
+    value, tracked = as_rank_of(name, 1, 2, 4)
+    predicted = sorted(leaf.describe() for leaf in tracked.predict())
     before = set(tracked.bind().tensors)
-    step_all(its, torch.ones_like)
-    held = tracked.bind()
-    assert foreseen == sorted(leaf.describe() for leaf in held.leaves() if leaf.name not in before)
+    step_all(value, torch.ones_like)
+    saved_index = tracked.bind()
+    assert predicted == sorted(leaf.describe() for leaf in saved_index.leaves() if leaf.name not in before)
     saved = tracked.capture(tracked.names())
     fresh, again = as_rank_of(name, 1, 2, 4)
     fresh.global_steps = 99
-    again.make(held.leaves(), HugePageBuffer(0))
+    again.make(saved_index.leaves(), HugePageBuffer(0))
     bound = again.bind()
-    assert list(bound.tensors) == list(held.tensors)
+    assert list(bound.tensors) == list(saved_index.tensors)
     for leaf_name, tensor in bound.tensors.items():
-        tensor.detach().copy_(held.tensors[leaf_name])
+        tensor.detach().copy_(saved_index.tensors[leaf_name])
     again.restore(saved, again.names())
     assert fresh.global_steps == 3
-    for each in (its, fresh):
+    for each in (value, fresh):
         step_all(each, torch.ones_like)
     for leaf_name, tensor in again.bind().tensors.items():
-        assert torch.equal(tensor, held.tensors[leaf_name]), leaf_name
+        assert torch.equal(tensor, saved_index.tensors[leaf_name]), leaf_name
 
 
 def test_a_master_whose_memory_moved_is_noticed(as_rank):
-    its, tracked = as_rank(0, 2)
+    value, tracked = as_rank(0, 2)
     bound = tracked.bind()
     assert bound.is_current()
-    master = its.optimizer.fp32_partitioned_groups_flat[0]
+    master = value.optimizer.fp32_partitioned_groups_flat[0]
     master.data = master.detach().clone()
     assert not bound.is_current()
 
 
-def test_the_window_ends_before_the_engines_own_step_and_the_mark_follows_all_of_it():
+def test_before_runs_ahead_of_the_engines_step_and_after_behind_it():
     value = engine(zero())
-    hooks = DeepSpeedExtractor().hook(value, lambda: value.said.append("before"), lambda its: its.said.append("after"))
+    hooks = DeepSpeedExtractor().hook(
+        value, lambda: value.said.append("before"), lambda owner: owner.said.append("after")
+    )
     value._take_model_step(None)
     for hook in hooks:
         hook.remove()
@@ -265,7 +269,7 @@ def test_the_window_ends_before_the_engines_own_step_and_the_mark_follows_all_of
     assert value.said == ["before", "step", "after", "step"]
 
 
-def test_an_engine_is_known_by_its_name_and_zero_1_and_2_are_let_pass():
+def test_an_engine_is_recognised_by_class_name_and_zero_1_and_2_are_accepted():
     value = engine(zero())
     found = extractor_of(value)
     assert isinstance(found, DeepSpeedExtractor)
@@ -273,7 +277,7 @@ def test_an_engine_is_known_by_its_name_and_zero_1_and_2_are_let_pass():
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         (engine(kind("deepspeed.runtime.zero.mics.MiCS_Optimizer")), "MiCS_Optimizer"),
         (engine(zero3(offload_param=True)), "offloaded parameters"),
@@ -284,12 +288,12 @@ def test_an_engine_is_known_by_its_name_and_zero_1_and_2_are_let_pass():
         (engine(zero(), mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2)), "tensor parallelism"),
     ],
 )
-def test_what_is_not_held_is_refused_by_name(value, said):
-    with pytest.raises(UnsupportedState, match=said):
+def test_unsupported_features_are_refused_by_name(value, message):
+    with pytest.raises(UnsupportedState, match=message):
         DeepSpeedExtractor().check("optimizer.0", value)
 
 
-def test_another_version_is_refused_with_the_one_that_was_tested():
+def test_another_version_is_refused_and_the_tested_version_is_named():
     other = zero()
     del other.bit16_groups
     with pytest.raises(UnsupportedState, match=r"no 'bit16_groups'; reft was tested with 0\.19"):

@@ -1,4 +1,4 @@
-"""Where the pieces of DTensors lie: on random meshes, against what torch itself cuts, without any process but this one."""
+"""Regions of DTensor pieces on random meshes, compared with torch's own, in one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rank_zero_of_four():
 
 
 def cut(whole, mesh_shape, coordinate, placements):
-    """The piece of a tensor, cut by torch's own placements from left to right."""
+    """Returns the piece of a tensor, cut by torch's own placements from left to right."""
     for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
         if not placement.is_replicate():
             whole = placement._split_tensor(whole, count, with_padding=False, contiguous=True)[0][at]
@@ -48,7 +48,10 @@ def cut(whole, mesh_shape, coordinate, placements):
 
 @st.composite
 def placed(draw):
-    """(shape, mesh shape, placements) with up to 16 ranks; dimensions of size 1 and fewer rows than ranks included."""
+    """Draws (shape, mesh shape, placements) with up to 16 ranks.
+
+    Includes dimensions of size 1, and fewer rows than ranks.
+    """
     mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= 16))
     shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
     dims = st.integers(0, len(shape) - 1)
@@ -66,7 +69,7 @@ def placed(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(placed())
-def test_pieces_are_what_torch_cuts_and_equal_boxes_hold_equal_elements(case):
+def test_pieces_equal_torchs_and_equal_regions_hold_equal_elements(case):
     shape, mesh, placements = case
     whole = torch.arange(math.prod(shape)).reshape(shape)
     leaves: dict[tuple[object, ...], torch.Tensor] = {}
@@ -84,20 +87,20 @@ def test_pieces_are_what_torch_cuts_and_equal_boxes_hold_equal_elements(case):
             torch_says = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), placements)
             assert torch_says == (local, box.offset)
     distinct = {piece.numpy().tobytes() for piece in leaves.values()}
-    assert len(distinct) == len(leaves), "two boxes of the same elements: replicas that nobody would find"
+    assert len(distinct) == len(leaves), "two regions with the same elements: reft would not find these replicas"
 
 
 @settings(max_examples=50, deadline=None)
 @given(placed())
-def test_cells_have_for_holders_exactly_the_ranks_with_the_same_elements(case):
+def test_the_holders_of_a_cell_are_the_ranks_with_the_same_elements(case):
     shape, mesh, placements = case
     layouts, pieces = [], []
     for coordinate in itertools.product(*(range(size) for size in mesh)):
         piece = cut(torch.arange(math.prod(shape)).reshape(shape), mesh, coordinate, placements).contiguous()
         _, box = region_of(shape, mesh, coordinate, placements)
-        found = TensorIndex()
-        found.add("w", {"w": piece}, "w", piece, box=box)
-        layouts.append(found.layout())
+        tensor_index = TensorIndex()
+        tensor_index.add("w", {"w": piece}, "w", piece, box=box)
+        layouts.append(tensor_index.layout())
         pieces.append(piece.numpy().tobytes() if piece.numel() else b"")
     division = divide({layout.digest: layout for layout in layouts}, [layout.digest for layout in layouts])
     holders = {each: [rank for rank, own in enumerate(pieces) if own == each] for each in pieces if each}
@@ -117,7 +120,7 @@ def test_pending_sums_are_refused_by_name(rank_zero_of_four):
         TensorIndex().add("optimizer.0.sum", {}, "sum", tensor)
 
 
-def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_of_four):
+def test_local_memory_that_contradicts_the_placements_is_refused(rank_zero_of_four):
     tensor = DTensor.from_local(
         torch.ones(3, 2), rank_zero_of_four, [Shard(0), Shard(1)], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
     )  # fmt: skip
@@ -125,20 +128,20 @@ def test_local_memory_that_is_not_what_the_placements_say_is_refused(rank_zero_o
         local_piece("w", tensor)
 
 
-def test_a_local_tensor_that_was_replaced_is_seen(rank_zero_of_four):
+def test_a_replaced_local_tensor_is_noticed(rank_zero_of_four):
     tensor = DTensor.from_local(torch.ones(2, 2), rank_zero_of_four, [Shard(0), Replicate()], run_check=False)
-    found = TensorIndex()
-    found.add("w", {"w": tensor}, "w", tensor)
-    before = found.versions()
-    assert found.is_current()
+    tensor_index = TensorIndex()
+    tensor_index.add("w", {"w": tensor}, "w", tensor)
+    before = tensor_index.versions()
+    assert tensor_index.is_current()
     with torch.no_grad():
         tensor.add_(1)
-    assert found.is_current() and found.versions() != before
+    assert tensor_index.is_current() and tensor_index.versions() != before
     tensor._local_tensor = torch.ones(2, 2)
-    assert not found.is_current()
+    assert not tensor_index.is_current()
 
 
-OPTIMIZERS = [  # Rprop and Adafactor of torch 2.13 have no step for DTensors
+OPTIMIZERS = [  # torch 2.13's Rprop and Adafactor cannot step DTensors
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Muon,
 ]  # fmt: skip
@@ -146,7 +149,7 @@ OPTIMIZERS = [  # Rprop and Adafactor of torch 2.13 have no step for DTensors
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1))], ids=str)
-def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four, kind, placements):
+def test_state_is_predicted_and_created_as_in_the_first_step(rank_zero_of_four, kind, placements):
     def build():
         module = nn.Linear(6, 5, bias=False)
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), rank_zero_of_four, placements))
@@ -165,20 +168,23 @@ def test_state_is_foreseen_and_made_as_the_first_step_makes_it(rank_zero_of_four
 
     module, optimizer = build()
     tracked = TrackedObjects({"model.0": module}, [optimizer], {})
-    foreseen = [*tracked.bind().leaves(), *tracked.predict()]
+    predicted = [*tracked.bind().leaves(), *tracked.predict()]
     module.weight.grad = torch.ones_like(module.weight)
     optimizer.step()
-    held = tracked.bind().leaves()
-    assert described(foreseen) == described(held)
+    saved = tracked.bind().leaves()
+    assert described(predicted) == described(saved)
     other, another = build()
     fresh = TrackedObjects({"model.0": other}, [another], {})
-    tensors = live_tensors(held, fresh, fresh.bind())
+    tensors = live_tensors(saved, fresh, fresh.bind())
     assert kinds(another) == kinds(optimizer)
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in held}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {leaf.name: leaf.shape for leaf in saved}
 
 
 def layout_at(mesh, coordinate, placements):
-    """A rank's layout of one parameter of 1024 x 64 floats and its two moments, and of a whole scalar."""
+    """Returns a rank's layout of a sharded parameter with two moments, and a whole scalar.
+
+    The parameter has 1024 x 64 floats.
+    """
     names = ["model.0.w", "optimizer.0.exp_avg.model.0.w", "optimizer.0.exp_avg_sq.model.0.w"]
     local, box = region_of((1024, 64), mesh, coordinate, placements)
     leaves = [leaf_of(name, torch.empty(local), False, box) for name in names]
@@ -191,7 +197,7 @@ def placement_on(mesh, placements, domains):
     return place(division, [ord(each) for each in domains], "auto", 1, 1 << 20)
 
 
-def test_shards_of_fsdp_have_one_holder_and_what_a_lost_node_takes_is_said():
+def test_shards_of_fsdp_have_one_holder_and_are_reported_as_exposed():
     (exposure,) = exposed(placement_on((4,), [Shard(0)], ["a", "b", "c", "d"]))
     assert exposure.reason == "kept" and exposure.ranks == (0, 1, 2, 3) and exposure.nbytes == 3 * 1024 * 64 * 4
     assert (
@@ -200,15 +206,15 @@ def test_shards_of_fsdp_have_one_holder_and_what_a_lost_node_takes_is_said():
     )
 
 
-def test_shards_of_hsdp_protect_each_other_on_nodes_of_their_own():
+def test_shards_of_hsdp_on_separate_nodes_are_protected():
     placement = placement_on((2, 2), [Replicate(), Shard(0)], ["a", "a", "b", "b"])
     assert [cell.holders for cell in placement.division.cells] == [(0, 1, 2, 3), (0, 2), (1, 3)]
     assert exposed(placement) == ()
     assert exposed(placement_on((2, 2), [Shard(0), Replicate()], ["a", "a", "b", "b"]))[0].reason == "one domain"
 
 
-def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has_it():
-    """Ranks see views of one kind with other strides there; torch's fused kernels want a parameter's own."""
+def test_strides_of_size_1_dimensions_are_ignored_but_created_state_has_them():
+    """Ranks may see different strides there; torch's fused kernels need the parameter's own."""
     memory = torch.arange(8.0)
     flat, turned = memory.view(1, 8), memory.as_strided((1, 8), (1, 1))
     assert flat.stride() != turned.stride()
@@ -230,13 +236,16 @@ def test_the_stride_of_a_dimension_of_size_1_is_no_difference_but_made_state_has
         assert made.stride() == own.stride(), local.stride()
 
 
-def test_what_adagrad_makes_of_a_piece_without_elements_is_not_held():
-    """FSDP1 gives it no gradient: its counter stands still while that of other ranks, of the same name, goes on."""
-    found = []
+def test_adagrad_state_of_an_empty_piece_is_not_saved():
+    """FSDP1 gives an empty piece no gradient.
+
+    Its counter stands still while the counters of other ranks, with the same name, go on.
+    """
+    names_by_rank = []
     for shape, offset in (((0,), (8,)), ((3,), (5,))):
         parameter = nn.Parameter(torch.zeros(shape))
         optimizer, tensor_index = torch.optim.Adagrad([parameter]), TensorIndex()
         names = {id(parameter): NamedParameter("model.0.w", parameter, parameter, Region((8,), offset))}
         OptimizerExtractor().bind(tensor_index, "optimizer.0", optimizer, names)
-        found.append(sorted(tensor_index.tensors))
-    assert found == [[], ["optimizer.0.step.model.0.w", "optimizer.0.sum.model.0.w"]]
+        names_by_rank.append(sorted(tensor_index.tensors))
+    assert names_by_rank == [[], ["optimizer.0.step.model.0.w", "optimizer.0.sum.model.0.w"]]

@@ -1,5 +1,7 @@
-"""What of Megatron-core can be shown without it: objects whose classes are called as its own; the rest is run by
-`make test-trainers`."""
+"""The parts of Megatron-core that can be tested with stand-ins for its classes.
+
+`make test-trainers` tests the rest.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ RANKS = {
 
 @pytest.fixture(autouse=True)
 def parallel_state(monkeypatch):
-    """Stage 1 of 2, tp 1 of 2, ep 3 of 4, as Megatron says it."""
+    """Stage 1 of 2, tp 1 of 2, ep 3 of 4, in Megatron's interface."""
     state = SimpleNamespace(**{name: (lambda value=value: value) for name, value in RANKS.items()})
     core = ModuleType("megatron.core")
     core.parallel_state = state  # type: ignore[attr-defined]
@@ -48,7 +50,11 @@ def sharded(key: str, tensor: torch.Tensor, whole: Any, offset: Any, prepended: 
 
 
 class Chunk(BASE):  # type: ignore[misc, valid-type]
-    """The last stage's: local layer 0 is layer 1, an embedding tied to the first stage's, an expert, a gated projection."""
+    """A chunk of the last stage.
+
+    Its local layer 0 is layer 1. It has an embedding tied to the first stage's, an expert and a
+    gated projection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +72,7 @@ class Chunk(BASE):  # type: ignore[misc, valid-type]
     def sharded_state_dict(self, prefix: str, metadata: dict[str, Any]) -> dict[str, Any]:
         assert metadata["non_homogeneous_layers"] and metadata["singleton_local_shards"] and prefix == ""
         layer = self.layers[0]
-        found = [
+        entries = [
             sharded("layers.1.norm", layer.norm, (3,), (0,)),
             sharded("layers.1.rows", layer.rows, (4, 3), (2, 0)),
             sharded("layers.1.columns", layer.columns, (4, 6), (0, 3)),
@@ -76,11 +82,11 @@ class Chunk(BASE):  # type: ignore[misc, valid-type]
             sharded("embedding", self.output, (8, 3), (4, 0)),
             SimpleNamespace(key="layers.1._extra_state", data=b""),
         ]
-        return {each.key: each for each in found}
+        return {each.key: each for each in entries}
 
 
 def wrapped(chunk: Any) -> Any:
-    """In two of Megatron's wrappers."""
+    """Returns the chunk in two of Megatron's wrappers."""
     for name in ("Float16Module", "DistributedDataParallel"):
         outer = type(name, (BASE,), {"__module__": "megatron.core"})()
         outer.module = chunk
@@ -101,7 +107,10 @@ def adamw(*groups: list[Any]) -> torch.optim.Optimizer:
 
 
 def distributed(chunk: Chunk, runs: dict[str, tuple[int, int]], view: str = "", **values: Any) -> Any:
-    """A distributed optimizer that has these runs of the layer's parameters; of `view` as of one in fp32."""
+    """Returns a distributed optimizer with these slices of the layer's parameters.
+
+    The parameter `view` counts as fp32.
+    """
     layer, models, mains = chunk.layers[0], {}, {}
     for name, (first, stop) in runs.items():
         models[name] = getattr(layer, name)
@@ -120,18 +129,18 @@ def distributed(chunk: Chunk, runs: dict[str, tuple[int, int]], view: str = "", 
 
 def tracked(model: Any, *optimizers: Any) -> TrackedObjects:
     models = model if isinstance(model, list) else [model]
-    found = TrackedObjects({f"model.{i}": each for i, each in enumerate(models)}, optimizers, {})
-    for prefix, value, its in found.items():
-        its.check(prefix, value)
-    return found
+    objects = TrackedObjects({f"model.{i}": each for i, each in enumerate(models)}, optimizers, {})
+    for prefix, value, extractor in objects.items():
+        extractor.check(prefix, value)
+    return objects
 
 
 def places(value: TrackedObjects) -> dict[str, tuple[Any, Any, Any]]:
-    """Name → shape of the piece, of the whole, offset."""
+    """Returns name → shape of the piece, shape of the whole, offset."""
     return {leaf.name: (leaf.shape, leaf.global_shape, leaf.global_offset) for leaf in value.bind().leaves()}
 
 
-def test_names_and_places_of_a_model_are_those_of_the_whole_one():
+def test_names_and_regions_are_those_of_the_whole_model():
     chunk = wrapped(Chunk())
     assert isinstance(extractor_of(chunk), MegatronModuleExtractor)
     assert places(tracked(chunk)) == {
@@ -150,26 +159,26 @@ def test_buffers_are_staged():
     assert tracked(Chunk()).bind().staged == {"model.0.layers.1.bias", "model.0.layers.0.cache[pp 1 of 2]"}
 
 
-def test_the_chunk_says_nothing_in_the_name():
+def test_names_do_not_depend_on_the_chunk():
     other = BASE()
     other.sharded_state_dict = lambda prefix, metadata: {}
     assert places(tracked([other, wrapped(Chunk())])).keys() >= {"model.0.layers.1.rows", "model.0.embedding"}
 
 
-def test_what_is_gated_among_experts_belongs_to_their_ranks():
+def test_a_gated_expert_tensor_is_named_by_its_expert_ranks():
     chunk = Chunk()
     chunk.layers[0].gated.allreduce = False
     assert "model.0.layers.1.gated[tp 0 of 1, ep 3 of 4]" in places(tracked(chunk))
 
 
-def test_a_parameter_that_the_model_does_not_tell_of_is_refused():
+def test_a_parameter_missing_in_sharded_state_dict_is_refused():
     chunk = Chunk()
     chunk.extra = nn.Parameter(torch.rand(2))
     with pytest.raises(UnsupportedState, match=r"extra is not in Chunk\.sharded_state_dict"):
         tracked(chunk).bind()
 
 
-def test_models_that_were_not_tried_are_refused(parallel_state):
+def test_unsupported_models_are_refused(parallel_state):
     fsdp = type("FullyShardedDataParallel", (BASE,), {})()
     with pytest.raises(UnsupportedState, match="FullyShardedDataParallel"):
         tracked(fsdp)
@@ -187,7 +196,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_main_parameters_in_fp32_have_the_place_of_the_models():
+def test_fp32_main_parameters_have_the_regions_of_the_models():
     chunk = Chunk()
     layer = chunk.layers[0]
     mains = [layer.rows.detach().clone(), layer.gated.detach().clone()]
@@ -204,7 +213,7 @@ def test_main_parameters_in_fp32_have_the_place_of_the_models():
     assert not [name for name in found if "main" in name and "norm" in name]
 
 
-def test_a_distributed_optimizer_has_runs():
+def test_a_distributed_optimizer_has_slices():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4), "columns": (2, 7), "gated": (0, 3)})
     step(value.optimizer)
@@ -217,7 +226,7 @@ def test_a_distributed_optimizer_has_runs():
     assert found[f"optimizer.0.0.step.{main}rows.flat"] == ((), (), ())
 
 
-def test_a_view_of_an_fp32_parameter_is_no_leaf_but_its_moments_are():
+def test_moments_are_leaves_but_views_of_fp32_parameters_are_not():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4)}, view="rows")
     step(value.optimizer)
@@ -227,11 +236,11 @@ def test_a_view_of_an_fp32_parameter_is_no_leaf_but_its_moments_are():
     ]
 
 
-def test_a_range_that_is_not_the_main_parameters_is_refused():
+def test_a_range_that_does_not_fit_the_main_parameter_is_refused():
     chunk = Chunk()
     value = distributed(chunk, {"rows": (1, 4)})
     value._get_model_param_range_map = lambda model: {"param": SimpleNamespace(start=1, end=3)}
-    with pytest.raises(UnsupportedState, match="has 3 elements, and Megatron says that it is 1 to 3"):
+    with pytest.raises(UnsupportedState, match="has 3 elements, but Megatron says that it is 1 to 3"):
         tracked(chunk, value).bind()
 
 
@@ -239,37 +248,37 @@ def chained(*values: Any) -> Any:
     return of_kind(megatron.CHAINED, chained_optimizers=list(values), said=[])
 
 
-def test_moments_are_foreseen_and_made_in_the_member_that_has_them():
+def test_moments_are_predicted_and_created_in_their_member():
     dense, experts = Chunk(), Chunk()
     before = chained(distributed(dense, {"rows": (1, 4)}), distributed(dense, {"expert": (0, 3)}))
     live = tracked(dense, before)
-    foreseen = live.predict()
+    predicted = live.predict()
     for each in before.chained_optimizers:
         step(each.optimizer)
     bound = live.bind()
-    assert {leaf.name for leaf in foreseen} == {
+    assert {leaf.name for leaf in predicted} == {
         name for name in bound.tensors if ".exp_avg" in name or ".step." in name
     }
-    assert all(leaf in bound.leaves() for leaf in foreseen)
+    assert all(leaf in bound.leaves() for leaf in predicted)
     fresh = chained(distributed(experts, {"rows": (1, 4)}), distributed(experts, {"expert": (0, 3)}))
     other = tracked(experts, fresh)
-    other.make(foreseen, HugePageBuffer(0))
+    other.make(predicted, HugePageBuffer(0))
     assert other.bind().tensors.keys() == bound.tensors.keys()
     for name, tensor in other.bind().tensors.items():
         tensor.detach().copy_(bound.tensors[name])
     other.restore(live.capture(live.names()), other.names())
     for each in (before, fresh):
-        for its in each.chained_optimizers:
-            step(its.optimizer)
+        for member in each.chained_optimizers:
+            step(member.optimizer)
     assert all(torch.equal(tensor, bound.tensors[name]) for name, tensor in other.bind().tensors.items())
 
 
-def test_groups_come_back_by_what_they_are_whoever_holds_their_parameters():
+def test_groups_are_restored_by_their_settings_not_by_their_parameters():
     chunk = Chunk()
     value, rest = distributed(chunk, {"rows": (1, 4)}), distributed(chunk, {"columns": (0, 2)})
     value.optimizer.param_groups[0]["lr"] = 0.25
-    held, other = tracked(chunk, value), tracked(chunk, rest)
-    saved = held.capture(held.names())
+    source, other = tracked(chunk, value), tracked(chunk, rest)
+    saved = source.capture(source.names())
     assert saved == {**saved, "optimizer.0": {**saved["optimizer.0"]}} and "rows" not in repr(saved)
     other.restore(saved, other.names())
     assert rest.optimizer.param_groups[0]["lr"] == 0.25
@@ -278,7 +287,7 @@ def test_groups_come_back_by_what_they_are_whoever_holds_their_parameters():
         other.restore(saved, other.names())
 
 
-def test_the_loss_scale_is_a_leaf_and_its_trackers_come_back():
+def test_the_loss_scale_is_a_leaf_and_its_trackers_are_restored():
     def scaler(growth: int) -> Any:
         return SimpleNamespace(_scale=torch.tensor([8.0]), _growth_tracker=growth, _hysteresis_tracker=2)
 
@@ -298,7 +307,7 @@ def test_the_loss_scale_is_a_leaf_and_its_trackers_come_back():
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "said"),
+    ("kind", "values", "message"),
     [
         ("megatron.core.optimizer.layer_wise_optimizer.LayerWiseDistributedOptimizer", {}, "LayerWiseDistributedOptimizer"),
         (megatron.FP32, {"config": SimpleNamespace(use_precision_aware_optimizer=True)}, "use_precision_aware_optimizer"),
@@ -311,14 +320,14 @@ def test_the_loss_scale_is_a_leaf_and_its_trackers_come_back():
         (megatron.DISTRIBUTED, {"config": SimpleNamespace(), "optimizer": None}, "has no 'model_float16_groups'"),
     ],
 )  # fmt: skip
-def test_what_was_not_tried_is_refused_by_name(kind, values, said):
+def test_unsupported_optimizers_are_refused_by_name(kind, values, message):
     for value in (of_kind(kind, **values), chained(of_kind(kind, **values))):
         assert isinstance(extractor_of(value), MegatronExtractor)
-        with pytest.raises(UnsupportedState, match=said):
+        with pytest.raises(UnsupportedState, match=message):
             MegatronExtractor().check("optimizer.0", value)
 
 
-def test_a_member_without_parameters_holds_nothing():
+def test_a_member_without_parameters_has_no_leaves():
     chunk = Chunk()
     idle = of_kind(megatron.FP32, is_stub_optimizer=True, config=SimpleNamespace(), optimizer=None)
     found = tracked(chunk, chained(idle, distributed(chunk, {"rows": (1, 4)})))
@@ -326,10 +335,12 @@ def test_a_member_without_parameters_holds_nothing():
     assert all(name.startswith("optimizer.0.1.") for name in found.bind().tensors if name.startswith("opt"))
 
 
-def test_the_window_ends_before_the_outermost_step_and_the_mark_follows_all_of_it():
+def test_before_runs_ahead_of_the_outermost_step_and_after_behind_it():
     value = chained()
     type(value).step = lambda self: self.said.append("step")
-    hooks = MegatronExtractor().hook(value, lambda: value.said.append("before"), lambda its: its.said.append("after"))
+    hooks = MegatronExtractor().hook(
+        value, lambda: value.said.append("before"), lambda owner: owner.said.append("after")
+    )
     value.step()
     for hook in hooks:
         hook.remove()
@@ -337,24 +348,24 @@ def test_the_window_ends_before_the_outermost_step_and_the_mark_follows_all_of_i
     assert value.said == ["before", "step", "after", "step"]
 
 
-def test_waits_for_neighbours_are_idle_and_the_users_timers_go_on():
-    said: list[str] = []
+def test_waits_for_neighbours_are_idle_and_the_users_timers_still_run():
+    events: list[str] = []
 
     @contextmanager
     def idle():
-        said.append("idle")
+        events.append("idle")
         yield
-        said.append("busy")
+        events.append("busy")
 
     own = lambda name, log_level: SimpleNamespace(  # noqa: E731
-        start=lambda barrier=False: said.append(f"start {name}"), stop=lambda: said.append(f"stop {name}")
+        start=lambda barrier=False: events.append(f"start {name}"), stop=lambda: events.append(f"stop {name}")
     )
     for timers in (IdleTimers(idle, own), IdleTimers(idle)):
         for name in ("forward-recv", "forward-compute", "forward-send-backward-recv", "forward-send"):
             timers(name, log_level=2).start()
             timers(name, log_level=2).stop()
     wait, work = ["idle", "busy"], []
-    assert said == [
+    assert events == [
         "start forward-recv", *wait, "stop forward-recv", "start forward-compute", "stop forward-compute",
         "start forward-send-backward-recv", *wait, "stop forward-send-backward-recv", "start forward-send",
         "stop forward-send", *wait, *work, *wait,
@@ -365,7 +376,7 @@ def tracker_of(states: dict[str, Any]) -> Any:
     return SimpleNamespace(get_states=lambda: dict(states), set_states=states.update)
 
 
-def test_random_states_come_back_and_those_of_cuda_graphs_are_refused():
+def test_random_states_are_restored_and_those_of_cuda_graphs_are_refused():
     states = {"model-parallel-rng": torch.zeros(4, dtype=torch.uint8)}
     first = RandomStates(tracker_of(states), 1)
     held = first.state_dict()
@@ -378,8 +389,11 @@ def test_random_states_come_back_and_those_of_cuda_graphs_are_refused():
 
 
 @pytest.mark.parametrize(("place", "expected"), [(0, 10), (1, 11), (2, 99)])
-def test_random_states_of_another_number_of_ranks_are_those_of_the_same_tensor_parallel_rank(place, expected):
-    """Stages of the pipeline have drawn unlike numbers; a new tensor-parallel rank keeps its own seed, never another's."""
+def test_random_states_for_another_number_of_ranks_follow_the_tensor_parallel_rank(place, expected):
+    """Pipeline stages have drawn different numbers.
+
+    A new tensor-parallel rank keeps its own seed.
+    """
     held = [{"tp": tp, "states": {"rng": torch.tensor([10 * (stage + 1) + tp])}} for stage in (0, 1) for tp in (0, 1)]
     states = {"rng": torch.tensor([99])}
     RandomStates(tracker_of(states), place).load_state_dicts(held)

@@ -1,4 +1,4 @@
-"""A wrapper on one side of a failure only makes no other state; names that wrappers leave alike are refused."""
+"""Wrappers do not change leaf names; two tensors with one name are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def leaves(model, optimizer=()):
 
 
 @pytest.mark.parametrize("wrapped", [checkpointed, compiled_inside_and_out, averaged])
-def test_wrappers_leave_no_trace_in_names(wrapped):
+def test_wrappers_do_not_change_names(wrapped):
     assert leaves(wrapped()) == leaves(plain())
 
 
@@ -64,7 +64,7 @@ def test_ddp_has_the_names_of_its_module(rank_one_of_two):
     assert leaves(nn.parallel.DistributedDataParallel(plain())) == leaves(plain())
 
 
-def test_a_state_saved_plain_comes_back_into_wrapped_modules(attach):
+def test_state_of_plain_modules_is_restored_into_wrapped_modules(attach):
     def train(session, model, optimizer):
         for _ in session.steps(session.step + 2):
             model(torch.ones(3, 4)).sum().backward()
@@ -84,7 +84,7 @@ def test_a_state_saved_plain_comes_back_into_wrapped_modules(attach):
     assert all(map(torch.equal, (*other.parameters(), *other.buffers()), expected))
 
 
-def test_two_tensors_of_one_name_are_refused():
+def test_two_tensors_with_one_name_are_refused():
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})
     model.register_parameter("weight", nn.Parameter(torch.zeros(2)))
     with pytest.raises(UnsupportedState, match=r"two tensors are called model\.0\.weight"):
@@ -105,18 +105,18 @@ class Scaled(nn.Linear):
 
 
 class Stateless(nn.Linear):
-    """Has the method for somebody else's checkpoints, as Megatron's layers do."""
+    """Has the method for other checkpoints only, as Megatron's layers do."""
 
     def get_extra_state(self) -> None:
         return None
 
 
-def test_a_module_that_declares_to_have_no_extra_state_has_none():
+def test_a_module_declared_without_extra_state_has_none():
     model = nn.Sequential(Scaled(2, 2), Stateless(2, 2))
     assert [*TrackedObjects({"model.0": model}, [], {}).extra_states()] == ["model.0.0.extra_state"]
 
 
-def test_extra_state_comes_back(attach):
+def test_extra_state_is_restored(attach):
     model = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = attach(model, optimizer)

@@ -1,4 +1,4 @@
-"""What optimizers count in Python numbers, for each parameter."""
+"""Serialization of small state, with optimizers that count in Python numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMES = [f"model.0.{i}" for i in range(6)]
 
 def tree(scalars, **more):
     groups = [{"params": NAMES[:2], "values": {"lr": 0.1}}, {"params": NAMES[2:], "values": {"lr": 0.2}}]
-    held = {"class": "X", "groups": groups, "scalars": scalars, **more}
-    return {"step": 7, "subjects": {"model.0": {}, "optimizer.0": held}}
+    saved = {"class": "X", "groups": groups, "scalars": scalars, **more}
+    return {"step": 7, "subjects": {"model.0": {}, "optimizer.0": saved}}
 
 
 def same(one, other) -> bool:
-    """But for the order of keys; to the bit, and of the same types."""
+    """Returns whether both are equal bitwise and in type, in any order of keys."""
     return sorted_of(one) == sorted_of(other)
 
 
@@ -30,32 +30,32 @@ def sorted_of(value) -> str:
 
 
 @pytest.mark.parametrize(
-    ("scalars", "is_short"),
+    ("scalars", "is_compact"),
     [
         ({}, False),
         ({name: {"step": 3} for name in NAMES}, True),
-        ({name: {"step": 3} for name in NAMES[1:]}, True),  # one has never had a gradient
+        ({name: {"step": 3} for name in NAMES[1:]}, True),  # one parameter never had a gradient
         ({name: {"step": 3 + (name == NAMES[2])} for name in NAMES}, True),
         ({name: {"step": 3} for name in [*NAMES, "of no group"]}, True),
-        ({NAMES[0]: {"step": 3}}, False),  # the others are frozen
+        ({NAMES[0]: {"step": 3}}, False),  # the other parameters are frozen
         ({name: {"step": (3, 3.0, True)[i % 3]} for i, name in enumerate(NAMES)}, False),
         ({name: {"x": (0.0, -0.0)[i % 2], "y": float("nan")} for i, name in enumerate(NAMES)}, True),
         ({name: {"big": torch.arange(9).numpy()} for name in NAMES}, False),
     ],
 )
-def test_what_is_written_is_what_is_read(scalars, is_short):
-    for given in (tree(scalars), tree(scalars, shared=[["a", "b", "c", "d"]])):
-        data = serialization.encode(given)
-        held = capsule_format.decode(data)["subjects"]["optimizer.0"]
-        assert ("scalars" not in held) == is_short
-        assert same(serialization.decode(data), given)
+def test_decode_returns_what_was_encoded(scalars, is_compact):
+    for original in (tree(scalars), tree(scalars, shared=[["a", "b", "c", "d"]])):
+        data = serialization.encode(original)
+        saved = capsule_format.decode(data)["subjects"]["optimizer.0"]
+        assert ("scalars" not in saved) == is_compact
+        assert same(serialization.decode(data), original)
 
 
-def test_groups_without_names_are_left_alone():
-    given = tree({name: {"step": 3} for name in NAMES})
-    given["subjects"]["optimizer.0"]["groups"] = [{"lr": 0.1}]
-    assert same(serialization.decode(serialization.encode(given)), given)
-    assert same(capsule_format.decode(serialization.encode(given)), given)
+def test_groups_without_names_are_stored_unchanged():
+    original = tree({name: {"step": 3} for name in NAMES})
+    original["subjects"]["optimizer.0"]["groups"] = [{"lr": 0.1}]
+    assert same(serialization.decode(serialization.encode(original)), original)
+    assert same(capsule_format.decode(serialization.encode(original)), original)
 
 
 class Counting(torch.optim.Optimizer):
@@ -74,7 +74,7 @@ class Counting(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=group["lr"] / state["step"])
 
 
-def test_numbers_of_as_many_parameters_as_a_capsule_can_name_come_back(attach):
+def test_counters_of_thousands_of_parameters_are_restored(attach):
     def make():
         names = [f"{'long' * 55}_{i}" for i in range(4000)]
         model = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in names})

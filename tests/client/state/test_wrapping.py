@@ -1,4 +1,4 @@
-"""Each step of an optimizer is counted once, at its end, whatever calls it and whatever wraps it."""
+"""Each optimizer step is counted once, at its end, whatever calls or wraps the step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from torch.optim.lr_scheduler import ExponentialLR
 from reft.client.state.extract.optimizers import OptimizerExtractor
 from reft.client.state.extract.wrapping import WrappedMethod
 
-torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps the step of a class when its first object is made
+torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps a class's step at its first object
 
 
 class Nested(torch.optim.SGD):
-    """Calls its parent's step, which calls the hooks too. Fails before or behind that step when told to."""
+    """Calls its parent's step, which also calls the hooks.
+
+    May fail before or behind that step.
+    """
 
     fails = ""
 
@@ -36,7 +39,7 @@ class Nested(torch.optim.SGD):
 
 
 class Careful(torch.optim.SGD):
-    """Goes on where its parent's step fails."""
+    """Ignores an error of its parent's step."""
 
     def step(self, closure=None):
         with contextlib.suppress(RuntimeError):
@@ -47,7 +50,7 @@ class Careful(torch.optim.SGD):
 
 
 class Alone(torch.optim.SGD):
-    """Does not call its parent's step. Fails when told to."""
+    """Does not call its parent's step; may fail."""
 
     fails = False
 
@@ -57,7 +60,7 @@ class Alone(torch.optim.SGD):
 
 
 class Recursive(torch.optim.SGD):
-    """Steps twice in one step, by the attribute of the instance."""
+    """Steps twice in one step, through the instance's attribute."""
 
     is_inside = False
 
@@ -76,7 +79,10 @@ def make(kind=torch.optim.SGD, **options):
 
 
 class Hooked:
-    """The hooks on an optimizer, and what they were called for: `ends` has the parameter's value at each end."""
+    """The hooks of an optimizer, with counters.
+
+    `ends` has the parameter's value at the end of each step.
+    """
 
     def __init__(self, optimizer):
         self.begins, self.ends = 0, []
@@ -94,26 +100,26 @@ class Hooked:
 
 
 def bound_before(optimizer):
-    """The step as it is now: it goes past what is wrapped around the step later."""
+    """Returns the step as it is now, so that calls bypass later wrappers."""
     return optimizer.step
 
 
 def looked_up(optimizer):
-    """Looks the step up at each call, as training loops do."""
+    """Returns a function that looks up the step at each call, as training loops do."""
     return lambda: optimizer.step()
 
 
 def compiled(optimizer):
-    """The step as it is now, compiled."""
+    """Returns the step as it is now, compiled."""
     torch._dynamo.reset()
     return torch.compile(optimizer.step, backend="eager")
 
 
-@pytest.mark.parametrize("reached", [looked_up, bound_before, compiled])
+@pytest.mark.parametrize("get_step", [looked_up, bound_before, compiled])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, Nested])
-def test_a_step_counts_once_also_if_it_calls_its_parents(kind, reached):
+def test_a_step_counts_once_even_if_it_calls_its_parents_step(kind, get_step):
     optimizer = make(kind)
-    step = reached(optimizer)
+    step = get_step(optimizer)
     hooked = Hooked(optimizer)
     for calls in (1, 2, 3):
         step()
@@ -123,7 +129,7 @@ def test_a_step_counts_once_also_if_it_calls_its_parents(kind, reached):
     assert len(hooked.ends) == 3
 
 
-def test_a_step_that_is_compiled_while_hooked_counts_once():
+def test_a_step_compiled_while_hooked_counts_once():
     optimizer = make(Nested)
     hooked = Hooked(optimizer)
     step = compiled(optimizer)
@@ -135,7 +141,7 @@ def test_a_step_that_is_compiled_while_hooked_counts_once():
     assert len(hooked.ends) == 3 and optimizer.param_groups[0]["params"][0][0].item() == pytest.approx(0.6)
 
 
-def test_an_attribute_that_is_a_compiled_step_counts_once():
+def test_a_compiled_step_set_on_the_instance_counts_once():
     optimizer = make(Nested)
     mine = optimizer.step = compiled(optimizer)
     hooked = Hooked(optimizer)
@@ -146,11 +152,11 @@ def test_an_attribute_that_is_a_compiled_step_counts_once():
     assert optimizer.step is mine
 
 
-@pytest.mark.parametrize("reached", [looked_up, bound_before, compiled])
+@pytest.mark.parametrize("get_step", [looked_up, bound_before, compiled])
 @pytest.mark.parametrize("fails", ["before", "behind"])
-def test_a_step_that_raises_does_not_count_and_the_next_one_does(fails, reached):
+def test_a_step_that_raises_does_not_count_and_the_next_one_does(fails, get_step):
     optimizer = make(Nested)
-    step = reached(optimizer)
+    step = get_step(optimizer)
     hooked = Hooked(optimizer)
     for _ in range(2):
         optimizer.fails = fails
@@ -165,10 +171,10 @@ def test_a_step_that_raises_does_not_count_and_the_next_one_does(fails, reached)
     assert hooked.ends[-1] == value, "not at the end of the parent's step"
 
 
-@pytest.mark.parametrize("reached", [looked_up, bound_before])
-def test_a_step_without_a_parents_counts_again_after_it_raised(reached, monkeypatch):
+@pytest.mark.parametrize("get_step", [looked_up, bound_before])
+def test_a_step_without_a_parents_step_counts_again_after_an_error(get_step, monkeypatch):
     optimizer = make(torch.optim.AdamW)
-    step = reached(optimizer)
+    step = get_step(optimizer)
     hooked = Hooked(optimizer)
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
         broken.setattr(torch.optim.AdamW, "_init_group", lambda *_: 1 / 0)
@@ -177,16 +183,16 @@ def test_a_step_without_a_parents_counts_again_after_it_raised(reached, monkeypa
     assert len(hooked.ends) == 1
 
 
-def test_a_call_past_the_wrapper_does_not_disturb_the_next_through_it():
+def test_a_call_that_bypasses_the_wrapper_does_not_disturb_the_next_call():
     optimizer = make(Careful)
     step = bound_before(optimizer)
     hooked = Hooked(optimizer)
     step()
     optimizer.step()
-    assert len(hooked.ends) == 1, "the parent's step raised, and the first call can't see that"
+    assert len(hooked.ends) == 1, "the parent's step raised, and the first call cannot see that"
 
 
-def test_a_step_that_could_call_its_parents_and_does_not_counts_again_after_it_raised():
+def test_a_step_that_never_calls_its_parents_step_counts_again_after_an_error():
     optimizer = make(Alone)
     hooked = Hooked(optimizer)
     optimizer.fails = True
@@ -199,7 +205,7 @@ def test_a_step_that_could_call_its_parents_and_does_not_counts_again_after_it_r
 
 
 @pytest.mark.parametrize("kind", [Careful, Recursive])
-def test_a_step_counts_once_if_its_parents_raises_or_it_calls_itself(kind):
+def test_a_step_counts_once_if_its_parents_step_raises_or_it_calls_itself(kind):
     optimizer = make(kind)
     hooked = Hooked(optimizer)
     for calls in (1, 2):
@@ -207,7 +213,7 @@ def test_a_step_counts_once_if_its_parents_raises_or_it_calls_itself(kind):
         assert len(hooked.ends) == calls
 
 
-def test_a_wrapper_of_the_user_that_does_not_step_counts_nothing():
+def test_a_users_wrapper_that_does_not_step_counts_nothing():
     optimizer = make()
     optimizer.step = lambda *_: None
     hooked = Hooked(optimizer)
@@ -217,7 +223,7 @@ def test_a_wrapper_of_the_user_that_does_not_step_counts_nothing():
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Nested])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_scheduler_goes_on_in_both_orders_and_says_nothing_new(is_first, kind):
+def test_a_scheduler_works_in_both_orders_without_new_warnings(is_first, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = make(kind)
@@ -245,7 +251,7 @@ def test_a_scheduler_goes_on_in_both_orders_and_says_nothing_new(is_first, kind)
         assert len(again.ends) == 1 and optimizer.step._wrapped_by_lr_sched
 
 
-def test_a_scheduler_warns_as_ever_of_a_loop_that_steps_it_first():
+def test_a_scheduler_that_steps_first_still_warns():
     optimizer = make()
     hooked = Hooked(optimizer)
     scheduler = ExponentialLR(optimizer, 0.5)
@@ -254,7 +260,7 @@ def test_a_scheduler_warns_as_ever_of_a_loop_that_steps_it_first():
     assert not hooked.ends
 
 
-def test_a_wrapper_that_a_scheduler_keeps_lets_the_optimizer_go():
+def test_a_wrapper_kept_by_a_scheduler_does_not_keep_the_optimizer():
     optimizer = make()
     hooked = Hooked(optimizer)
     scheduler = ExponentialLR(optimizer, 0.5)
@@ -263,12 +269,12 @@ def test_a_wrapper_that_a_scheduler_keeps_lets_the_optimizer_go():
     gc.disable()
     try:
         del optimizer, scheduler
-        assert reference() is None, "a circle of references holds it, and its state"
+        assert reference() is None, "a reference cycle keeps the optimizer and its state"
     finally:
         gc.enable()
 
 
-def test_a_scaler_skips_what_overflows_and_the_rest_counts():
+def test_steps_that_a_scaler_skips_are_not_counted():
     optimizer = make()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     hooked = Hooked(optimizer)
@@ -280,7 +286,7 @@ def test_a_scaler_skips_what_overflows_and_the_rest_counts():
         assert len(hooked.ends) == calls
 
 
-def test_copies_of_a_hooked_optimizer_are_whole_and_not_hooked():
+def test_copies_of_a_hooked_optimizer_work_and_are_not_hooked():
     optimizer = make(momentum=0.9)
     hooked = Hooked(optimizer)
     optimizer.step()
@@ -294,7 +300,7 @@ def test_copies_of_a_hooked_optimizer_are_whole_and_not_hooked():
     assert optimizer.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_an_optimizer_of_an_optimizer_counts_once(tmp_path):
+def test_an_optimizer_around_an_optimizer_counts_once(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         parameter = nn.Parameter(torch.ones(2))
@@ -311,7 +317,7 @@ def test_an_optimizer_of_an_optimizer_counts_once(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_what_was_there_is_put_back():
+def test_remove_puts_the_hidden_step_back():
     optimizer = make(Nested)
     hooked = Hooked(optimizer)
     assert "step" in vars(optimizer)
@@ -321,7 +327,7 @@ def test_what_was_there_is_put_back():
     assert "step" not in vars(optimizer)
 
 
-def test_a_wrapper_above_ours_stays():
+def test_a_later_wrapper_stays_after_remove():
     optimizer = make()
     hooked = Hooked(optimizer)
     ours = optimizer.step
@@ -333,7 +339,7 @@ def test_a_wrapper_above_ours_stays():
 
 
 class Engine:
-    """Has a method that may fail."""
+    """An object with a method that may fail."""
 
     fails = False
 
@@ -341,7 +347,7 @@ class Engine:
         return 1 / (not self.fails) + by
 
 
-def test_any_method_is_wrapped_with_its_arguments_result_and_error():
+def test_a_wrapped_method_keeps_its_arguments_result_and_error():
     engine, calls = Engine(), []
 
     def around(owner, call, *args, **kwargs):
@@ -359,7 +365,7 @@ def test_any_method_is_wrapped_with_its_arguments_result_and_error():
     assert engine.train(1) == 2 and not vars(engine).keys() - {"fails"}
 
 
-def test_ours_passes_calls_on_once_removed_from_below_another():
+def test_a_removed_wrapper_below_another_passes_calls_on():
     engine, calls = Engine(), []
     wrapped = WrappedMethod(engine, "train", lambda owner, call, by: calls.append(by) or call(by))
     ours = engine.train

@@ -1,4 +1,4 @@
-"""The file of a kept capsule: one that an earlier reft wrote is read, and written again byte for byte."""
+"""Tests that a capsule file of an earlier reft is read, and rewritten byte for byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_golden_capsule_is_read_and_made_again():
 
 
 @pytest.mark.parametrize("at", [0, 8, 20, 86, -1])
-def test_a_flipped_byte_makes_it_an_erasure(at):
+def test_a_flipped_byte_is_refused(at):
     data = bytearray(GOLDEN.read_bytes())
     data[at] ^= 1
     with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""What others do to the file system in which slots and records lie: files removed, no room left."""
+"""Tests interference by other programs in the file system: removed files, and no free space."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LANDED, SEALED = SlotState.LANDED, SlotState.SEALED
 
 
 def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trainer):
-    """systemd's RemoveIPC, or a script that clears /dev/shm when a user's job has ended."""
+    """As done by systemd's RemoveIPC, or by a script that clears /dev/shm after a user's job."""
     job = Job([(daemon, [0])]).decide()
     slots = job.slots(0, trainer.pid)
     assert daemon.status("job").backing == "tmpfs"
     for name in ("rank-0.slot-1", "record"):
         (daemon.folder / "job" / name).unlink()
     assert daemon.status("job").backing == "unlinked"
-    until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+    until(lambda: "somebody has removed slot files" in daemon.log.read_text(), what="the log line")
     write(slots[1], job.version(1), LANDED)
     trainer.kill()
     until(
@@ -35,21 +35,22 @@ def test_files_that_somebody_removes_are_noticed_and_go_on_to_serve(daemon, trai
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_a_folder_that_somebody_removes_ends_no_daemon(daemon, trainer, holds):
+def test_a_removed_folder_does_not_end_the_daemon(daemon, trainer, holds):
     job = Job([(daemon, [0])])
     if holds:
         write(job.decide().slots(0, trainer.pid)[0], job.version(1))
     shutil.rmtree(daemon.folder)
     if holds:
-        until(lambda: "somebody has removed files" in daemon.log.read_text(), what="the complaint")
+        until(lambda: "somebody has removed slot files" in daemon.log.read_text(), what="the log line")
         trainer.kill()
         job.decide(job.version(1))  # the next attach
         assert job.headers()["rank-0.slot-0"] == (SEALED, 1)
     daemon.process.terminate()
-    assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()  # no traceback of ours
+    # no traceback of the daemon's own code
+    assert daemon.process.wait(60) == 0 and "reft_daemon/" not in daemon.log.read_text()
 
 
-def test_capsules_of_others_outlive_their_files(start, trainer):
+def test_kept_capsules_survive_the_removal_of_their_files(start, trainer):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
     seal(job, trainer, 1)
     all_whole(job, 1)
@@ -61,7 +62,7 @@ def test_capsules_of_others_outlive_their_files(start, trainer):
 
 
 def fill(folder: Path) -> list[Path]:
-    """What others leave in /dev/shm: files that take all the room there is."""
+    """Fills the file system, as files of others in /dev/shm do; returns these files."""
     path = folder / f"theirs-{len(list(folder.glob('theirs-*')))}"
     with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -70,7 +71,7 @@ def fill(folder: Path) -> list[Path]:
 
 
 def fill_to_the_last(job: Job, daemon: DaemonProcess) -> list[Path]:
-    """Others also take what the daemon had kept for its records, each time that it gives some of it."""
+    """Fills the file system, and any part of its reserve that the daemon gives back."""
     for _ in range(30):
         theirs = fill(daemon.folder)
         try:
@@ -87,7 +88,7 @@ def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
     fill(cramped.folder)
     trainer.kill()
     until(lambda: (SEALED, 1) in job.headers().values(), what="the seal")
-    job.decide(job.version(1))  # the next attach: its record takes room that was kept
+    job.decide(job.version(1))  # the next attach: its record takes reserved space
     theirs = fill_to_the_last(job, cramped)
     assert not list((cramped.folder / "job").glob("*.new"))
     for path in theirs:
@@ -98,7 +99,7 @@ def test_a_full_file_system_keeps_no_job_from_restarting(cramped, trainer):
     assert cramped.status("job").epoch == job.epoch
 
 
-def test_what_can_not_be_written_down_is_sealed_all_the_same(cramped, trainer):
+def test_a_step_is_sealed_although_the_record_can_not_be_written(cramped, trainer):
     job = Job([(cramped, [0])]).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1), LANDED)
     fill_to_the_last(Job([(cramped, [0])], name="other"), cramped)

@@ -1,4 +1,7 @@
-"""Slots lie in huge pages where the kernel makes them, and in small ones where it does not; nobody sees another difference."""
+"""Tests that slots use huge pages where the kernel allows it, and small pages elsewhere.
+
+There is no other difference.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ HUGE = huge_bytes()
 
 @pytest.fixture
 def file():
-    """An empty file of shared memory, three huge pages and a half long, and its mapping."""
+    """An empty file of shared memory of three and a half huge pages, and its mapping."""
     descriptor = os.memfd_create("slot")
     os.ftruncate(descriptor, 3 * HUGE + HUGE // 2)
     yield descriptor, map_file(descriptor, 3 * HUGE + HUGE // 2)[1]
@@ -47,7 +50,7 @@ def test_all_but_the_end_is_made_of_huge_pages_of_zeros(file):
     assert present(descriptor) == pages.nbytes and not pages.any()
 
 
-def test_what_is_there_already_is_left_alone(file):
+def test_existing_pages_are_left_unchanged(file):
     need_huge_pages()
     descriptor, pages = file
     kept = HUGE + 5
@@ -57,16 +60,16 @@ def test_what_is_there_already_is_left_alone(file):
     assert (pages[:kept] == 7).all() and not pages[kept:].any()
 
 
-def test_a_kernel_that_does_not_know_it_is_not_asked_again(file, monkeypatch):
+def test_a_lasting_refusal_by_the_kernel_ends_the_tries(file, monkeypatch):
     descriptor, pages = file
     monkeypatch.setattr(huge_pages, "_COLLAPSE", 9999)
-    monkeypatch.setattr(huge_pages, "_PLACES", 1)
+    monkeypatch.setattr(huge_pages, "_PAGES_PER_CALL", 1)
     monkeypatch.setattr(huge_pages, "_THREADS", 1)
     assert make_huge(descriptor, pages, 0) == 0
-    assert present(descriptor) <= os.sysconf("SC_PAGESIZE"), "one place was tried, not all"
+    assert present(descriptor) <= os.sysconf("SC_PAGESIZE"), "one huge page was tried, not all"
 
 
-def test_without_room_it_ends_and_the_caller_finds_out(file, monkeypatch):
+def test_without_free_memory_make_huge_stops(file, monkeypatch):
     need_huge_pages()
     descriptor, pages = file
     write = os.pwrite
@@ -76,7 +79,7 @@ def test_without_room_it_ends_and_the_caller_finds_out(file, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(to, data, at)
 
-    monkeypatch.setattr(huge_pages, "_PLACES", 1)
+    monkeypatch.setattr(huge_pages, "_PAGES_PER_CALL", 1)
     monkeypatch.setattr(os, "pwrite", full)
     assert make_huge(descriptor, pages, 0) == 2 * HUGE == present(descriptor)
 
@@ -91,8 +94,8 @@ def test_slots_lie_in_huge_pages_for_the_daemon_and_for_the_trainer(monkeypatch,
             monkeypatch.setattr("reft_daemon.arena.limits.file_system_free", lambda folder: 0)
         (slot,) = arena.create("job", 0, ["rank-0.slot-0"], geometry, [])
         assert (slot.path is None) is is_memfd
-        assert in_huge_pages(slot.map.data) <= HUGE, "the daemon has its header mapped, and no more"
-        slot.map.data[::PAGE].max()  # now it has all of it mapped
+        assert in_huge_pages(slot.map.data) <= HUGE, "the daemon has only the header mapped"
+        slot.map.data[::PAGE].max()  # now the daemon has the whole slot mapped
         assert in_huge_pages(slot.map.data) >= 4 * HUGE
         mapped = MappedSlot.open(0, "slot", os.dup(slot.descriptor), slot.file_bytes, keeps=False)
         mapped.touch()

@@ -1,4 +1,4 @@
-"""How much an arena may take: of the machine, of --memory, and of the container, by cgroups of both versions."""
+"""Tests the limits on the arena: machine, --memory, and cgroups of both versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GIB = 1 << 30
 
 
 def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dict[str, int]:
-    """Folder → free bytes of each bound that a cgroup sets."""
+    """Returns folder → free bytes, for each limit that a cgroup sets."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self/cgroup").write_text(line)
@@ -33,15 +33,15 @@ def free_of(tmp_path: Path, line: str, groups: dict[str, dict[str, str]]) -> dic
     }
 
 
-def test_the_machine_is_a_bound_with_a_margin(tmp_path):
+def test_the_machines_free_memory_is_a_limit_with_a_margin(tmp_path):
     (machine,) = limits.limits(0, 0, tmp_path, tmp_path)
     facts = psutil.virtual_memory()
     assert machine.free_bytes < facts.available
     assert machine.free_bytes == pytest.approx(facts.available - limits.MARGIN * facts.total, abs=2 * GIB)
 
 
-def test_the_margin_is_for_slots_a_capsule_may_have_of_it(tmp_path, monkeypatch):
-    """Else nothing becomes whole as soon as training itself leaves less free than the margin."""
+def test_a_capsule_may_use_the_margin_and_slots_may_not(tmp_path, monkeypatch):
+    """Otherwise no step becomes whole once training leaves less than the margin free."""
     short = SimpleNamespace(total=1000 * GIB, available=40 * GIB)
     monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: short)
     arena = Arena(tmp_path / "arena", 0)
@@ -54,7 +54,7 @@ def test_the_margin_is_for_slots_a_capsule_may_have_of_it(tmp_path, monkeypatch)
     arena.close()
 
 
-def test_the_flag_is_a_bound_less_what_is_held(tmp_path):
+def test_memory_flag_limits_what_is_not_yet_held(tmp_path):
     flag = limits.limits(5 * GIB, 2 * GIB, tmp_path, tmp_path)[1]
     assert (flag.name, flag.free_bytes) == ("--memory", 3 * GIB)
 
@@ -70,7 +70,7 @@ def test_version_2_counts_every_ancestor_and_gives_page_cache_back(tmp_path):
         "pod/box/leaf": {"memory.max": "max", "memory.current": "7"},
     }  # fmt: skip
     found = free_of(tmp_path, "0::/pod/box/leaf\n", groups)
-    assert found == {"/pod": 5 * GIB, "/pod/box": 2 * GIB}  # a file in a tmpfs is not given back
+    assert found == {"/pod": 5 * GIB, "/pod/box": 2 * GIB}  # a tmpfs file can't be given back
 
 
 def test_version_1(tmp_path):
@@ -89,11 +89,11 @@ def test_a_container_that_sees_itself_as_the_root(tmp_path):
     assert free_of(tmp_path, "0::/host/path/that/is/not/mounted\n", groups) == {"": GIB}
 
 
-def test_no_cgroup_is_no_bound(tmp_path):
+def test_no_cgroup_gives_no_limit(tmp_path):
     assert free_of(tmp_path, "0::/\n", {"": {}}) == {}
 
 
-def test_which_folders_are_in_memory():
+def test_is_tmpfs():
     assert limits.is_tmpfs(Path("/dev/shm")) and limits.is_tmpfs(Path("/dev/shm/not/there"))
     assert not limits.is_tmpfs(Path("/proc"))
     assert limits.file_system_free(Path("/dev/shm")) > 0

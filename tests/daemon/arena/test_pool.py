@@ -1,4 +1,4 @@
-"""`reft-daemon --spare`: memory that is there before it is needed, and goes to the slots."""
+"""Tests `reft-daemon --spare`: memory is allocated before it is needed, and slots take it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Node:
-    """A pool beside an arena that is only numbers."""
+    """A pool beside a simulated arena, which has only numbers."""
 
     def __init__(self, folder: Path, want: SpareFiles, room: int = 1 << 30) -> None:
         self.held, self.room = 0, room
@@ -34,7 +34,7 @@ class Node:
         self.pool = SparePool(want, folder, lambda: self.held, bounds)
 
     def present(self) -> int:
-        """Bytes of the pool whose pages exist."""
+        """Returns the bytes of the pool whose pages exist."""
         return sum(os.fstat(each).st_blocks * 512 for each in self.pool._ready)
 
 
@@ -62,7 +62,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(pool, "CHUNK", 2 * MIB)
 
 
-def test_a_slot_gets_a_file_that_is_there_already(make, folder):
+def test_a_slot_takes_a_ready_file(make, folder):
     node = make(2, 3 * MIB)
     node.pool.refill()
     assert node.present() == node.pool.bytes == 6 * MIB and node.pool.ready_bytes(5) == 6 * MIB
@@ -81,20 +81,20 @@ def test_a_slot_gets_a_file_that_is_there_already(make, folder):
     assert node.pool.bytes == node.pool.ready_bytes(1) == 0
 
 
-def test_it_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
+def test_the_pool_is_filled_up_to_what_the_arena_does_not_hold(make, folder):
     node = make(4, 2 * MIB)
     node.held = 3 * MIB
     node.pool.refill()
     assert node.pool.bytes == 4 * MIB
     node.held = 8 * MIB
     node.pool.refill()
-    assert node.pool.bytes == 4 * MIB, "what is there stays"
+    assert node.pool.bytes == 4 * MIB, "existing spare files stay"
     node.held = 0
     node.pool.refill()
     assert node.pool.bytes == node.present() == 8 * MIB
 
 
-def test_what_does_not_fit_is_not_begun_and_is_said_once(make, caplog):
+def test_files_that_do_not_fit_are_not_begun_and_logged_once(make, caplog):
     node = make(2, 4 * MIB, room=7 * MIB)
     with caplog.at_level(logging.WARNING):
         node.pool.refill()
@@ -107,20 +107,20 @@ def test_what_does_not_fit_is_not_begun_and_is_said_once(make, caplog):
     assert node.pool.bytes == 8 * MIB
 
 
-def test_room_is_asked_for_before_each_chunk(make, monkeypatch):
+def test_free_memory_is_checked_before_each_chunk(make, monkeypatch):
     node, fill, present = make(1, 6 * MIB), pool._fill, []
 
     def shrinking(descriptor: int, pages: np.ndarray, begin: int) -> None:
         fill(descriptor, pages, begin)
         present.append(os.fstat(descriptor).st_blocks * 512)
-        node.room = 3 * MIB  # somebody else took the rest
+        node.room = 3 * MIB  # another process took the rest
 
     monkeypatch.setattr(pool, "_fill", shrinking)
     node.pool.refill()
     assert present == [2 * MIB] and node.pool.bytes == 0
 
 
-def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, caplog):
+def test_an_unfinished_file_is_given_back(make, monkeypatch, caplog):
     node, write = make(2, 4 * MIB), os.pwrite
 
     def full(descriptor: int, data: bytes, at: int) -> int:
@@ -134,20 +134,20 @@ def test_a_file_that_could_not_be_finished_is_given_back(make, monkeypatch, capl
     assert "No space left" in caplog.text
 
 
-def test_without_the_flag_there_is_none(make, folder):
+def test_without_the_flag_there_are_no_spare_files(make, folder):
     node = make()
     node.pool.refill()
     assert node.pool.bytes == 0 and node.pool.take(folder / "slot", MIB) is None
 
 
-def test_spare_memory_is_free_for_slots_and_counts_for_nobody_else():
+def test_spare_memory_counts_as_free_for_slots_only():
     free, with_spare = (limits.limits(5 * MIB, 2 * MIB, spare_bytes=spare) for spare in (0, 1 << 40))
     assert with_spare[0].free_bytes > free[0].free_bytes + (1 << 39)
     assert with_spare[1] == free[1], "--memory bounds slots, wherever their pages come from"
 
 
 @pytest.mark.parametrize("text", ["64GiB", "x1MiB", "2x", "-2x1MiB", "2 x", "2xlarge"])
-def test_nonsense_is_refused(text):
+def test_an_invalid_spare_flag_is_refused(text):
     assert parse_spare("3x2MiB") == SpareFiles(3, 2 * MIB) and parse_spare("") == SpareFiles()
     with pytest.raises(ConfigError):
         parse_spare(text)
@@ -172,18 +172,18 @@ def test_a_standby_daemon_has_slots_ready_and_its_first_arena_takes_them(start, 
 
 
 def nameless(pid: int) -> set[int]:
-    """The inodes of the daemon's files that have no name."""
+    """Returns the inodes of the daemon's unnamed files."""
     found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a call's socket may close meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the socket of a call may close meanwhile
             target = os.readlink(descriptor)
             if target.endswith("(deleted)") and "/reft-test-" in target:
                 found.add(os.stat(descriptor).st_ino)
     return found
 
 
-def test_a_daemon_without_room_for_its_spare_memory_serves(start, trainer):
+def test_a_daemon_without_memory_for_spare_files_serves(start, trainer):
     daemon = start("--spare", "2x4MiB", "--memory", "6MiB")
-    until(lambda: "spare memory stays at 0 B of 8.0 MiB" in daemon.log.read_text(), what="the line that says so")
+    until(lambda: "spare files take 0 B of the 8.0 MiB wanted" in daemon.log.read_text(), what="the log line")
     assert spare_of(daemon) == (0, 8 * MIB)
     assert Job([(daemon, [0])]).decide().lease(0, trainer.pid)

@@ -1,4 +1,7 @@
-"""No descriptor, no thread: what can't be looked at is neither dead nor damaged, and the daemon's loops go on."""
+"""Tests the daemon without free descriptors or threads: processes and files that can't be examined.
+
+They count neither as dead nor as damaged, and the daemon's loops go on.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def itself() -> Process:
 
 
 @pytest.mark.parametrize("call", ["pidfd_open", "read_text"])
-def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypatch, call):
+def test_a_trainer_that_can_not_be_examined_does_not_count_as_dead(arena, monkeypatch, call):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -75,7 +78,7 @@ def test_a_trainer_that_can_t_be_looked_at_is_not_taken_for_dead(arena, monkeypa
     asyncio.run(run())
 
 
-def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
+def test_a_failed_watch_keeps_no_descriptor(monkeypatch):
     async def run() -> None:
         process, before = itself(), len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patch:
@@ -87,14 +90,14 @@ def test_a_watch_that_fails_keeps_no_descriptor(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_caller_is_told_and_may_try_again(daemon, trainer):
+def test_a_lack_of_descriptors_is_an_error_that_may_be_retried(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     pid = daemon.process.pid
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     request = job.lease_request(0, trainer.pid, slots=0, data_bytes=0, table_bytes=0)
     with rpc.channel(daemon.address) as channel:
         stub = pb_grpc.DaemonStub(channel)
-        stub.Status(pb.StatusRequest(), timeout=10)  # the connection is there
+        stub.Status(pb.StatusRequest(), timeout=10)  # the connection is open now
         taken = {int(each) for each in os.listdir(f"/proc/{pid}/fd")}
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(set(range(len(taken) + 1)) - taken), limits[1]))
         with refused(Code.INTERNAL, "Too many open files"):
@@ -104,7 +107,7 @@ def test_a_caller_is_told_and_may_try_again(daemon, trainer):
     assert daemon.status("job").ranks[0].alive
 
 
-def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
+def test_a_daemon_raises_its_limit_of_descriptors():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
     try:
@@ -118,7 +121,7 @@ def test_a_daemon_takes_as_many_descriptors_as_it_may_have():
 
 
 @pytest.mark.parametrize("what", ["slot", "record", "capsule"])
-def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what):
+def test_files_that_can_not_be_opened_for_now_are_not_renamed(arena, monkeypatch, what):
     async def run() -> None:
         request = decide_request(1)
         job = JobRecord(arena, pb.JobRecord(manifest=request.manifest), lambda _: None)
@@ -147,11 +150,11 @@ def test_what_can_t_be_opened_for_now_is_not_set_aside(arena, monkeypatch, what)
     asyncio.run(run())
 
 
-def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeypatch):
+def test_an_agent_is_watched_once_the_system_allows_it(arena, monkeypatch):
     async def run() -> None:
         agent = Trainer()
         registry = registry_of(arena)
-        registry.stay_for(agent.pid)
+        registry.keep_for_agent(agent.pid)
         monitor = JobMonitor(
             "job", "n", MembershipView("l", 1, bytes(32), {"n": pb.Node(id="n")}), lambda _: None, lambda _: None
         )
@@ -161,7 +164,7 @@ def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeyp
             registry.idle_since_s = float("-inf")
             expiring = asyncio.ensure_future(registry.expire_for_ever(1e-3))
             await asyncio.sleep(0)
-            assert not expiring.done(), "it would have left"
+            assert not expiring.done(), "the daemon would have exited"
         assert not monitor.has_other_agent(0)
         monitor.agent_beat(agent.pid, AgentPhase.TRAINING)
         assert monitor.has_other_agent(0)
@@ -172,18 +175,19 @@ def test_an_agent_is_waited_for_and_watched_once_that_can_be_done(arena, monkeyp
     asyncio.run(run())
 
 
-def test_a_process_that_has_just_been_reaped_is_no_error_to_kill():
+def test_killing_a_reaped_process_is_no_error():
     async def run() -> None:
         child = Trainer()
         watch = ProcessWatch(Process(child.pid, stat_of(child.pid).start), lambda: None)
-        child.kill()  # ended and reaped, and the loop has not looked since
+        child.kill()  # ended and reaped; the event loop has not noticed yet
         assert await watch.kill()
 
     asyncio.run(run())
 
 
-def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(monkeypatch):
-    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # what has closed its session may live on
+def test_kill_returns_when_the_session_is_closed_meanwhile(monkeypatch):
+    # a process that has closed its session may live on
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
 
     async def run() -> None:
         watch = ProcessWatch(itself(), lambda: None)
@@ -191,19 +195,19 @@ def test_a_session_that_is_closed_while_it_is_fenced_is_waited_for_no_longer(mon
         await asyncio.sleep(0)
         watch.close()
         assert await asyncio.wait_for(killing, FENCE_DEADLINE_S / 2)
-        assert await watch.kill(), "nor is it signalled"
+        assert await watch.kill(), "the process is not signalled either"
 
     asyncio.run(run())
 
 
-def test_loops_go_on_where_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
+def test_loops_go_on_if_no_thread_can_be_started(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(socket_keeper, "LOOK_S", 0)
     monkeypatch.setattr(main, "SPARE_S", 0)
     pool = SparePool(SpareFiles(1, 4096), tmp_path, lambda: 0, list)
 
     async def run() -> None:
         place = socket_keeper.SocketKeeper(tmp_path / "d.sock")
-        loops = [asyncio.ensure_future(each) for each in (place.watch(None, None), main._keep_spare(pool))]
+        loops = [asyncio.ensure_future(each) for each in (place.watch(None, None), main._refill_spare_files(pool))]
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", raise_no_thread)
             for _ in range(10):
@@ -214,4 +218,8 @@ def test_loops_go_on_where_no_thread_can_be_started(monkeypatch, tmp_path, caplo
         place.release()
 
     asyncio.run(run())
-    assert caplog.text.count("sockets at") == 1 and "spare memory can't be had: can't start new thread" in caplog.text
+    assert (
+        caplog.text.count("sockets at") == 1
+        and "spare files can't be made" in caplog.text
+        and "can't start new thread" in caplog.text
+    )

@@ -1,4 +1,4 @@
-"""What a daemon says for a rank by the rank's slots: only what a restore could use."""
+"""Tests that a daemon reports only those steps of a slot that a restore could use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.daemon.jobs.test_leases import decide_request, lease_request
 from tests.support.jobs import epoch_of, write
 
 
-def test_a_slot_whose_capsule_is_damaged_is_not_said_to_be_sealed(tmp_path, caplog):
+def test_a_slot_with_a_damaged_capsule_is_not_reported_as_sealed(tmp_path, caplog):
     async def run() -> None:
         job = JobRecord(
             Arena(tmp_path / "arena", 64 << 20), pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None
@@ -21,10 +21,10 @@ def test_a_slot_whose_capsule_is_damaged_is_not_said_to_be_sealed(tmp_path, capl
         slots = await job.lease(lease_request(1))
         for step, slot in enumerate(slots, 1):
             write(slot.map, Version(epoch_of(1), step), nbytes=4096, compared={7: 10 * step})
-        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
-        assert job.capsule_replication.sealed(slots, epoch_of(2)) == {}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(1)) == {1: {7: 10}, 2: {7: 20}}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(2)) == {}
         slots[1].map.put_capsule(b"no capsule")
-        assert job.capsule_replication.sealed(slots, epoch_of(1)) == {1: {7: 10}}
+        assert job.capsule_replication.cell_digests(slots, epoch_of(1)) == {1: {7: 10}}
         assert f"slot={slots[1].name} is damaged" in caplog.text
 
     asyncio.run(run())

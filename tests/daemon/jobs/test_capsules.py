@@ -1,4 +1,7 @@
-"""Capsules among real daemons: kept by f others before a version is whole, through deaths and silence, and let go of."""
+"""Tests capsules among real daemons: f other nodes keep them before a version is whole.
+
+They survive deaths and silence, and are removed when no recovery needs them.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 
 def placed(ranks: int, tolerate: int = 1) -> dict[str, object]:
-    """What of a manifest makes its ranks hold replicas that must survive `tolerate` nodes."""
+    """Returns manifest fields for ranks whose replicas must survive `tolerate` lost nodes."""
     leaves = layout_of(2 * CHUNK).leaves
     return {"protect": "auto", "tolerate": tolerate, "chunk_bytes": CHUNK, **described(*[leaves] * ranks)}
 
 
 @pytest.fixture
 def job(start, trainer) -> Job:
-    """Two daemons with a rank each, that keep each other's capsules."""
+    """Two daemons with one rank each; each daemon keeps the other's capsules."""
     return held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
 
 
@@ -42,7 +45,7 @@ def held_job(daemons: list[DaemonProcess], tolerate: int = 1) -> Job:
 
 
 def seal(job: Job, trainer, step: int, ranks: list[int] | None = None) -> None:
-    """The ranks seal a step, each in the first of its slots that is free or holds the oldest, and say so."""
+    """Each rank seals a step in its free or oldest slot, and reports it."""
     for rank in job.home if ranks is None else ranks:
         slots = job.slots(rank, trainer.pid, slots=3)
         oldest = min(slots, key=lambda slot: slot.header.version.order if slot.header.version else (0, 0))
@@ -51,7 +54,7 @@ def seal(job: Job, trainer, step: int, ranks: list[int] | None = None) -> None:
 
 
 def copies(job: Job, node: int) -> list[tuple[int, int]]:
-    """(rank, step) of what a node keeps for others."""
+    """Returns (rank, step) of the capsules that a node keeps for others."""
     reply = job.daemons[node].call("Inventory", pb.InventoryRequest(job="job"))
     return [(copy.rank, copy.version.step) for copy in reply.capsules]
 
@@ -85,14 +88,14 @@ def all_whole(job: Job, step: int) -> None:
 
 
 @pytest.mark.parametrize("tolerate", [1, 2])
-def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, trainer, tolerate):
+def test_a_whole_version_has_each_capsule_on_f_other_nodes(start, trainer, tolerate):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(3)], tolerate)
     seal(job, trainer, 1)
     until(lambda: job.whole(0) == 1, what="whole(1)")
     found = [(node, rank) for node in range(3) for rank, step in copies(job, node) if step == 1]
     assert all(node != rank for node, rank in found)
     assert sorted(rank for _, rank in found) == sorted([0, 1, 2] * tolerate)
-    for node, rank in [*found, (0, 0)]:  # as a holder has it, and as its own slot has it
+    for node, rank in [*found, (0, 0)]:  # from a holder, and from the rank's own slot
         got = fetch(job, node, rank, 1)
         assert (got.rank, got.version.step, got.capsule, got.unreplicated_bytes) == (rank, 1, CAPSULE, 2 * CHUNK)
         assert got.digests == fetch(job, rank, rank, 1).digests and len(got.digests) == 16
@@ -101,7 +104,7 @@ def test_whole_means_that_every_capsule_lies_on_so_many_other_nodes(start, train
         assert 0 < status.capsule_bytes_sent < 1024 * tolerate and 0 < status.round_bytes_sent < 4096
 
 
-def test_no_capsule_travels_where_nothing_is_tolerated(start, trainer):
+def test_no_capsule_is_sent_if_tolerate_is_0(start, trainer):
     job = held_job([start("--listen", "127.0.0.1:0") for _ in range(2)], tolerate=0)
     seal(job, trainer, 1)
     all_whole(job, 1)
@@ -109,7 +112,7 @@ def test_no_capsule_travels_where_nothing_is_tolerated(start, trainer):
     assert job.daemons[1].call("Status", pb.StatusRequest()).capsule_bytes_sent == 0
 
 
-def test_nodes_of_one_domain_do_not_keep_for_each_other(start, trainer):
+def test_nodes_of_one_domain_do_not_keep_each_others_capsules(start, trainer):
     daemons = [start("--listen", "127.0.0.1:0", "--domain", domain) for domain in ("rack-1", "rack-1", "rack-2")]
     hellos = [daemon.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)) for daemon in daemons]
     assert [hello.domain for hello in hellos] == ["rack-1", "rack-1", "rack-2"]
@@ -123,8 +126,8 @@ def test_nodes_of_one_domain_do_not_keep_for_each_other(start, trainer):
     assert sorted(copies(job, 0) + copies(job, 1)) == [(2, 1)]
 
 
-def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
-    """Its own answer has long arrived: only the capsule that it should keep is missing."""
+def test_a_silent_holder_delays_whole_and_nothing_else(job, trainer):
+    """Only the capsule that the holder should keep is missing: its report has arrived."""
     seal(job, trainer, 1)
     all_whole(job, 1)
     sent = job.daemons[1].call("Status", pb.StatusRequest()).round_bytes_sent
@@ -140,8 +143,8 @@ def test_a_silent_holder_holds_whole_back_and_nothing_else(job, trainer):
     assert copies(job, 0) == [(1, 2)] and copies(job, 1) == [(0, 2)]
 
 
-def test_without_its_capsule_an_answer_does_not_count(start, trainer):
-    """The daemon above the sender hears everything, and still must not announce."""
+def test_a_sealed_step_without_its_capsule_does_not_count(start, trainer):
+    """The coordinator hears all reports, but must not announce the step as whole."""
     dropping = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "capsules.send:drop"})
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
     seal(job, trainer, 1)
@@ -157,7 +160,7 @@ def test_a_void_needs_no_capsule(job, trainer):
     assert messages.outcome_from(job.report(0, {1: VOID}, wait_ms=100)).voids(1)
 
 
-def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job, trainer):
+def test_mismatched_replicas_make_a_step_void_although_capsules_come_late(job, trainer):
     for rank in (0, 1):
         slot = job.slots(rank, trainer.pid)[0]
         write(slot, job.version(1))
@@ -172,7 +175,7 @@ def test_replicas_that_differ_make_a_step_void_however_late_the_capsules_are(job
 # Deaths
 
 
-def test_what_is_kept_survives_the_holders_death(job, trainer):
+def test_kept_capsules_survive_the_death_of_the_holder(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     before, held = fetch(job, 1, 0, 1), job.daemons[1].call("Status", pb.StatusRequest()).held_bytes
@@ -184,7 +187,7 @@ def test_what_is_kept_survives_the_holders_death(job, trainer):
     assert len(files(job, 1)) == 1
 
 
-def test_a_daemon_that_was_restarted_owes_again_what_it_finds_sealed(start, trainer):
+def test_a_restarted_daemon_sends_the_capsules_of_sealed_slots_again(start, trainer):
     dropping = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "capsules.send:drop"})
     job = held_job([start("--listen", "127.0.0.1:0"), dropping])
     seal(job, trainer, 1)
@@ -193,11 +196,11 @@ def test_a_daemon_that_was_restarted_owes_again_what_it_finds_sealed(start, trai
     dropping.environment = {}
     dropping.flags = ("--listen", job.hellos[1].addresses[0])
     dropping.start()
-    all_whole(job, 1)  # nobody reports it again
+    all_whole(job, 1)  # no rank reports the step again
     assert copies(job, 0) == [(1, 1)]
 
 
-def test_what_is_sealed_for_a_dead_trainer_is_owed_too(job, trainer):
+def test_capsules_sealed_for_a_dead_trainer_are_sent_too(job, trainer):
     seal(job, trainer, 1, [0])
     write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
     trainer.kill()
@@ -208,13 +211,13 @@ def test_what_is_sealed_for_a_dead_trainer_is_owed_too(job, trainer):
 # What is let go of
 
 
-def test_only_what_may_still_be_restored_is_kept(job, trainer):
+def test_only_capsules_that_a_restore_may_need_are_kept(job, trainer):
     for step in (1, 2, 3):
         seal(job, trainer, step)
         all_whole(job, step)
     assert copies(job, 0) == [(1, 3)] and len(files(job, 0)) == 1
     held = job.daemons[0].call("Status", pb.StatusRequest()).held_bytes
-    keep(job, 0, record(job, 2, rank=1))  # late: nobody needs it
+    keep(job, 0, record(job, 2, rank=1))  # late: no recovery needs it
     keep(job, 0, record(job, 4, rank=1), record(job, 4, rank=1))
     keep(job, 0, record(job, 4, rank=1))
     assert copies(job, 0) == [(1, 3), (1, 4)]
@@ -228,8 +231,11 @@ def test_only_what_may_still_be_restored_is_kept(job, trainer):
     assert len(files(job, 0)) == 1 + UNDECIDED_MAX
 
 
-def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
-    """Its link to the coordinator is broken: what was whole long ago must not give way to voids that it takes for open."""
+def test_a_holder_learns_outcomes_with_the_capsules(job):
+    """The holder's link to the coordinator is broken, so it takes void steps for undecided.
+
+    These steps must not displace a whole version.
+    """
     keep(job, 1, record(job, 1))
     for step in range(2, UNDECIDED_MAX + 10):
         decided = messages.outcome_to("job", epoch_of(job.counter), Outcome(1, step - 1))
@@ -238,7 +244,7 @@ def test_a_holder_that_hears_no_outcomes_learns_them_with_the_capsules(job):
     assert copies(job, 1) == [(0, 1), (0, step)]
 
 
-def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
+def test_capsules_are_sent_with_the_outcome(start, trainer):
     silent = start("--listen", "127.0.0.1:0", environment={"REFT_FAILPOINTS": "round.send:drop"})
     job = held_job([silent, start("--listen", "127.0.0.1:0")])
     seal(job, trainer, 1, [1])
@@ -249,7 +255,7 @@ def test_whoever_sends_capsules_says_what_is_decided(start, trainer):
     until(lambda: job.whole(1) == 1, what="the outcome, with the capsule of step 2")
 
 
-def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
+def test_a_decision_drops_capsules_of_other_histories_than_its_base(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     keep(job, 0, record(job, 2, rank=1))
@@ -267,8 +273,11 @@ def test_a_decision_drops_what_its_base_does_not_lead_to(job, trainer):
     assert copies(job, 0) == copies(job, 1) == [] and not files(job, 0)
 
 
-def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_from(job, trainer):
-    """Ranks that renew their placement in mid-run ask what is whole; news that come after that must not take it from them."""
+def test_capsules_are_kept_after_all_sessions_were_closed(job, trainer):
+    """Later news must not remove a step from ranks that re-attach.
+
+    Ranks that re-attach during a run ask which step is whole after they closed their sessions.
+    """
     seal(job, trainer, 1)
     all_whole(job, 1)
     job.close([0])
@@ -277,7 +286,7 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
         request = pb.KeepRequest(job="job", epoch=job.epoch, capsules=[record(job, step, rank=1)], outcome=decided)
         tcp_call(job.hellos[0].addresses[0], "Keep", request, job.manifest.token, pb_grpc.PeerStub)
     assert job.whole(0) == 3 and copies(job, 0) == [(1, 1), (1, 2), (1, 3)]
-    for step in range(10, 50):  # of ranks that train on by mistake
+    for step in range(10, 50):  # from ranks that continue training by mistake
         keep(job, 0, record(job, step, rank=1))
     assert copies(job, 0) == [(1, 1), *((1, step) for step in range(50 - UNDECIDED_MAX, 50))]
     base = job.version(1)
@@ -285,10 +294,10 @@ def test_a_node_whose_trainers_closed_their_sessions_keeps_what_they_may_go_on_f
     assert copies(job, 0) == [(1, 1)]
     seal(job, trainer, 2)
     all_whole(job, 2)
-    until(lambda: copies(job, 0) == [(1, 2)], what="the base's end: these trainers train")
+    until(lambda: copies(job, 0) == [(1, 2)], what="the removal of the base, since these trainers train")
 
 
-def test_it_is_freed_with_the_job(job, trainer):
+def test_capsules_are_freed_with_the_job(job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     status = job.daemons[0].call("Status", pb.StatusRequest())
@@ -311,7 +320,7 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
     keep(job, 0, record(job, 1, rank=1), record(job, 2, rank=1))
     path = job.daemons[0].folder / "job" / files(job, 0)[0]
     data = bytearray(path.read_bytes())
-    is_read = damage not in ("renamed", "link")  # of those it still has what it wrote
+    is_read = damage not in ("renamed", "link")  # the daemon still has the file that it wrote open
     if damage == "flipped":
         data[-20] ^= 1
     elif damage == "renamed":
@@ -326,7 +335,7 @@ def test_a_damaged_file_is_refused_and_reported(job, trainer, damage):
     job.daemons[0].kill()
     job.daemons[0].start()
     assert copies(job, 0) == [(1, 2)]
-    assert "can't be used, it is kept as *.bad" in job.daemons[0].log.read_text()
+    assert "can't be used and is renamed to *.bad" in job.daemons[0].log.read_text()
     assert [name for name in files(job, 0) if name.endswith(".bad")] and fetch(job, 0, 1, 2).capsule == bytes(7)
 
 
@@ -337,7 +346,7 @@ def test_limits(job):
         keep(job, 0, record(job, 1, rank=1, digests=DIGESTS_MAX + 8))
     with refused(Code.INVALID_ARGUMENT, "rank 2"):
         keep(job, 0, record(job, 1, rank=2))
-    with refused(Code.INVALID_ARGUMENT, "steps end at"):
+    with refused(Code.INVALID_ARGUMENT, "the highest step is"):
         keep(job, 0, record(job, messages.STEP_MAX + 1, rank=1))
     with refused(Code.INVALID_ARGUMENT, "larger chunk_bytes"):
         job.lease(0, data_bytes=CHUNK * (DIGESTS_MAX // 8 + 1))
@@ -346,14 +355,14 @@ def test_limits(job):
     assert len(fetch(job, 0, 1, 1).digests) == DIGESTS_MAX
 
 
-def test_no_room(start):
+def test_a_capsule_that_does_not_fit_is_refused(start):
     job = held_job([start("--listen", "127.0.0.1:0", "--memory", "1MiB") for _ in range(2)])
     with refused(Code.RESOURCE_EXHAUSTED, "--memory"):
         keep(job, 0, record(job, 1, rank=1, size=CAPSULE_MAX))
     assert files(job, 0) == []
 
 
-def test_strangers_and_dead_histories(job):
+def test_capsules_of_strangers_and_of_older_epochs_are_refused(job):
     keep(job, 0, record(job, 1, rank=1))
     address = job.hellos[0].addresses[0]
     request = pb.CapsuleRequest(job="job", rank=1, version=messages.version_to(job.version(1)))
@@ -376,7 +385,7 @@ def test_strangers_and_dead_histories(job):
     assert copies(job, 0) == [(1, 1)]
 
 
-def test_a_manifest_that_can_not_be_placed(start):
+def test_a_manifest_without_a_placement_is_refused(start):
     job = held_job([start()])
     job.manifest.tables[0] = b"\xff\xff"
     with pytest.raises(grpc.RpcError) as error:
@@ -401,7 +410,7 @@ def test_the_manifest_of_the_base_is_kept(daemon):
     job.manifest.script = "third"
     job.decide(base=job.version(5, 2))
     assert base_script() == "second"
-    job.decide(base=job.version(5, 2))  # nothing was whole in between
+    job.decide(base=job.version(5, 2))  # no version became whole in between
     daemon.kill()
     daemon.start()
     assert base_script() == "second"
@@ -411,13 +420,13 @@ def test_the_manifest_of_the_base_is_kept(daemon):
     daemon.call("Decide", request)
     assert base_script() == "told"
     request.base_manifest.job = "other"
-    with refused(Code.INVALID_ARGUMENT, "manifest of the base"):
+    with refused(Code.INVALID_ARGUMENT, "the base's manifest"):
         daemon.call("Decide", request)
     job.decide()
     assert not daemon.call("Inventory", pb.InventoryRequest(job="job")).HasField("base_manifest")
 
 
-def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job, trainer):
+def test_a_replacement_node_takes_the_decision_of_an_unknown_job(start, job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     job.daemons[1].kill()
@@ -431,7 +440,7 @@ def test_a_replacement_node_takes_the_decision_of_a_job_it_never_held(start, job
 
 
 def held_again(job: Job, daemons: list[DaemonProcess]) -> Job:
-    """The next attach of the job, with another set of nodes; the base is step 1 of the epoch before."""
+    """Attaches the job again, with other nodes. The base is step 1 of the previous epoch."""
     again = Job([(daemon, [rank]) for rank, daemon in enumerate(daemons)], **placed(len(daemons)))
     again.counter = job.counter + 1
     for i, daemon in enumerate(daemons):
@@ -442,7 +451,7 @@ def held_again(job: Job, daemons: list[DaemonProcess]) -> Job:
     return again
 
 
-def test_slots_of_a_rank_that_moved_are_read_here_and_then_freed(daemon, trainer):
+def test_slots_of_a_moved_rank_are_readable_until_a_newer_step_is_whole(daemon, trainer):
     job = Job([(daemon, [0, 1])]).decide()
     names = job.lease(1, trainer.pid)
     write(job.maps(1, names)[0], job.version(1))
@@ -450,7 +459,7 @@ def test_slots_of_a_rank_that_moved_are_read_here_and_then_freed(daemon, trainer
     moved.counter = job.close([1]).counter
     moved.decide(base=job.version(1))
     assert "refused" in ask_error(moved, 0, names[:1])
-    moved.lease(0, slots=0)  # now it is known
+    moved.lease(0, slots=0)  # now the rank has a lease
     (slot,) = moved.maps(0, names[:1])
     assert slot.header.rank == 1 and slot.bad_chunks() == []
     assert "refused" in ask_error(moved, 1, ["rank-7.slot-0"])
@@ -468,8 +477,8 @@ def ask_error(job: Job, rank: int, names: list[str]) -> str:
     return ""
 
 
-def test_domains_that_can_not_be(start):
+def test_invalid_domains_are_refused(start):
     with pytest.raises(RuntimeError, match="--domain"):
         start("--domain", "x" * 65)
-    with pytest.raises(RuntimeError, match="that can be printed"):
+    with pytest.raises(RuntimeError, match="printable characters"):
         start("--domain", "a\nb")

@@ -1,4 +1,4 @@
-"""A rank that asks for larger slots while it trains: what it writes meanwhile into those that it has is not lost."""
+"""Tests that a rank loses nothing while it trains and requests larger slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_refused_lease_takes_nothing_from_the_trainer(start, trainer, filled):
 
 
 @pytest.mark.parametrize("filled", [0, 2])
-def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, filled):
+def test_steps_written_while_larger_slots_are_made_are_kept(daemon, trainer, filled):
     job = Job([(daemon, [0])]).decide()
     old = job.slots(0, trainer.pid)
     for step, slot in list(enumerate(old, 1))[:filled]:
@@ -69,14 +69,14 @@ def test_what_is_under_way_while_larger_slots_are_made_is_kept(daemon, trainer, 
     assert len(job.headers()) == 2, "once the new slots are written, the old ones go"
 
 
-def test_what_a_trainer_left_in_slots_that_larger_ones_replace_is_sealed_too(daemon, trainer):
+def test_a_landed_step_in_a_replaced_slot_is_sealed_too(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     old, _ = job.slots(0, trainer.pid)
     job.lease(0, trainer.pid, data_bytes=8 * CHUNK)
-    write(old, job.version(1), SlotState.LANDED)  # it has not mapped them yet
+    write(old, job.version(1), SlotState.LANDED)  # the trainer has not mapped the new slots yet
     trainer.kill()
     until(lambda: (SlotState.SEALED, 1) in job.headers().values(), what="the seal")
-    until(lambda: job.whole() == 1, what="the round's word")
+    until(lambda: job.whole() == 1, what="the outcome of the round")
 
 
 def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
@@ -99,7 +99,7 @@ def test_a_retired_slot_that_was_cut_does_not_stop_the_round(arena):
     asyncio.run(run())
 
 
-def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch):
+def test_slots_of_a_cancelled_lease_are_kept_for_the_next_try(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -118,7 +118,7 @@ def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch
         first.cancel()
         second = asyncio.ensure_future(job.lease(lease_request(1)))
         for _ in range(10):
-            await asyncio.sleep(0)  # the second one comes as far as it can
+            await asyncio.sleep(0)  # the second request runs until it must wait
         goes_on.set()
         assert {slot.name for slot in await second} == set(job.slots)
         assert len(calls) == 1 and len(job.slots) == 2 and arena.held_bytes == job.held_bytes
@@ -126,7 +126,7 @@ def test_slots_whose_caller_is_gone_are_kept_for_its_next_try(arena, monkeypatch
     asyncio.run(run())
 
 
-def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch):
+def test_slots_of_a_job_that_is_dropped_meanwhile_are_freed(arena, monkeypatch):
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
         job.decide(decide_request(1), [])
@@ -156,7 +156,7 @@ def test_slots_of_a_job_that_was_dropped_meanwhile_are_freed(arena, monkeypatch)
     asyncio.run(run())
 
 
-def test_only_lack_of_room_makes_other_jobs_give_way(arena, monkeypatch):
+def test_only_a_lack_of_memory_raises_no_room(arena, monkeypatch):
     def refuse(number: int) -> None:
         monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
 
@@ -177,7 +177,7 @@ def job_of(arena: Arena, name: str = "job") -> JobRecord:
     return job
 
 
-def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
+def test_two_leases_at_once_do_not_take_the_same_memory(arena, monkeypatch):
     to_thread, makers = asyncio.to_thread, []
 
     def counted(*arguments: object) -> object:
@@ -193,7 +193,7 @@ def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
         request.data_bytes, request.chunk_bytes = 16 << 20, 256 << 10
         leases = [asyncio.ensure_future(job_of(arena, name).lease(request)) for name in ("one", "other")]
         await to_thread(checked.wait, 20)
-        assert len(makers) == 1, "between the question and the answer's use nobody else asks"
+        assert len(makers) == 1, "no other request checks for memory before the first one has taken it"
         goes_on.set()
         found = await asyncio.gather(*leases, return_exceptions=True)
         assert [type(each) for each in found] == [list, NoRoom] and arena.held_bytes <= arena.budget_bytes
@@ -201,9 +201,7 @@ def test_two_jobs_that_lease_at_once_share_what_there_is(arena, monkeypatch):
     asyncio.run(run())
 
 
-def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_one_that_was_dropped(
-    arena, monkeypatch
-):
+def test_a_job_that_comes_again_waits_for_slots_of_the_dropped_job(arena, monkeypatch):
     async def run() -> None:
         create, begun, goes_on = arena.create, threading.Event(), threading.Event()
 
@@ -223,7 +221,7 @@ def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_
         begun.clear()
         second = asyncio.ensure_future(again.lease(lease_request(1)))
         for _ in range(10):
-            await asyncio.sleep(0)  # it comes as far as it can
+            await asyncio.sleep(0)  # the request runs until it must wait
         assert not begun.is_set()
         goes_on.set()
         assert {slot.backing for slot in await second} == {"tmpfs"}
@@ -232,20 +230,20 @@ def test_a_job_that_comes_again_does_not_meet_slots_that_are_still_made_for_the_
     asyncio.run(run())
 
 
-def test_what_is_to_be_made_is_held_before_it_is_made(arena, monkeypatch):
-    """Spare memory is filled in another thread, up to what the arena does not hold."""
-    made, held = arena._made, []
+def test_slots_count_as_held_before_they_are_made(arena, monkeypatch):
+    """Another thread makes spare files, in the memory that the arena does not count as held."""
+    make_slot, held = arena._make_slot, []
 
     def look(*arguments: object) -> object:
         held.append(arena.held_bytes)
-        return made(*arguments)
+        return make_slot(*arguments)
 
-    monkeypatch.setattr(arena, "_made", look)
+    monkeypatch.setattr(arena, "_make_slot", look)
     slots = arena.create("job", 0, ["rank-0.slot-0", "rank-0.slot-1"], Geometry(4096, 4096, 4096), [])
     assert held == [sum(slot.file_bytes for slot in slots)] * 2
 
 
-def test_who_reads_a_slot_that_is_freed_meanwhile_gets_no_other_file(arena):
+def test_a_read_of_a_slot_that_is_freed_meanwhile_reaches_no_other_file(arena):
     async def run() -> None:
         job, request, version = job_of(arena), lease_request(1), Version(epoch_of(1), 1)
         request.data_bytes = 2 * slot_reads.READ_CHUNK
@@ -255,7 +253,7 @@ def test_who_reads_a_slot_that_is_freed_meanwhile_gets_no_other_file(arena):
         pieces, number = slot_reads.read(job, ask), slot.descriptor
         await anext(pieces)
         job.free()
-        other = os.dup2(arena._lock, number)  # the number is given again
+        other = os.dup2(arena._lock, number)  # the descriptor's number is in use again
         with pytest.raises(FormatError, match="can't be read"):
             await anext(pieces)
         with pytest.raises(FormatError, match="was freed"):

@@ -1,4 +1,4 @@
-"""Who is a rank's trainer: a session that was closed stays closed, whatever was still under way."""
+"""Tests which process is a rank's trainer. A closed session stays closed."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def release_request(counter: int) -> pb.ReleaseRequest:
     return pb.ReleaseRequest(job="job", epoch=messages.epoch_to(epoch_of(counter)), rank=0)
 
 
-def test_who_has_closed_a_session_leases_nothing_more_in_its_epoch(daemon, trainer):
+def test_a_process_that_closed_its_session_gets_no_lease_in_that_epoch(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
     with refused(Code.FAILED_PRECONDITION, "has closed its session"):
         job.lease(0, trainer.pid)
     assert not daemon.status("job").ranks[0].alive
-    assert job.decide().lease(0, trainer.pid) == names, "the next attach of the same process is another matter"
+    assert job.decide().lease(0, trainer.pid) == names, "the same process may attach again"
 
 
 @pytest.mark.parametrize("event", ["closed", "attached anew"])
-def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
-    """A larger layout's slots are leased beside training: the session may be closed while they are being made."""
+def test_a_slow_lease_undoes_no_close_and_no_new_attach(arena, monkeypatch, event):
+    """Slots for a larger layout are leased during training. The session may close meanwhile."""
 
     async def run() -> None:
         job = JobRecord(arena, pb.JobRecord(manifest=decide_request(1).manifest), lambda _: None)
@@ -85,8 +85,11 @@ def test_a_lease_that_takes_its_time_undoes_nothing(arena, monkeypatch, event):
     asyncio.run(run())
 
 
-def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refused(daemon, trainer):
-    """Two launches of a job in one moment: the second has looked, and found nobody, when the first one registers."""
+def test_a_decision_is_refused_while_a_new_trainer_lives(daemon, trainer):
+    """Two launches of a job start at once.
+
+    The first trainer registers after the second launch has found no orphans.
+    """
     job = Job([(daemon, [0])]).decide()
     daemon.call("Inventory", pb.InventoryRequest(job="job", launch="other", pids=[os.getpid()], end_orphans=True))
     job.lease(0, trainer.pid)
@@ -100,18 +103,18 @@ def test_a_decision_over_a_trainer_that_came_after_the_look_for_orphans_is_refus
     job.decide().lease(0)
 
 
-def test_a_living_trainers_rank_is_leased_to_nobody_else(daemon, trainer):
-    """Two processes would write the same slots."""
+def test_the_rank_of_a_living_trainer_is_leased_to_no_other_process(daemon, trainer):
+    """Otherwise two processes would write the same slots."""
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
-    with refused(Code.ALREADY_EXISTS, f"is attached by process {trainer.pid}"):
+    with refused(Code.ALREADY_EXISTS, f"is already attached by process {trainer.pid}"):
         job.lease(0, os.getpid())
     trainer.kill()
     until(lambda: not daemon.status("job").ranks[0].alive, what="the news of its death")
     assert job.lease(0, os.getpid()) == names
 
 
-def test_an_orphan_that_does_not_die_is_said_and_nobody_trains_beside_it():
+def test_an_orphan_that_does_not_die_fails_the_attach():
     class Undying:
         async def kill(self) -> bool:
             return False

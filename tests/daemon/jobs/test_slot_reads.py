@@ -1,4 +1,4 @@
-"""What lies on another node comes by way of the own daemon: it has the certificates, and trainers have none."""
+"""Tests reads from another node through the node's own daemon: trainers have no certificates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support.certificates import Certificates, why_not
 from tests.support.jobs import Code, Job, refused, write
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-DATA_BYTES = 5 << 20  # several messages of a stream
+DATA_BYTES = 5 << 20  # several messages of the stream
 
 
 @pytest.fixture
 def job(start, tmp_path) -> Job:
-    """Two nodes with nothing in common but TCP; rank 1 has sealed step 3."""
+    """Two nodes that reach each other only over TCP; rank 1 has sealed step 3."""
     flags = Certificates(tmp_path).flags("ours")
     job = Job([(start("--listen", "127.0.0.1:0", *flags), [rank]) for rank in range(2)])
     job.decide()
@@ -62,7 +62,7 @@ def test_a_capsule_comes_from_another_node_or_from_the_own(job):
         assert remote(job).capsule(job.hellos[node].node_id, rank, job.version(3)).capsule == record.capsule
 
 
-def test_what_is_not_there_is_refused_by_name(job):
+def test_a_missing_slot_or_capsule_is_named(job):
     with pytest.raises(FormatError, match=r"what rank 0 needs lies on node n1, .*node n1: no capsule of rank 0"):
         remote(job).capsule(job.hellos[1].node_id, 0, job.version(3))
     gone = held(job)
@@ -78,7 +78,7 @@ def test_what_is_not_there_is_refused_by_name(job):
             read()
 
 
-def test_a_large_slot_has_the_time_that_its_bytes_take(job, monkeypatch):
+def test_the_deadline_of_a_read_grows_with_its_bytes(job, monkeypatch):
     given = []
 
     class Stub(pb_grpc.DaemonStub):
@@ -93,7 +93,7 @@ def test_a_large_slot_has_the_time_that_its_bytes_take(job, monkeypatch):
     assert [timeout for _, timeout in given] == [10.0 + size / FAR_BYTES_PER_S for size, _ in given]
 
 
-def test_who_reads_nothing_waits_for_who_reads_most_from_afar():
+def test_all_ranks_wait_for_the_rank_that_reads_most_from_other_nodes():
     def at(node: str, rank: int, nbytes: int) -> HeldSlot:
         return HeldSlot(node, rank, "s", SlotState.SEALED, None, data_bytes=nbytes)
 
@@ -104,13 +104,13 @@ def test_who_reads_nothing_waits_for_who_reads_most_from_afar():
     assert far_s({0: sources[0]}, {0: 0}, nodes) == far_s({}, {}, nodes) == 0
 
 
-def test_calls_over_tcp_are_not_passed_on(start):
+def test_calls_over_tcp_are_not_forwarded(start):
     job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)]).decide()
     address, metadata = job.hellos[0].addresses[0], rpc.token_metadata(job.manifest.token)
     version, node = messages.version_to(job.version(3)), job.manifest.nodes[1]
     with rpc.channel(address) as channel:
         stub = pb_grpc.DaemonStub(channel)
-        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
             stub.FetchCapsule(pb.CapsuleRequest(job="job", version=version, node=node), timeout=10, metadata=metadata)
-        with refused(Code.UNAUTHENTICATED, "over the unix socket only"):
+        with refused(Code.UNAUTHENTICATED, "only for callers on the unix socket"):
             list(stub.Read(pb.ReadRequest(job="job", slot="s", node=node), timeout=10, metadata=metadata))

@@ -1,4 +1,4 @@
-"""Slots through the deaths of trainers and daemons: sealed, adopted, returned, kept aside, freed."""
+"""Tests slots through deaths of trainers and daemons: sealed, adopted, returned, renamed, freed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_alive(job: Job, rank: int = 0) -> bool:
 # Trainers that die
 
 
-def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
+def test_a_landed_slot_is_sealed_for_a_dead_trainer(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid, slots=3)
     first, second, third = job.maps(0, names)
@@ -46,13 +46,13 @@ def test_what_has_landed_is_sealed_for_a_dead_trainer(daemon, trainer):
     until(lambda: job.whole() == 2, what="the sealed step in the round")
 
 
-def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, trainer):
+def test_a_job_keeps_its_training_time_and_number_of_failures(daemon, trainer):
     def history():
         return JobSurvey({"node": daemon.call("Inventory", pb.InventoryRequest(job=job.name))}).inventory.history
 
     job = Job([(daemon, [0])], trained_s=100.0, failures=2).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1))
-    assert history() == (100.0, 2), "nothing was sealed, nothing has failed"
+    assert history() == (100.0, 2), "no step was sealed, and no trainer has failed"
     job.report(0, {1: StepAnswer.SEALED})
     trained_s, failures = history()
     assert 100.0 < trained_s < 160.0 and failures == 2
@@ -61,13 +61,13 @@ def test_a_job_remembers_for_how_long_it_trained_and_what_ended_it(daemon, train
     assert history() == (trained_s, 3)
     job.manifest.trained_s, job.manifest.failures = history()
     job.decide()
-    assert history() == (trained_s, 3), "of a new attach nothing is known yet"
+    assert history() == (trained_s, 3), "a new attach has no history of its own yet"
     job.lease(0)
     job.call(0, "Release", pb.ReleaseRequest(job=job.name, epoch=job.epoch, rank=0))
-    assert history() == (trained_s, 3), "a session that was closed is no failure"
+    assert history() == (trained_s, 3), "a closed session is no failure"
 
 
-def test_a_sealed_step_that_was_never_reported_is_found_whole(daemon, trainer):
+def test_a_sealed_step_that_was_never_reported_becomes_whole(daemon, trainer):
     other = Trainer()
     try:
         job = Job([(daemon, [0, 1])]).decide()
@@ -82,7 +82,7 @@ def test_a_sealed_step_that_was_never_reported_is_found_whole(daemon, trainer):
         other.kill()
 
 
-def test_a_living_trainers_landed_slot_is_its_own(daemon, trainer):
+def test_the_landed_slot_of_a_living_trainer_is_not_sealed(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     (name, _) = names = job.lease(0, trainer.pid)
     write(job.maps(0, names)[0], job.version(1), LANDED)
@@ -91,7 +91,7 @@ def test_a_living_trainers_landed_slot_is_its_own(daemon, trainer):
     assert job.headers()[name] == (LANDED, 1)
 
 
-def test_one_trainer_a_rank(daemon, trainer):
+def test_a_rank_has_only_one_trainer(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     with refused(Code.ALREADY_EXISTS, f"process {trainer.pid}"):
@@ -113,7 +113,7 @@ def test_an_orphan_of_the_same_launch_is_ended_at_the_next_attach(daemon, traine
     assert [slot.state for slot in reply.slots if slot.version.step == 1] == [SEALED]
 
 
-def test_release_is_not_death(daemon, trainer):
+def test_a_closed_session_does_not_count_as_death(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     job.lease(0, trainer.pid)
     daemon.call("Release", pb.ReleaseRequest(job="job", epoch=job.epoch))
@@ -125,7 +125,7 @@ def test_release_is_not_death(daemon, trainer):
 # Attach
 
 
-def test_an_attach_empties_what_its_plan_drops_and_nothing_else(daemon, trainer):
+def test_an_attach_empties_only_the_slots_that_its_plan_drops(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     first, second = job.maps(0, names)
@@ -139,8 +139,8 @@ def test_an_attach_empties_what_its_plan_drops_and_nothing_else(daemon, trainer)
         job.report(0, {2: StepAnswer.SEALED})
 
 
-def test_larger_slots_beside_those_that_hold_something(daemon, trainer):
-    """A grown layout gets new slots; the old version stays until a newer one is whole, then its memory is freed."""
+def test_larger_slots_replace_old_ones_once_a_newer_step_is_whole(daemon, trainer):
+    """A larger layout gets new slots. The old version stays until a newer one is whole."""
     job = Job([(daemon, [0])]).decide()
     old = job.lease(0, trainer.pid)
     write(job.maps(0, old)[0], job.version(1))
@@ -185,7 +185,7 @@ def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
     write(slots[0], job.version(1))
     held = daemon.status("job").ranks[0].bytes
     daemon.kill()
-    write(slots[1], job.version(2))  # the trainer goes on
+    write(slots[1], job.version(2))  # the trainer continues
     daemon.start()
     status = daemon.status("job")
     assert (status.epoch, status.ranks[0].alive, status.ranks[0].pid) == (job.epoch, True, trainer.pid)
@@ -197,7 +197,7 @@ def test_a_killed_daemon_adopts_slots_leases_and_epoch(daemon, trainer):
     until(lambda: not is_alive(job), what="the news of a death after adoption")
 
 
-def test_a_trainer_that_died_while_the_daemon_was_down(daemon, trainer):
+def test_a_trainer_that_died_while_the_daemon_was_down_is_sealed(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     write(job.maps(0, names)[0], job.version(1), LANDED)
@@ -208,7 +208,7 @@ def test_a_trainer_that_died_while_the_daemon_was_down(daemon, trainer):
     assert not is_alive(job) and job.whole() == 1
 
 
-def test_one_trainer_died_while_the_daemon_was_down_and_the_others_are_known(daemon, trainer):
+def test_one_death_while_the_daemon_was_down_leaves_other_trainers_known(daemon, trainer):
     other = Trainer()
     job = Job([(daemon, [0, 1])]).decide()
     job.lease(0, other.pid)
@@ -220,8 +220,8 @@ def test_one_trainer_died_while_the_daemon_was_down_and_the_others_are_known(dae
     job.report(1, {1: StepAnswer.SEALED})
 
 
-def test_what_a_dead_trainer_left_is_sealed_without_mapping_it(daemon, trainer):
-    """Who has all slots of a node mapped is the first that the kernel kills when memory is short."""
+def test_a_dead_trainers_slot_is_sealed_without_mapping_it(daemon, trainer):
+    """When memory is short, the kernel kills the process that has most memory mapped."""
     job = Job([(daemon, [0])]).decide()
     name = job.lease(0, trainer.pid, data_bytes=64 << 20)[0]
     write(job.maps(0, [name])[0], job.version(1), LANDED, 64 << 20)
@@ -261,7 +261,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_slot_is_kept_aside_and_never_offered(daemon, trainer, damage):
+def test_a_damaged_slot_is_renamed_and_never_offered(daemon, trainer, damage):
     job = Job([(daemon, [0, 1])]).decide()
     for rank in (0, 1):
         for step, slot in enumerate(job.slots(rank, trainer.pid), 1):
@@ -273,11 +273,11 @@ def test_a_damaged_slot_is_kept_aside_and_never_offered(daemon, trainer, damage)
     assert set(job.headers()) == {"rank-0.slot-1", "rank-1.slot-0", "rank-1.slot-1"}
     assert "rank-0.slot-0 can't be used" in daemon.log.read_text()
     assert [each.name for each in path.parent.glob("*.bad")] == ["rank-0.slot-0.bad"]
-    assert len(job.lease(0, trainer.pid)) == 2  # the rank gets new room
+    assert len(job.lease(0, trainer.pid)) == 2  # the rank gets a new slot
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff\xff\xff", "of another job", "no such node"])
-def test_a_record_that_can_not_be_right_stops_no_daemon(daemon, trainer, record):
+def test_an_invalid_record_does_not_stop_the_daemon(daemon, trainer, record):
     job = Job([(daemon, [0])]).decide()
     job.lease(0, trainer.pid)
     daemon.kill()
@@ -290,10 +290,10 @@ def test_a_record_that_can_not_be_right_stops_no_daemon(daemon, trainer, record)
     path.write_bytes(record if isinstance(record, bytes) else found.SerializeToString())
     daemon.start()
     assert not daemon.call("Status", pb.StatusRequest()).jobs
-    assert "its job is not offered" in daemon.log.read_text()
+    assert "the slots of its job are not offered" in daemon.log.read_text()
 
 
-def test_a_draft_that_was_never_finished_is_no_slot(daemon, trainer):
+def test_an_unfinished_draft_is_no_slot(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     daemon.kill()
@@ -302,7 +302,7 @@ def test_a_draft_that_was_never_finished_is_no_slot(daemon, trainer):
     assert set(job.headers()) == set(names)
 
 
-def test_a_slot_that_was_cut_under_a_living_daemon_does_not_kill_it(daemon, trainer):
+def test_a_slot_that_is_cut_does_not_kill_the_daemon(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     write(job.maps(0, names)[0], job.version(1))
@@ -328,7 +328,7 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     assert reply.backing == "memfd" == cramped.status("job").backing
     descriptors = job.descriptors(0, names)
     with pytest.raises(OSError):
-        os.ftruncate(descriptors[0], 0)  # sealed: nobody can cut it under the daemon
+        os.ftruncate(descriptors[0], 0)  # a sealed memfd: no process can cut it under the daemon
     slots = job.maps(0, names)
     write(slots[0], job.version(1), LANDED)
     assert not list((cramped.folder / "job").glob("rank*"))
@@ -338,12 +338,13 @@ def test_memfds_where_the_folder_has_no_room(cramped, trainer):
     assert job.report(0, {}).slots_missing
     request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=names)
     assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []
-    assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []  # twice is once
+    # repeated calls change nothing
+    assert local_socket.ask_slots(job.local_socket(), request, descriptors, 5) == []
     assert not job.report(0, {}).slots_missing
     assert job.headers() == {names[0]: (LANDED, 1), names[1]: (EMPTY, 0)}
     assert cramped.call("Status", pb.StatusRequest()).held_bytes == sum(slot.file_bytes for slot in reply.slots)
     wrong = pb.SlotsRequest(job="job", epoch=job.epoch, rank=0, returned=["rank-0.slot-x/../y"])
-    with pytest.raises(AttachError, match="no memfd of fixed size"):
+    with pytest.raises(AttachError, match="not a memfd of fixed size"):
         local_socket.ask_slots(job.local_socket(), wrong, descriptors[:1], 5)
     trainer.kill()
     until(lambda: job.headers()[names[0]] == (SEALED, 1), what="the seal of a returned memfd")
@@ -370,8 +371,8 @@ def test_the_time_to_live_begins_when_the_last_trainer_ends(start, trainer):
 
 
 @pytest.mark.parametrize("is_closed, flags", [(False, ("1000", "0.5")), (True, ("0.5", "1000"))])
-def test_a_named_job_that_failed_has_another_time_to_live_than_one_that_ended(start, trainer, is_closed, flags):
-    """Whoever is to start it again may be asleep."""
+def test_failed_and_ended_jobs_have_different_times_to_live(start, trainer, is_closed, flags):
+    """The person who can start the job again may be asleep."""
     process = start("--ttl", flags[0], "--ttl-failed", flags[1])
     job = Job([(process, [0])]).decide()
     write(job.slots(0, trainer.pid)[0], job.version(1))
@@ -381,7 +382,7 @@ def test_a_named_job_that_failed_has_another_time_to_live_than_one_that_ended(st
     until(lambda: not process.call("Status", pb.StatusRequest()).jobs, what="the end of the time to live")
 
 
-def test_purge_frees_all_and_spares_the_living(daemon, trainer):
+def test_purge_frees_ended_jobs_and_refuses_living_ones(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     held = daemon.status("job").ranks[0].bytes
@@ -395,7 +396,7 @@ def test_purge_frees_all_and_spares_the_living(daemon, trainer):
     assert daemon.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
-def test_ended_jobs_without_a_name_give_way(start, trainer):
+def test_ended_jobs_without_a_name_are_dropped_for_memory(start, trainer):
     process = start("--memory", "5MiB")
     for name, named in (("unnamed", False), ("named", True)):
         job = Job([(process, [0])], name=name)

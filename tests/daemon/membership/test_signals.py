@@ -1,4 +1,4 @@
-"""Signals among real daemons: who is lost, who is only silent, who stands still, and who may not come back."""
+"""Tests signals among real daemons: lost, silent and stalled nodes, and nodes of an old round."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ class Cluster:
         return list(self.job.manifest.nodes)
 
     def with_agents(self, name: str = "job") -> Cluster:
-        """Args: name: of the job, as the agents call it."""
+        """Starts an agent on each node.
+
+        Args:
+            name: name of the job, as the agents call it.
+        """
         for daemon, node in zip(self.daemons, self.nodes, strict=True):
             self.agents.append(Agent(daemon.address, name, node.id, self.nodes))
         for i in range(len(self.daemons)):
-            until(lambda i=i: self.launch(i, name) == "launch", 60, f"the agent's word on n{i}")
+            until(lambda i=i: self.launch(i, name) == "launch", 60, f"the agent's beat on n{i}")
         return self
 
     def train(self) -> Cluster:
@@ -60,10 +64,10 @@ class Cluster:
         try:
             return self.signals(observer, name).launch
         except grpc.RpcError:
-            return ""  # nobody has spoken of the job
+            return ""  # the job is not watched there
 
     def seen(self, observer: int) -> list[Signal]:
-        """What a daemon says of all nodes, in their order."""
+        """Returns a daemon's signals of all nodes, in their order."""
         found = {each.node: Signal(each.signal) for each in self.signals(observer).nodes}
         return [found[f"n{i}"] for i in range(len(self.daemons))]
 
@@ -71,7 +75,7 @@ class Cluster:
         return next(each.reason for each in self.signals(observer).nodes if each.node == f"n{node}")
 
     def age_s(self, observer: int, node: int) -> float:
-        """For how long a daemon has said the same of a node."""
+        """Returns the seconds since a daemon's signal of a node last changed."""
         return next(each.age_s for each in self.signals(observer).nodes if each.node == f"n{node}")
 
     def await_seen(self, observer: int, node: int, *expected: Signal) -> None:
@@ -85,14 +89,14 @@ class Cluster:
             for j in range(len(self.daemons)):
                 self.await_seen(i, j, Signal.HEALTHY, Signal.SNAP)
             if self.agents:
-                until(lambda i=i: self.hears_all_agents(i), 60, f"the word of all agents on n{i}")
+                until(lambda i=i: self.hears_all_agents(i), 60, f"beats of all agents on n{i}")
 
     def hears_all_agents(self, observer: int) -> bool:
         others = [each for each in self.signals(observer).nodes if each.node != f"n{observer}"]
         return all(each.agent for each in others)
 
     def step(self, step: int) -> None:
-        """Every rank reports a step."""
+        """Every rank reports a step as sealed."""
         for rank in range(len(self.daemons)):
             self.job.report(rank, {step: StepAnswer.SEALED})
 
@@ -129,8 +133,8 @@ def test_a_stopped_or_killed_daemon_is_suspected_and_never_given_up(cluster):
     three.await_well()
 
 
-def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
-    """That look may come from what was waiting at its sockets, such as its own agent's beat, before its own loop turns."""
+def test_a_daemon_that_was_stopped_does_not_judge_others_at_once(monkeypatch):
+    """The first look may come from a waiting message, e.g. its own agent's beat."""
     now_s = 1000.0
     monkeypatch.setattr("reft_daemon.membership.job_monitor.time.monotonic", lambda: now_s)
     nodes = {name: pb.Node(id=name, name=name) for name in ("here", "there")}
@@ -148,15 +152,15 @@ def test_a_daemon_that_was_stopped_judges_nobody_by_its_first_look(monkeypatch):
     assert there.signal is Signal.HEALTHY
     now_s += 60
     monitor.look(now_s)
-    assert there.signal is Signal.HEALTHY and monitor.word.reason.startswith("it is overloaded")
+    assert there.signal is Signal.HEALTHY and monitor.own_report.reason.startswith("it is overloaded")
     for _ in range(15):
         now_s += 0.1
         monitor.look(now_s)
-    assert there.signal is Signal.OFFLINE, "it listened, and the other is still silent"
+    assert there.signal is Signal.OFFLINE, "this daemon has listened meanwhile, and the other is still silent"
 
 
-def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
-    """The reply that agents wait for is held back until then."""
+def test_the_death_of_a_trainer_is_signalled_to_all_at_once(cluster):
+    """The reply to a waiting agent is sent at that moment."""
     two = cluster(2).train()
     two.await_well()
     with rpc.channel(two.daemons[0].address) as channel:
@@ -167,7 +171,8 @@ def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
             same = stub.Signals(pb.SignalsRequest(job="job", version=now.version), timeout=10)
             return now if same.version == now.version else None
 
-        now = until(calm, what="a moment without news")  # busy daemons are late, and are suspected for it
+        # busy daemons are late, and are suspected because of it
+        now = until(calm, what="a moment without news")
         waiting = stub.Signals.future(pb.SignalsRequest(job="job", version=now.version, wait_ms=9000), timeout=15)
         two.trainers[1].kill()
         assert waiting.result().version != now.version
@@ -176,12 +181,12 @@ def test_a_dead_trainer_is_told_to_all_and_at_once(cluster):
 
 
 def test_trainers_and_agents_may_have_different_names_for_a_job(cluster):
-    """`job=` in the script and nothing on torchrun's command line: they belong together by their launch."""
+    """The script has `job=`, and torchrun has no job name: the launch pairs both."""
     two = cluster(2).with_agents(name="run-1").train()
     two.await_well()
     two.daemons[0].kill()
-    two.daemons[0].start()  # it meets the trainers' job first, in its arena
-    until(lambda: two.launch(0) == "launch", 60, "the agents' word to the new daemon")
+    two.daemons[0].start()  # it finds the trainers' job first, in its arena
+    until(lambda: two.launch(0) == "launch", 60, "the agents' beats at the new daemon")
     two.await_well()
     two.trainers[1].kill()
     two.await_seen(0, 1, Signal.UNHEALTHY)
@@ -191,7 +196,7 @@ def test_trainers_and_agents_may_have_different_names_for_a_job(cluster):
     assert {each.node for each in two.daemons[0].status("job").signals} == {"n0", "n1"}
 
 
-def test_a_dead_trainer_is_no_news_in_the_next_round(cluster):
+def test_an_earlier_death_is_not_signalled_in_the_next_round(cluster):
     two = cluster(2).with_agents().train()
     two.await_well()
     two.trainers[1].kill()
@@ -199,7 +204,7 @@ def test_a_dead_trainer_is_no_news_in_the_next_round(cluster):
         two.await_seen(observer, 1, Signal.UNHEALTHY)
     for agent in two.agents:
         agent.say(round=2)
-    two.await_well()  # although nobody has attached in it yet
+    two.await_well()  # although no trainer has attached in this round yet
     assert [two.signals(observer).round for observer in range(2)] == [2, 2]
 
 
@@ -207,7 +212,7 @@ def test_an_agent_that_finished_or_stops_its_workers_is_no_failure_and_a_dead_on
     two = cluster(2).with_agents().train()
     two.await_well()
     two.agents[0].say(phase="STOPPING")
-    two.agents[0].await_heard()  # else the trainer's death is a failure, and stays one
+    two.agents[0].await_heard()  # otherwise the trainer's death counts as a failure, and stays one
     two.agents[1].say(phase="FINISHED")
     for observer in range(2):
         two.await_seen(observer, 1, Signal.COMPLETED)
@@ -216,18 +221,19 @@ def test_an_agent_that_finished_or_stops_its_workers_is_no_failure_and_a_dead_on
     assert two.seen(1)[0] in (Signal.HEALTHY, Signal.SNAP)
     two.agents[0].process.kill()
     two.await_seen(1, 0, Signal.UNHEALTHY)
-    # Its excuse for the dead trainer has ended with it: either is a reason.
+    # STOPPING excuses the dead trainer only while the agent lives. So either death may be the
+    # reason.
     dead = f"the trainer of rank 0, process {two.trainers[0].pid}, died."
     assert two.reason(1, 0) in (f"its agent, process {two.agents[0].pid}, has ended.", dead)
 
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kills):
+def test_a_stalled_rank_is_named_and_killed_only_on_request(cluster, kills):
     two = cluster(2, *(["--kill-hung"] if kills else [])).train()
     for step in range(GAPS_MIN + 2):
         two.step(step)
         until(lambda step=step: two.job.whole(1) == step, what=f"whole({step})")
-        until(lambda: two.seen(0) and two.seen(1), what="a look")
+        until(lambda: two.seen(0) and two.seen(1), what="signals")
     two.trainers[1].process.send_signal(signal.SIGSTOP)
     if kills:
         two.await_seen(0, 1, Signal.UNHEALTHY)
@@ -236,15 +242,15 @@ def test_a_rank_that_stands_still_is_named_and_killed_only_if_asked(cluster, kil
         assert two.trainers[0].process.poll() is None
         return
     two.await_seen(0, 1, Signal.SUSPECT)
-    until(lambda: "it may wait for rank 1" in two.reason(0, 0), 60, "the laggard's rank")
+    until(lambda: "it may wait for rank 1" in two.reason(0, 0), 60, "the rank that is waited for")
     assert two.reason(0, 1).startswith("rank 1 stands still at step 4: no step for ")
     assert two.reason(0, 1).endswith("; its process is stopped.")
     assert two.trainers[1].process.poll() is None and two.trainers[0].process.poll() is None
     assert Signal.OFFLINE not in two.seen(0)
 
 
-def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
-    """Stopped, so that it believes what it believed; the others went on in a new round and a new epoch."""
+def test_a_node_that_was_given_up_can_not_restore_its_old_round(cluster):
+    """The node is stopped, so it keeps its old view. The others go on in a new round and epoch."""
     three = cluster(3).with_agents().train()
     three.await_well()
     old = three.job.epoch
@@ -268,10 +274,13 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
     two.decide()
     three.agents[2].signal(signal.SIGCONT)
     three.daemons[2].kill(signal.SIGCONT)
-    until(lambda: not three.daemons[0].call("Survey", survey).nodes[1].brief, what="patience, as it was heard")
-    # It is told by each of its own beats, and tells its agent.
+    until(
+        lambda: not three.daemons[0].call("Survey", survey).nodes[1].brief,
+        what="the longer timeout, since the node was heard",
+    )
+    # The replies to the node's own beats say so, and the node tells its agent.
     three.await_seen(2, 2, Signal.OFFLINE)
-    assert three.reason(2, 2) == "round 1 of job job is over; 2 has begun."
+    assert three.reason(2, 2) == "round 1 of job job is over; round 2 has begun."
     found = {each.node: Signal(each.signal) for each in three.signals(0).nodes}
     assert set(found) == {"n0", "n1"} and Signal.OFFLINE not in found.values()
     address, manifest_token = three.nodes[0].addresses[0], three.job.manifest.token
@@ -293,7 +302,7 @@ def test_who_was_given_up_can_not_bring_his_old_round_back(cluster):
         three.job.send_report(0, pb.ReportRequest(job="job", epoch=old, rank=0, steps=sealed))
 
 
-def test_beats_that_can_not_be_are_refused(cluster):
+def test_invalid_beats_are_refused(cluster):
     two = cluster(2).with_agents()
     two.await_well()
     here, there = two.nodes
@@ -316,7 +325,7 @@ def test_beats_that_can_not_be_are_refused(cluster):
             peer(**changes)
     with refused(Code.INVALID_ARGUMENT):
         peer(reports=[pb.NodeReport(node_id=there.id, signal=77)])
-    assert peer(round=7) == pb.BeatReply()  # it lives, and what it says is about another round
+    assert peer(round=7) == pb.BeatReply()  # the sender lives; its reports are about another round
     assert agent().watchers[0].id == there.id
     assert agent(round=2).unknown_round and agent(launch="other", pid=two.agents[0].pid).unknown_round
     for changes, code in (

@@ -1,4 +1,4 @@
-"""Nodes as namespaces that are lost, cut off and come back: what only a network of their own can show."""
+"""Tests nodes in network namespaces: lost nodes, and nodes that are cut off and come back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.watched import Host, Watched
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"needs namespaces: {why_not()}")
 WAIT_S = 60.0
-SURVEYS = 7  # of three seconds each
+SURVEYS = 7  # of at most three seconds each
 
 
 def await_doubt(host: Host, other: Host, reason: str) -> None:
@@ -34,12 +34,12 @@ def test_a_link_is_half_open_then_a_node_is_cut_off_and_comes_back_and_another_d
         watching = nodes.watching(cut, Signal.OFFLINE)
         cut.place.cut()
         assert set(watching.result()) == names - {cut.node.name}
-        # Who is cut off knows that it may be he, and calls nobody lost.
+        # The cut-off node knows that the fault may be its own, so it calls no other node lost.
         until(lambda: set(cut.seen().values()) == {Signal.HEALTHY, Signal.SUSPECT}, WAIT_S, "doubts")
         cut.place.heal()
-        until(lambda: cut.seen()[cut.node.name] is Signal.OFFLINE, WAIT_S, "the word that it was given up")
+        until(lambda: cut.seen()[cut.node.name] is Signal.OFFLINE, WAIT_S, "the news that it was given up")
         assert [name for name, seen in nodes.living[0].seen().items() if seen is Signal.OFFLINE] == [cut.node.name]
-        nodes.begin_round()  # with it: whoever comes back is welcome in the next round
+        nodes.begin_round()  # with the node that came back: it may join the next round
         watching = nodes.watching(lost, Signal.OFFLINE)
         nodes.lose(lost)
         assert set(watching.result()) == names - {lost.node.name}
@@ -47,8 +47,8 @@ def test_a_link_is_half_open_then_a_node_is_cut_off_and_comes_back_and_another_d
             assert [name for name, seen in host.seen().items() if seen is Signal.OFFLINE] == [lost.node.name]
 
 
-def test_who_was_cut_off_for_long_is_heard_as_soon_as_the_link_is_back():
-    """The kernel sends what was under way again at ever longer intervals: the connection must not wait for that."""
+def test_a_node_cut_off_for_long_is_heard_as_soon_as_the_link_is_back():
+    """The connection must not wait for TCP, which repeats data at ever longer intervals."""
     with Watched(2) as nodes:
         here, cut = nodes.living
         manifest = pb.Manifest(job="job", named=True, token=bytes(32), world=2, every=1, launch="launch")

@@ -1,4 +1,4 @@
-"""How daemons reach one another."""
+"""Tests how daemons reach one another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 from reft_daemon.peers.round_replicator import PeerChannels
 
-TRIES = 8  # after so many failures in a row gRPC pauses for a second before the next
+TRIES = 8  # after this many failures in a row gRPC waits a second before the next try
 
 
 class Answering(pb_grpc.DaemonServicer):
@@ -19,26 +19,26 @@ class Answering(pb_grpc.DaemonServicer):
         return pb.InventoryReply(node="back")
 
 
-async def inventory(peers: PeerChannels, node: pb.Node, anew: bool) -> str:
+async def inventory(peers: PeerChannels, node: pb.Node, reconnect: bool) -> str:
     request = pb.InventoryRequest(job="job")
-    return (await peers.call(node, b"token", pb_grpc.DaemonStub, "Inventory", request, 10.0, anew=anew)).node
+    return (await peers.call(node, b"token", pb_grpc.DaemonStub, "Inventory", request, 10.0, reconnect=reconnect)).node
 
 
-async def test_that_a_host_could_not_be_reached_a_moment_ago_is_no_answer():
-    """A node comes back while its connection pauses between two tries: whoever plans a restore must hear of it."""
+async def test_a_host_that_was_unreachable_before_is_tried_again():
+    """A node comes back while gRPC pauses between two tries: a restore's plan needs that node."""
     address = f"127.0.0.1:{free_port()}"
     node, peers = pb.Node(name="n", addresses=[address]), PeerChannels(None, [])
     for _ in range(TRIES):
         for channel, _ in peers._channels.values():
             await pauses(channel)
         with pytest.raises(grpc.RpcError):
-            await inventory(peers, node, anew=False)
+            await inventory(peers, node, reconnect=False)
     server = grpc.aio.server(options=rpc.OPTIONS)
     pb_grpc.add_DaemonServicer_to_server(Answering(), server)
     server.add_insecure_port(address)
     await server.start()
     try:
-        assert await inventory(peers, node, anew=True) == "back"
+        assert await inventory(peers, node, reconnect=True) == "back"
     finally:
         await peers.close()
         await server.stop(0)

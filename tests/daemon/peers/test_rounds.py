@@ -1,4 +1,4 @@
-"""Rounds among real daemons: announced to all, delayed by nobody, healed after a silence, and carried over TLS."""
+"""Tests rounds among real daemons: announced to all, not delayed, and carried over TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEALED, VOID = StepAnswer.SEALED, StepAnswer.VOID
 
 @pytest.fixture
 def three(start, trainer) -> Job:
-    """A job with one rank on each of three daemons that reach each other over TCP."""
+    """A job with one rank on each of three daemons, which reach each other over TCP."""
     return leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(3)], trainer)
 
 
@@ -49,7 +49,7 @@ def test_whole_is_announced_to_all(three):
 
 
 def test_a_report_is_answered_when_its_step_is_decided(three):
-    """The reply is held back, and comes with the outcome long before its deadline."""
+    """The reply comes with the outcome, long before its deadline."""
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
         waiting = pool.submit(three.report, 1, {1: SEALED}, wait_ms=9000)
@@ -59,7 +59,7 @@ def test_a_report_is_answered_when_its_step_is_decided(three):
         assert time.monotonic() - began < 5
 
 
-def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
+def test_the_agreed_interval_is_the_greatest_requested_one(three):
     for rank, requested_every in enumerate((2, 9, 4)):
         three.report(rank, {1: SEALED}, requested_every=requested_every)
     all_whole(three, 1)
@@ -71,7 +71,7 @@ def test_all_ranks_hear_of_one_pace_the_greatest_of_their_wishes(three):
     for rank in range(3):
         until(
             lambda rank=rank: three.report(rank, {2: SEALED}, requested_every=3).every == 9,
-            what="the pace at every rank",
+            what="the agreed interval at every rank",
         )
     assert three.daemons[0].status("job").every == 9
 
@@ -86,7 +86,7 @@ def test_a_void_is_announced_to_all_and_later_steps_go_on(three):
 
 
 @pytest.mark.parametrize("stopped", [0, 2])
-def test_a_stopped_daemon_delays_nobody_and_the_round_heals(three, stopped):
+def test_a_stopped_daemon_delays_no_report_and_the_round_recovers(three, stopped):
     living = [i for i in range(3) if i != stopped]
     three.daemons[stopped].kill(signal.SIGSTOP)
     for step in (1, 2):
@@ -105,21 +105,21 @@ def test_a_stopped_daemon_delays_nobody_and_the_round_heals(three, stopped):
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_daemon_that_was_killed_learns_the_round_again(three, killed):
-    """Its trainers repeat what they do not know the outcome of; so does every daemon below."""
+    """Trainers repeat reports without a known outcome. Daemons below in the tree do the same."""
     for rank in range(3):
         if rank != killed:
             three.report(rank, {1: SEALED})
     daemon = three.daemons[killed]
     daemon.kill()
-    daemon.start()  # at the port that it had, though any is allowed: that is where the others look for it
+    daemon.start()  # at its earlier port, although port 0 allows any: other nodes call it there
 
     def repeated() -> bool:
         return min(three.report(rank, {1: SEALED}).whole for rank in range(3)) == 1
 
-    until(repeated, what="whole(1) for every rank that repeats itself")
+    until(repeated, what="whole(1) for every rank")
 
 
-def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(three):
+def test_a_restarted_coordinator_gets_the_reports_again(three):
     for rank in (1, 2):
         three.report(rank, {1: SEALED})
         daemon = three.daemons[rank]
@@ -133,8 +133,8 @@ def test_a_coordinator_that_was_restarted_is_told_again_though_nobody_has_news(t
     all_whole(three, 1)
 
 
-def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer):
-    """Nobody reports it again: the trainer has said it once, to the daemon that died."""
+def test_sealed_steps_that_a_restarted_daemon_finds_reach_the_others(start, trainer):
+    """The trainer does not report the step again: it reported the step to the daemon that died."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     write(job.slots(1, trainer.pid)[0], job.version(1))
     job.report(0, {1: SEALED})
@@ -144,8 +144,8 @@ def test_what_a_restarted_daemon_finds_sealed_reaches_the_others(start, trainer)
 
 
 @pytest.mark.parametrize("left", [SlotState.LANDED, SlotState.SEALED])
-def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(start, trainer, left):
-    """What the trainer said is gone with the daemon that heard it, or was never said; its capsule has it."""
+def test_mismatched_replicas_are_found_when_a_daemon_reports_for_a_trainer(start, trainer, left):
+    """The report was lost with the daemon, or was never sent; the capsule has the digests."""
     job = leased([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)], trainer)
     for rank in (0, 1):
         write(job.slots(rank, trainer.pid)[0], job.version(1), left, compared={3: rank})
@@ -160,8 +160,8 @@ def test_replicas_that_differ_are_found_where_a_daemon_answers_for_a_trainer(sta
     assert job.whole(0) == -1
 
 
-def test_a_daemon_that_listens_is_called_there_and_nowhere_else(start, trainer):
-    """Its socket's path leads to another daemon on another host: that one would keep what it is to keep."""
+def test_a_daemon_that_listens_is_called_only_at_that_address(start, trainer):
+    """On another host its socket's path leads to another daemon."""
     job = Job([(start("--listen", "127.0.0.1:0"), [rank]) for rank in range(2)])
     assert [len(hello.addresses) for hello in job.hellos] == [1, 1]
     job.decide()
@@ -174,7 +174,7 @@ def test_a_daemon_that_listens_is_called_there_and_nowhere_else(start, trainer):
 
 
 def test_an_orphans_decision_does_not_stop_the_round(three):
-    """A stale attach is refused, and the round of the epoch in force is still carried."""
+    """A stale decision is refused, and the round of the epoch in force goes on."""
     old = pb.Decision(epoch=pb.Epoch(counter=1, ident=b"o" * 16))
     for i, daemon in enumerate(three.daemons):
         with pytest.raises(grpc.RpcError):
@@ -210,7 +210,7 @@ def test_messages_of_an_older_epoch_do_not_reach_the_new_round(three):
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory) -> Callable[[str], tuple[str, ...]]:
-    """Makes the TLS flags of a daemon whose certificate is signed by the CA of that name."""
+    """Makes a daemon's TLS flags; the CA of that name signs its certificate."""
     if why_not():
         pytest.skip(why_not())
     return Certificates(tmp_path_factory.mktemp("tls")).flags
@@ -228,12 +228,12 @@ def test_a_round_over_tls(start, trainer, certificates):
     assert plain.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_certificate_of_another_authority_is_not_heard(start, trainer, certificates):
+def test_a_daemon_with_another_authoritys_certificate_is_refused(start, trainer, certificates):
     nodes = [
         (start("--listen", "127.0.0.1:0", *certificates(ca)), [rank]) for rank, ca in enumerate(("ours", "theirs"))
     ]
     job = leased(nodes, trainer)
     for rank in range(2):
         job.report(rank, {1: SEALED})
-    until(lambda: "does not hear the round" in job.daemons[1].log.read_text(), what="the refusal")
+    until(lambda: "does not answer in the round" in job.daemons[1].log.read_text(), what="the refusal")
     assert job.whole(0) == job.whole(1) == -1

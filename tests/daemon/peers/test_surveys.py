@@ -1,4 +1,4 @@
-"""What daemons say of one another to whoever attaches: silence is an answer, orphans end, and manifests do not travel twice."""
+"""Tests surveys: silent nodes are named, orphans end, and manifests are not sent twice."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.jobs import CHUNK, Code, Job, refused, write
 
 @pytest.fixture
 def job(start, trainer) -> Job:
-    """Two daemons with a rank each, that keep each other's capsules."""
+    """Two daemons with one rank each; each daemon keeps the other's capsules."""
     return held_job([start("--listen", "127.0.0.1:0") for _ in range(2)])
 
 
-def test_a_survey_names_the_silent(start, job, trainer):
+def test_a_survey_names_silent_nodes(start, job, trainer):
     seal(job, trainer, 1)
     all_whole(job, 1)
     stopped, dead = start("--listen", "127.0.0.1:0"), start("--listen", "127.0.0.1:0")
@@ -51,13 +51,13 @@ def test_a_survey_names_the_silent(start, job, trainer):
     assert empty.node_id and empty.node == "test" and not empty.HasField("manifest")
 
 
-def test_manifests_that_the_asker_has_do_not_travel(job):
-    """Of two thousand nodes they would be gigabytes, held until the last one has answered."""
+def test_manifests_that_the_asker_has_are_not_sent(job):
+    """For two thousand nodes they would be gigabytes, held until the last node has answered."""
     record = pb.JobRecord(manifest=job.manifest, decision=job.decision())
     request = pb.InventoryRequest(job="job", known=digests_of(record))
     reply = job.daemons[1].call("Inventory", request)
     assert not reply.HasField("manifest") and reply.decision == record.decision
-    record.decision.epoch.counter += 1  # the same manifest, of another epoch: that one is not known yet
+    record.decision.epoch.counter += 1  # the same manifest of another epoch: not known yet
     for known in ([], digests_of(record), [7]):
         request = pb.InventoryRequest(job="job", known=known)
         assert job.daemons[1].call("Inventory", request).manifest == job.manifest
@@ -65,7 +65,7 @@ def test_manifests_that_the_asker_has_do_not_travel(job):
     assert not surveyed.nodes[0].reply.HasField("manifest")
 
 
-def test_a_survey_passes_the_fence_on(job, trainer):
+def test_a_survey_ends_orphans_on_other_nodes(job, trainer):
     write(job.slots(1, trainer.pid)[0], job.version(1), SlotState.LANDED)
     request = pb.SurveyRequest(job="job", nodes=job.manifest.nodes[1:], launch="another launch", end_orphans=True)
     (refusal,) = job.daemons[0].call("Survey", request).nodes
@@ -76,12 +76,15 @@ def test_a_survey_passes_the_fence_on(job, trainer):
     assert [slot.state for slot in surveyed.reply.slots if slot.version.step == 1] == [pb.SEALED]
 
 
-async def test_a_node_that_answers_has_the_time_that_its_orphans_need(job):
-    """A process that frees much memory takes seconds to die; a node that is gone is given up long before."""
+async def test_a_node_that_answers_gets_time_to_end_its_orphans(job):
+    """A process that frees much memory takes seconds to die.
+
+    A node that does not answer is given up long before.
+    """
     asked = []
 
     class Peers:
-        async def call(self, node, token, service, method, request, deadline_s, anew):
+        async def call(self, node, token, service, method, request, deadline_s, reconnect):
             asked.append((node.name, request.end_orphans, deadline_s))
             if node.name == "gone":
                 raise ConnectionError("gone")

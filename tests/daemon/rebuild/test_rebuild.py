@@ -1,4 +1,4 @@
-"""Nodes that are gone for good, and their slots made again on other daemons: byte for byte, or not at all."""
+"""Tests rebuilding the slots of lost nodes on other daemons: byte for byte, or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INLINE = "running_mean"
 
 
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:
-    """What a rank has: replicas, one leaf that was predicted and never came, and a rider of its own."""
+    """Returns a rank's tensors: replicas, a leaf that is never saved, and an inline leaf."""
     same = torch.Generator().manual_seed(1)
     return {
         "w": torch.randn(190, 301, generator=same), "b": torch.randn(77, generator=same).to(torch.bfloat16),
@@ -48,11 +48,12 @@ def tensors_of(rank: int) -> dict[str, torch.Tensor]:
 
 
 class Held:
-    """A job of one rank a node, of which one version is whole, and whose trainers are dead.
+    """A job with one rank per node: its trainers are dead, and one version is whole.
 
     Args:
-        daemons: one a node.
+        daemons: one per node.
         tolerate: how many nodes may be lost.
+        steps: the steps that become whole.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class Held:
         self.job.report(rank, {step: StepAnswer.SEALED})
 
     def end(self) -> Held:
-        """The trainers die."""
+        """Kills the trainers."""
         self.trainer.kill()
         until(lambda: not any(r.alive for i, d in enumerate(self.job.daemons) for r in d.status("job").ranks))
         return self
 
     def path(self, rank: int, step: int = 1) -> Path:
-        """The file of a rank's slot of that step, on its own node."""
+        """Returns the file of a rank's slot of that step, on the rank's own node."""
         reply = self.job.daemons[rank].call("Inventory", pb.InventoryRequest(job="job"))
         name = next(slot.slot for slot in reply.slots if slot.version.step == step)
         return slot_path(self.job.daemons[rank], name)
@@ -105,7 +106,7 @@ def mapped(path: Path) -> SlotMap:
 
 
 def contents(path: Path) -> tuple[bytes, ...]:
-    """All that a slot says, but where its parts lie."""
+    """Returns everything that a slot contains, except where its parts lie."""
     slot = mapped(path)
     header = slot.header
     return (
@@ -115,7 +116,7 @@ def contents(path: Path) -> tuple[bytes, ...]:
 
 
 class Lost:
-    """Nodes that are gone with their folders; with `returns` they are back after the block."""
+    """Nodes that are lost with their folders; with `returns` they come back after the block."""
 
     def __init__(self, *daemons: DaemonProcess, returns: bool = False) -> None:
         self.daemons, self.returns = daemons, returns
@@ -147,7 +148,7 @@ def rebuilt_slot(daemon: DaemonProcess, rank: int) -> Path:
     return path
 
 
-@pytest.mark.timeout(400)  # 15 pairs, each of which is killed and started again
+@pytest.mark.timeout(400)  # 15 pairs of nodes, each killed and started again
 @pytest.mark.parametrize(("nodes", "f"), [(4, 1), (6, 2)])
 def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
     daemons = cluster(start, nodes)
@@ -156,7 +157,7 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
     before = {rank: contents(held.path(rank)) for rank in range(nodes)}
     for lost in itertools.combinations(range(nodes), f):
         asked = daemons[next(rank for rank in range(nodes) if rank not in lost)]
-        # gRPC looks for a daemon that was restarted again after a second
+        # gRPC tries to reach a restarted daemon only after a second
         until(lambda asked=asked: not survey(asked.address, "job")[0].silent, what="that all daemons see one another")
         with Lost(*(daemons[rank] for rank in lost), returns=True):
             onto = [word for rank in lost for word in ("--onto", f"n{rank}={spare.address}")]
@@ -180,7 +181,7 @@ def test_the_slots_of_any_f_lost_nodes_come_back_byte_for_byte(start, nodes, f):
 
 
 @pytest.mark.skipif(bool(certificates.why_not()), reason=certificates.why_not())
-def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_path):
+def test_a_lost_node_is_rebuilt_by_daemons_with_tls(start, tmp_path):
     flags = ("--listen", "127.0.0.1:0", *certificates.Certificates(tmp_path).flags("ours"))
     daemons = cluster(start, 3, *flags)
     held = Held(daemons, 1).end()
@@ -193,7 +194,7 @@ def test_a_lost_node_comes_back_where_daemons_ask_for_certificates(start, tmp_pa
         assert contents(rebuilt_slot(spare, 1)) == before
 
 
-def test_one_node_more_than_f_is_said_with_what_is_missing(start):
+def test_a_loss_of_more_than_f_nodes_is_reported_with_what_is_missing(start):
     daemons = cluster(start, 4)
     Held(daemons, 1).end()
     with Lost(daemons[1], daemons[3]):
@@ -212,7 +213,7 @@ def status(daemon: DaemonProcess, *arguments: str):
     return CliRunner().invoke(main, ["status", *arguments], env={"REFT_DAEMON": daemon.address}, catch_exceptions=False)
 
 
-def test_nothing_lost_and_what_may_be_lost(start):
+def test_recover_and_what_if_without_a_loss(start):
     daemons = cluster(start, 4)
     Held(daemons, 1).end()
     found = recover(daemons[0], "--yes")
@@ -234,7 +235,7 @@ def test_nothing_lost_and_what_may_be_lost(start):
         assert "protect DEGRADED" in status(daemons[0]).stdout
 
 
-def test_how_long_it_is_degraded_after_a_restore(start):
+def test_degraded_time_ends_with_the_first_whole_version(start):
     daemons = cluster(start, 3)
     held = Held(daemons, 1).end()
     job = held.job
@@ -270,7 +271,8 @@ def test_a_survey_repeats_no_manifest(start):
     assert [each.reply.HasField("decision") for each in reply.nodes] == [True, True]
     assert not any(each.reply.HasField("manifest") for each in reply.nodes)
     assert survey(daemons[0].address, "job")[0].plan(()).base == held.job.version(1)
-    # a node that knows more than the asker says so, once: an attach took place without the asker
+    # Nodes 1 and 2 took part in an attach without the asker. Only one of their replies carries the
+    # manifest.
     newer = held.job
     newer.manifest.every = 7
     newer.manifest.nodes[1].ranks.extend(newer.manifest.nodes[0].ranks)
@@ -297,8 +299,8 @@ def damage(held: Held, rank: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_damaged_slot_is_an_erasure(start):
-    """One node lost and one slot damaged: two of f = 2 erasures."""
+def test_a_damaged_slot_counts_as_lost(start):
+    """One node is lost and one slot is damaged: two losses, with f = 2."""
     daemons = cluster(start, 6)
     held = Held(daemons, 2).end()
     spare = start("--node", "spare")
@@ -325,10 +327,10 @@ def test_a_damaged_slot_and_a_lost_node_are_too_much_for_f_1(start):
         document = json.loads(found.stdout)
         assert (found.exit_code, document["outcome"]) == (4, "unrecoverable")
         assert "rank-2.slot-0 on n2: damaged." in " ".join(document["missing"])
-    until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon's forgetting")
+    until(lambda: not list(spare.folder.glob("job/*")), what="the spare daemon to forget the job")
 
 
-def test_with_an_older_whole_version_left_that_one_comes_back(start):
+def test_an_older_version_without_its_capsules_is_not_rebuilt(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1, steps=(1, 2)).end()
     spare = start("--node", "spare")
@@ -339,11 +341,11 @@ def test_with_an_older_whole_version_left_that_one_comes_back(start):
     with Lost(daemons[1]):
         found = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
         document = json.loads(found.stdout)
-    # the capsules of step 1 were let go of when step 2 was whole
+    # the capsules of step 1 were removed when step 2 became whole
     assert before and (found.exit_code, document["step"]) == (4, None)
 
 
-def test_it_is_refused_while_trainers_live(start):
+def test_a_rebuild_is_refused_while_trainers_live(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1)
     found = recover(daemons[0], "--yes")
@@ -353,10 +355,10 @@ def test_it_is_refused_while_trainers_live(start):
     del plan.sources[3]
     plan.capsules[3] = next(copy for copy in job_survey.copies if copy.rank == 3)
     request = rebuild_request(job_survey, plan, [3], {})
-    with refused(Code.FAILED_PRECONDITION, "is being trained"):
+    with refused(Code.FAILED_PRECONDITION, "trains rank 0 of job job"):
         daemons[0].call("Rebuild", request)
     request.onto.CopyFrom(pb.Node(name="x", addresses=[daemons[1].address]))
-    with refused(Code.FAILED_PRECONDITION, "is being trained"):
+    with refused(Code.FAILED_PRECONDITION, "trains rank 0 of job job"):
         daemons[0].call("Rebuild", request)
     held.end()
 
@@ -366,18 +368,18 @@ def request_for(held: Held, rank: int, erased: Sequence[tuple[str, str, object]]
     return rebuild_request(job_survey, job_survey.plan(erased), [rank], {})
 
 
-def test_who_may_rebuild_over_tcp(start):
+def test_which_callers_may_rebuild_over_tcp(start):
     daemons = cluster(start, 4, "--listen", "127.0.0.1:0")
     held = Held(daemons, 1).end()
     spare, deaf = start("--listen", "127.0.0.1:0"), start()
     address = [d.call("Hello", pb.HelloRequest(protocol=messages.PROTOCOL)).addresses for d in (spare, deaf)]
     with Lost(daemons[3]):
         request = request_for(held, 3)
-        # a daemon that holds the job wants its token, whatever is asked
+        # a daemon that holds the job wants its token for any request
         for token in (None, b"x" * 32):
             with refused(Code.UNAUTHENTICATED):
                 tcp_call(held.job.hellos[0].addresses[0], "Rebuild", request, token)
-        # one that does not, does not: it has admitted whoever reaches it
+        # a daemon without the job needs no token: its port admits only trusted callers
         assert len(tcp_call(address[0][0], "Rebuild", request).slots) == 1
         with refused(Code.UNAUTHENTICATED):
             tcp_call(address[0][0], "Rebuild", request)
@@ -387,11 +389,11 @@ def test_who_may_rebuild_over_tcp(start):
         other = pb.RebuildRequest()
         other.CopyFrom(request)
         other.manifest.token = b"y" * 32
-        with refused(Code.INVALID_ARGUMENT, "held with another token"):
+        with refused(Code.INVALID_ARGUMENT, "with another token"):
             deaf.call("Rebuild", other)
 
 
-def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
+def test_recover_on_the_replacement_node_uses_its_own_daemon(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     before = contents(held.path(2))
@@ -404,7 +406,7 @@ def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
         done = recover(daemons[0], "--yes", local=spare.address)
         assert json.loads(done.stdout)["outcome"] == "rebuilt", done.output
         assert contents(rebuilt_slot(spare, 2)) == before
-        # the record is held as after an attach: a restarted daemon offers the slot
+        # the record is kept as after an attach: a restarted daemon offers the slot
         spare.kill()
         spare.start()
         reply = spare.call("Inventory", pb.InventoryRequest(job="job"))
@@ -412,11 +414,11 @@ def test_on_the_replacement_itself_its_own_daemon_is_the_replacement(start):
         assert reply.had_whole and messages.decision_from(reply.decision).epoch == held.job.version(1).epoch
 
 
-def test_what_was_decoded_is_compared_with_what_was_saved(start):
+def test_decoded_data_is_compared_with_the_saved_digests(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     spare = start("--node", "spare")
-    # a slot whose digests agree with its wrong bytes: only the lost rank's own digests can tell
+    # This slot's digests match its wrong bytes. Only the digests of the lost rank show the damage.
     path = held.path(2)
     pages = np.memmap(path, np.uint8, "r+")
     slot = SlotMap(pages)
@@ -426,12 +428,12 @@ def test_what_was_decoded_is_compared_with_what_was_saved(start):
     with Lost(daemons[1]):
         done = recover(daemons[0], "--yes", "--onto", f"n1={spare.address}")
         assert done.exit_code == 1
-        assert "what was decoded of rank 1" in done.stderr and "in lane 0" in done.stderr
+        assert "the decoded data of rank 1" in done.stderr and "in lane 0" in done.stderr
         assert not list(spare.folder.glob("job/*"))
         assert spare.call("Status", pb.StatusRequest()).held_bytes == 0
 
 
-def test_a_request_that_makes_no_sense_is_refused(start):
+def test_invalid_rebuild_requests_are_refused(start):
     daemons = cluster(start, 4)
     held = Held(daemons, 1).end()
     spare = start("--node", "spare")
@@ -462,8 +464,8 @@ def test_a_request_that_makes_no_sense_is_refused(start):
         assert not spare.call("Status", pb.StatusRequest()).jobs
 
 
-def test_an_attach_that_comes_meanwhile_leases_no_slot_that_is_being_made(tmp_path):
-    """It would write the slot beside the rebuild, which frees it when it hears of the attach."""
+def test_an_attach_during_a_rebuild_leases_no_unfinished_slot(tmp_path):
+    """The trainer would write a slot that the rebuild frees once it notices the attach."""
 
     async def run() -> None:
         registry, lost = registry_of(Arena(tmp_path, 0)), _Lost(0, pb.CapsuleRecord(), b"table", CHUNK)
@@ -476,7 +478,7 @@ def test_an_attach_that_comes_meanwhile_leases_no_slot_that_is_being_made(tmp_pa
         rebuild = Rebuild(
             registry, pb.RebuildRequest(manifest=first.manifest, decision=first.decision, version=version)
         )
-        await rebuild._open(job, [lost], [])
+        await rebuild._prepare_slots(job, [lost], [])
         await registry.decide(second)
         leased = await job.lease(lease_request(2))
         rebuild._drop_unsealed(job, [lost], False)

@@ -1,4 +1,4 @@
-"""Whoever asked for a rebuild goes away in the middle of it: nothing of it is left, and the next one succeeds."""
+"""Tests a rebuild whose caller goes away: nothing is left behind, and the next rebuild succeeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.daemons import DaemonProcess
 
 @pytest.fixture(scope="module")
 def request_of_rank_3() -> Iterator[pb.RebuildRequest]:
-    """One node of four is lost."""
+    """A request to rebuild rank 3, whose node is lost; the job has four nodes."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str) -> DaemonProcess:
@@ -39,7 +39,7 @@ def request_of_rank_3() -> Iterator[pb.RebuildRequest]:
 
 
 class Pause:
-    """Stands in for a function that is called in threads: each call waits, and is counted while it lasts."""
+    """Replaces a function that runs in threads: each call waits, and is counted while it lasts."""
 
     def __init__(self, act: Callable[..., Any]) -> None:
         self.act, self.begun, self.goes_on, self.inside = act, threading.Event(), threading.Event(), 0
@@ -58,8 +58,8 @@ class Pause:
 
 
 def tasks_left() -> list[asyncio.Task[Any]]:
-    """What still runs of a rebuild."""
-    files = ("/rebuild.py", "/making.py", "/reading.py")
+    """Returns the tasks of a rebuild that still run."""
+    files = ("/rebuild.py", "/allocator.py", "/slot_reads.py")
     return [task for task in asyncio.all_tasks() if task.get_coro().cr_code.co_filename.endswith(files)]
 
 
@@ -72,11 +72,11 @@ PLACES = {"making": (Arena, "create"), "decoding": (ShardRebuilder, "make"), "co
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_left_of_it(request_of_rank_3, monkeypatch, place, is_known):
+def test_nothing_is_left_of_a_cancelled_rebuild(request_of_rank_3, monkeypatch, place, is_known):
     request = request_of_rank_3
 
     async def run(arena: Arena, folder: Path) -> None:
-        peers = PeerChannels(None, ()), PeerChannels(None, (), apart=True)
+        peers = PeerChannels(None, ()), PeerChannels(None, (), own_connections=True)
         registry = Registry(arena, peers[0], TimeToLive(60, 60), Failpoints(), peers[1])
         if is_known:
             await Rebuild(registry, request)._adopt()
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_it(request_of_rank_3, monkeypatch, place, is_known):
             await asyncio.to_thread(pause.begun.wait, 30)
             task.cancel()
             done, _ = await asyncio.wait([task], timeout=0.1)
-            assert not done, "it waits for the thread that writes a slot"
+            assert not done, "the rebuild waits for the thread that writes a slot"
             pause.goes_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await task

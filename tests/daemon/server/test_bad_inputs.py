@@ -1,4 +1,4 @@
-"""Requests that no trainer would make: each is refused with a status that fits, and the daemon goes on."""
+"""Tests that the daemon refuses invalid requests with a fitting status, and goes on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAD_NAMES = [
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[DaemonProcess]:
-    """One daemon for all bad inputs; it must still be the same process at the end."""
+    """One daemon for all bad inputs. At the end it must still be the same process."""
     process = DaemonProcess("--listen", "127.0.0.1:0")
     pid = process.process.pid
     yield process
@@ -44,7 +44,7 @@ def shared() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def job(shared) -> Iterator[Job]:
-    """A job with two ranks on the shared daemon, rank 0 leased by this process."""
+    """A job with two ranks on the shared daemon; this process holds the lease of rank 0."""
     made = Job([(shared, [0, 1])]).decide()
     made.lease(0)
     yield made
@@ -64,7 +64,7 @@ def test_another_protocol_is_refused_with_both_numbers(shared, protocol):
 
 
 def test_a_report_of_another_protocol_is_refused_and_changes_nothing(shared, job):
-    """A daemon may be upgraded under trainers that said Hello to the one before it."""
+    """A daemon may be upgraded while trainers run that said Hello to the earlier daemon."""
     said = messages.report_to(says({1: StepAnswer.SEALED}))
     for protocol in (messages.PROTOCOL + 1, messages.PROTOCOL - 1):
         report = pb.ReportRequest(job="job", epoch=job.epoch, rank=0, steps=said)
@@ -110,7 +110,7 @@ def shared_read(daemon: DaemonProcess, request: pb.ReadRequest) -> list[pb.Chunk
         {"nodes": [pb.Node(name="n", ranks=[0, 0])], "world": 2},
     ],
 )
-def test_an_impossible_manifest(shared, changes):
+def test_an_invalid_manifest_is_refused(shared, changes):
     bad = Job([(shared, [0, 1])], name="impossible")
     bad.counter = 1
     if "nodes" in changes:
@@ -120,7 +120,7 @@ def test_an_impossible_manifest(shared, changes):
         shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=bad.decision()))
 
 
-def test_an_impossible_decision(shared):
+def test_an_invalid_decision_is_refused(shared):
     bad = Job([(shared, [0])], name="impossible")
     bad.counter = 1
     with refused(Code.INVALID_ARGUMENT, "no node 1"):
@@ -130,7 +130,7 @@ def test_an_impossible_decision(shared):
         with refused(Code.INVALID_ARGUMENT, "16 bytes"):
             shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
     knows = [pb.Epoch(counter=1, ident=bytes(16)) for _ in range(65)]
-    for known, text in ((knows, "65 attaches; 64 are"), ([pb.Epoch(counter=1)], "16 bytes")):
+    for known, text in ((knows, "65 attaches; the limit is 64"), ([pb.Epoch(counter=1)], "16 bytes")):
         decision = pb.Decision(epoch=pb.Epoch(counter=2, ident=bytes(16)), known=known)
         with refused(Code.INVALID_ARGUMENT, text):
             shared.call("Decide", pb.DecideRequest(manifest=bad.manifest, decision=decision))
@@ -147,7 +147,7 @@ def test_a_held_job_with_another_token_is_not_taken_over(shared, job):
 
 
 @pytest.mark.parametrize("rank", [2, 77, (1 << 32) - 1])
-def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
+def test_a_rank_of_another_node_is_refused(shared, job, rank):
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
         job.lease(rank)
     with refused(Code.FAILED_PRECONDITION, f"rank {rank}"):
@@ -155,7 +155,7 @@ def test_a_rank_that_the_manifest_does_not_put_here(shared, job, rank):
 
 
 @pytest.mark.parametrize("nbytes", [1 << 40, 10 * psutil.virtual_memory().total, 1 << 63, (1 << 64) - 1])
-def test_more_than_there_is_is_refused_before_memory_is_touched(shared, job, nbytes):
+def test_too_large_slots_are_refused_before_memory_is_touched(shared, job, nbytes):
     process = psutil.Process(shared.process.pid)
     before, held = process.memory_info().rss, shared.call("Status", pb.StatusRequest()).held_bytes
     for _ in range(5):
@@ -173,28 +173,29 @@ def test_more_than_there_is_is_refused_before_memory_is_touched(shared, job, nby
         {"chunk_bytes": 1}, {"chunk_bytes": 5000},
     ],
 )  # fmt: skip
-def test_sizes_that_can_not_be(shared, job, changes):
+def test_invalid_sizes_are_refused(shared, job, changes):
     with refused(Code.INVALID_ARGUMENT):
         job.lease(1, **changes)
     assert not list((shared.folder / "job").glob("rank-1*"))
 
 
-def test_a_process_that_is_not_there(shared, job):
-    with refused(Code.FAILED_PRECONDITION, "is not there"):
+def test_a_process_that_does_not_exist_gets_no_lease(shared, job):
+    with refused(Code.FAILED_PRECONDITION, "does not exist"):
         job.lease(1, pid_start=1)
 
 
-def test_a_report_without_a_lease(shared, job):
+def test_a_report_without_a_lease_is_refused(shared, job):
     with refused(Code.FAILED_PRECONDITION, "holds no lease"):
         job.report(1, {1: StepAnswer.SEALED})
 
 
-def test_the_order_of_answers(shared, job):
+def test_reports_of_decided_steps_change_nothing(shared, job):
     job.lease(1)
     assert job.report(0, {3: StepAnswer.SEALED}).whole == -1
     assert job.report(1, {3: StepAnswer.SEALED}).whole == 3
     assert job.report(0, {3: StepAnswer.SEALED}).whole == 3  # sealed twice
-    assert job.report(0, {3: StepAnswer.VOID, 2: StepAnswer.VOID}).whole == 3  # an older step, another answer
+    # another answer for a decided step changes nothing
+    assert job.report(0, {3: StepAnswer.VOID, 2: StepAnswer.VOID}).whole == 3
     assert messages.outcome_from(job.report(0, {2: StepAnswer.VOID})) == Outcome(3, 3)
 
 
@@ -208,7 +209,7 @@ def test_steps_at_the_end_of_the_range(shared, job):
             job.report(0, {step: StepAnswer.SEALED})
 
 
-def test_what_is_not_held_is_not_found(shared):
+def test_an_unknown_job_is_not_found(shared):
     for method, request in (
         ("Lease", pb.LeaseRequest(job="none")), ("Release", pb.ReleaseRequest(job="none")),
         ("Purge", pb.PurgeRequest(job="none")), ("Status", pb.StatusRequest(job="none")),
@@ -240,7 +241,7 @@ def test_an_older_epoch_is_stale_everywhere(shared, job):
     assert shared.status("job").epoch.counter == 2
 
 
-def test_over_tcp_only_the_jobs_own_token_opens(shared, job):
+def test_over_tcp_only_the_jobs_own_token_admits(shared, job):
     other = Job([(shared, [0])], name="other", token=b"o" * 32).decide()
     address = job.hellos[0].addresses[0]
     calls = [
@@ -299,7 +300,10 @@ def test_a_read_names_a_slot_and_a_version(shared, job):
 
 
 def test_a_thousand_idle_connections(shared, job):
-    """Those of gRPC are kept; those of the local socket are served in turn, and dropped at their deadline."""
+    """gRPC's connections stay open.
+
+    Those of the local socket are served in turn, and dropped at their deadline.
+    """
     idle = []
     try:
         for path in [str(shared.socket)] * 900 + [job.local_socket()] * 60:
@@ -354,9 +358,9 @@ def test_a_bad_request(shared, job, data, answer):
     ("rank", "slots"),
     [(0, []), (0, ["rank-0.slot-9"]), (1, ["rank-0.slot-0"]), (0, ["../../lock"]), (0, ["rank-0.slot-0"] * 33)],
 )
-def test_slots_of_others_are_not_handed_out(shared, job, rank, slots):
+def test_slots_of_other_ranks_are_not_given(shared, job, rank, slots):
     request = pb.SlotsRequest(job="job", epoch=job.epoch, rank=rank, slots=slots)
-    with pytest.raises(AttachError, match="has no slots"):
+    with pytest.raises(AttachError, match="can't have slots"):
         local_socket.ask_slots(job.local_socket(), request, [], 5)
 
 
@@ -368,7 +372,7 @@ def foreign(kind: str, folder: str) -> int:
     if kind == "file":
         return os.open(f"{folder}/file", os.O_RDWR | os.O_CREAT)
     descriptor = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
-    if kind == "unsealed":  # a good slot, that its trainer could cut under the daemon
+    if kind == "unsealed":  # a valid slot that its trainer could cut under the daemon
         geometry = Geometry(0, CHUNK, CHUNK)
         slot = np.zeros(geometry.file_bytes, np.uint8)
         SlotMap.create(slot, geometry, "job", 0)
@@ -385,7 +389,7 @@ def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind)
     before, held = descriptors_of(shared), shared.call("Status", pb.StatusRequest()).held_bytes
     descriptor = foreign(kind, str(tmp_path))
     request = pb.SlotsRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
-    with pytest.raises(AttachError, match=r"no memfd|no slot|not a slot"):
+    with pytest.raises(AttachError, match=r"not a memfd|too few|not a slot"):
         local_socket.ask_slots(job.local_socket(), request, [descriptor], 5)
     os.close(descriptor)
     until(lambda: descriptors_of(shared) <= before, what="the foreign descriptor's end")
@@ -396,25 +400,26 @@ def test_a_foreign_descriptor_is_refused_and_closed(shared, job, tmp_path, kind)
 def test_more_descriptors_than_names_and_very_many(shared, job):
     before = descriptors_of(shared)
     request = pb.SlotsRequest(job="job", epoch=job.epoch, returned=["rank-0.slot-7"])
-    with pytest.raises(AttachError, match="2 descriptors came for 1 slots"):
+    with pytest.raises(AttachError, match="2 descriptors arrived for 1 slots"):
         local_socket.ask_slots(job.local_socket(), request, [0, 0], 5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(job.local_socket())
-        connection.send(struct.pack("<I", local_socket.REQUEST_MAX))  # the rest of the request never comes
+        # the rest of the request is never sent
+        connection.send(struct.pack("<I", local_socket.REQUEST_MAX))
         for _ in range(2):
             socket.send_fds(connection, [b"\0"], [0] * local_socket.DESCRIPTORS_MAX)
         assert b"more than 32" in connection.recv(100)
     until(lambda: descriptors_of(shared) <= before, what="their end")
 
 
-def test_a_caller_that_goes_silent_delays_nobody(shared, job):
+def test_a_silent_caller_delays_no_other_caller(shared, job):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(job.local_socket())
         silent.send(b"\5\0")
         assert len(job.maps(0, job.lease(0))) == 2
 
 
-def test_ask_twice_for_the_same_slots(shared, job):
+def test_slots_may_be_requested_twice(shared, job):
     names = job.lease(0)
     assert [len(job.maps(0, names)) for _ in range(2)] == [2, 2]
     assert job.lease(0) == names and job.lease(0, data_bytes=CHUNK) == names

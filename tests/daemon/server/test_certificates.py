@@ -1,4 +1,4 @@
-"""Certificates that are replaced while a job runs: connections made later have the new ones, on both sides."""
+"""Tests certificates that are replaced while a job runs: later connections use the new ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RENEWED = "serve from now on"
 
 
 def hears(job: Job, asked: int) -> bool:
-    """Whether the daemon of one node reaches the other one."""
+    """Whether the daemon of node `asked` reaches the other daemon."""
     request = pb.SurveyRequest(job="job", nodes=[job.manifest.nodes[1 - asked]])
     (found,) = job.daemons[asked].call("Survey", request).nodes
     return found.HasField("reply")
@@ -40,12 +40,12 @@ def renew(daemon: DaemonProcess) -> None:
     until(lambda: daemon.log.read_text().count(RENEWED) > times, what="new certificates")
 
 
-def test_daemons_go_on_and_find_each_other_again_under_new_certificates(job, certificates):
+def test_daemons_connect_again_with_new_certificates(job, certificates):
     assert hears(job, 0) and hears(job, 1)
     certificates.replace("ours", "new")
     renew(job.daemons[0])
-    assert hears(job, 0) and hears(job, 1)  # by the connections that stand
+    assert hears(job, 0) and hears(job, 1)  # over the open connections
     job.daemons[1].kill()
-    job.daemons[1].start()  # it knows the new ones only
-    until(lambda: hears(job, 0), what="the way to a daemon with new certificates")
-    until(lambda: hears(job, 1), what="the way from it")
+    job.daemons[1].start()  # this daemon knows only the new certificates
+    until(lambda: hears(job, 0), what="a connection to the daemon with new certificates")
+    until(lambda: hears(job, 1), what="a connection from that daemon")

@@ -1,4 +1,4 @@
-"""The daemon's end of the local socket: silent, greedy and foolish callers keep nobody else waiting."""
+"""Tests the daemon's end of the local socket: a bad caller delays no other caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def report(step: int = 0, wait_ms: int = 10_000) -> bytes:
 
 
 class PlayedJob:
-    """A job that hears reports, and decides when a test says so."""
+    """A job that takes reports, and decides a step when a test says so."""
 
     def __init__(self) -> None:
         self.id = "job"
@@ -58,16 +58,16 @@ class PlayedJob:
 
 
 async def turns(until: Callable[[], object]) -> None:
-    """Lets the loop turn until something is so."""
+    """Runs the event loop until a condition is true."""
     for _ in range(1_000_000):
         if until():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it did not come to be so")
+    raise AssertionError("the condition did not become true")
 
 
 class Asking:
-    """A caller."""
+    """One caller."""
 
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -80,7 +80,7 @@ class Asking:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def reply(self) -> pb.LocalReply | None:
-        """The next reply; None if the daemon has ended the connection."""
+        """Returns the next reply; None if the daemon has closed the connection."""
         while not self._replies:
             data = await asyncio.get_running_loop().sock_recv(self.socket, READ_BYTES)
             if not data:
@@ -94,7 +94,7 @@ class Asking:
 
 
 class Place:
-    """A daemon's local socket with one job, and callers."""
+    """A daemon's local socket with one job, and its callers."""
 
     def __init__(self, path) -> None:
         self.job = PlayedJob()
@@ -106,7 +106,7 @@ class Place:
         return self.callers[-1]
 
     async def newcomer(self) -> tuple[Asking, served._Connection]:
-        """A caller, and the daemon's end of its connection."""
+        """Returns a caller, and the daemon's end of its connection."""
         caller, before = self.caller(), set(self.server._newcomers)
         await turns(lambda: self.server._newcomers - before)
         (connection,) = self.server._newcomers - before
@@ -115,7 +115,7 @@ class Place:
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a scenario beside a server; leaves no connection and no descriptor."""
+    """Runs a scenario with a server; checks that no connection and no descriptor is left."""
 
     def running(scenario: Callable[[Place], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -135,7 +135,7 @@ def run(tmp_path):
     return running
 
 
-def test_another_users_caller_is_not_heard(run, monkeypatch):
+def test_a_caller_of_another_user_is_refused(run, monkeypatch):
     async def scenario(place: Place) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(local_socket, "peer", lambda connection: (os.getpid(), os.getuid() + 1))
@@ -145,14 +145,14 @@ def test_another_users_caller_is_not_heard(run, monkeypatch):
     run(scenario)
 
 
-def test_the_socket_is_its_users_alone(run):
+def test_only_the_user_can_open_the_socket(run):
     async def scenario(place: Place) -> None:
         assert place.server.path.stat().st_mode & 0o777 == 0o600
 
     run(scenario)
 
 
-def test_a_caller_is_told_who_it_is_as_the_kernel_has_it(run):
+def test_a_caller_gets_its_process_as_the_kernel_knows_it(run):
     async def scenario(place: Place) -> None:
         reply = await place.caller().ask(WHO)
         seen = pb.Caller(pid=os.getpid(), pid_start=stat_of(os.getpid()).start, parent=os.getppid())
@@ -170,14 +170,14 @@ def test_silent_callers_make_others_wait_until_their_deadline(run, monkeypatch, 
         await half.send(WHO[:5])
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         for each in (silent, half):
-            assert "no request came within 0.3 s" in (await each.reply()).error
+            assert "no request arrived within 0.3 s" in (await each.reply()).error
             assert await each.reply() is None
 
     run(scenario)
     assert caplog.text.count("was dropped") == 2
 
 
-def test_trainers_that_report_take_no_place_and_have_no_deadline(run, monkeypatch):
+def test_trainers_that_report_are_no_newcomers_and_have_no_deadline(run, monkeypatch):
     monkeypatch.setattr(served, "CONNECTIONS_MAX", 2)
     monkeypatch.setattr(served, "DEADLINE_S", 0.3)
 
@@ -215,7 +215,7 @@ def test_one_reply_answers_all_reports_that_were_decided(run):
     run(scenario)
 
 
-def test_a_report_waits_for_no_longer_than_it_says(run):
+def test_a_report_is_answered_after_its_requested_wait(run):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
         assert (await trainer.ask(report(1, wait_ms=0))).report.whole == -1
@@ -229,7 +229,7 @@ def test_a_report_waits_for_no_longer_than_it_says(run):
     run(scenario)
 
 
-def test_more_reports_than_a_trainer_leaves_unanswered_end_the_connection(run, caplog):
+def test_too_many_unanswered_reports_end_the_connection(run, caplog):
     async def scenario(place: Place) -> None:
         trainer = place.caller()
         await trainer.send(b"".join(report(step) for step in range(WAITING_MAX + 1)))
@@ -241,7 +241,7 @@ def test_more_reports_than_a_trainer_leaves_unanswered_end_the_connection(run, c
 
 
 @pytest.mark.parametrize("data", [b"\3\0\0\0\xff\xff\xff" * 3, frame(pb.LocalRequest(protocol=PROTOCOL)) * 3])
-def test_bytes_that_are_no_request_are_warned_of_once(run, caplog, data):
+def test_bytes_that_are_no_request_are_logged_once(run, caplog, data):
     async def scenario(place: Place) -> None:
         caller = place.caller()
         assert (await caller.ask(data)).status == Code.INVALID_ARGUMENT.value[0]
@@ -251,7 +251,7 @@ def test_bytes_that_are_no_request_are_warned_of_once(run, caplog, data):
     assert caplog.text.count("was dropped") == 1
 
 
-def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
+def test_the_daemon_does_not_read_from_a_caller_that_does_not_read(run):
     count = 50_000
 
     async def scenario(place: Place) -> None:
@@ -259,23 +259,23 @@ def test_a_caller_that_does_not_read_is_not_read_either_and_loses_nothing(run):
         sending = asyncio.ensure_future(greedy.send(WHO * count))
         await turns(lambda: connection._unsent)
         unsent = len(connection._unsent)
-        for _ in range(100):  # each is a turn of the daemon's loop
+        for _ in range(100):  # lets the daemon's event loop run
             await asyncio.sleep(0)
         assert len(connection._unsent) == unsent < 10 * READ_BYTES and not sending.done()
         assert (await place.caller().ask(WHO)).caller.pid == os.getpid()
         for _ in range(count):
             assert (await greedy.reply()).caller.pid == os.getpid()
         await sending
-        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "in order, and after all of them"
+        assert (await greedy.ask(report(1, wait_ms=0))).report.whole == -1, "after all earlier requests"
 
     run(scenario)
 
 
-def test_descriptors_do_not_wait_for_a_caller_that_does_not_read(run, caplog):
+def test_descriptors_are_not_buffered_for_a_caller_that_does_not_read(run, caplog):
     async def scenario(place: Place) -> None:
         caller = place.caller()
         await caller.send(WHO * 3000 + SLOTS)
-        await turns(lambda: "descriptors can't wait" in caplog.text)
+        await turns(lambda: "descriptors can't be buffered" in caplog.text)
 
     run(scenario)
 
@@ -291,8 +291,11 @@ def test_descriptors_that_no_request_takes_are_closed(run):
     run(scenario)
 
 
-def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(run, monkeypatch):
-    """It sends a bare ReportRequest, in which field 90 is its protocol; it looks for calls, status and error in 65 to 67."""
+def test_a_trainer_of_protocol_6_can_read_why_it_is_refused(run, monkeypatch):
+    """It sends a bare ReportRequest with its protocol in field 90.
+
+    It reads calls, status and error in fields 65 to 67.
+    """
     monkeypatch.setattr(served, "DEADLINE_S", 0.3)
 
     async def scenario(place: Place) -> None:
@@ -306,14 +309,16 @@ def test_a_trainer_of_the_protocol_before_the_envelopes_reads_why_it_is_refused(
             assert "you speak protocol 6, this daemon" in reply.error
             assert (reply.calls, reply.protocol) == (1, PROTOCOL)
             silent = place.caller()
-            assert (await silent.reply()).error and await silent.reply() is None, "a deadline later it is heard still"
+            assert (await silent.reply()).error and await silent.reply() is None, (
+                "it is still served after the deadline"
+            )
         numbers = {each.name: each.number for each in pb.LocalReply.DESCRIPTOR.fields}
         assert [numbers[name] for name in ("calls", "status", "error", "protocol")] == [65, 66, 67, 90]
 
     run(scenario)
 
 
-def test_an_error_in_the_daemon_ends_the_connection_so_that_the_report_is_said_again(run):
+def test_an_error_in_the_daemon_ends_the_connection(run):
     async def scenario(place: Place) -> None:
         unhandled: list[dict] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
@@ -324,7 +329,7 @@ def test_an_error_in_the_daemon_ends_the_connection_so_that_the_report_is_said_a
     run(scenario)
 
 
-def test_a_closed_socket_leaves_connections_as_they_are(run):
+def test_closing_the_socket_keeps_open_connections(run):
     async def scenario(place: Place) -> None:
         place.job.decide(1)
         trainer = place.caller()
@@ -337,7 +342,7 @@ def test_a_closed_socket_leaves_connections_as_they_are(run):
     run(scenario)
 
 
-def test_a_lack_of_descriptors_is_said_once_and_survived(run, monkeypatch, caplog):
+def test_a_lack_of_descriptors_is_logged_once_and_survived(run, monkeypatch, caplog):
     monkeypatch.setattr(served, "RETRY_S", 0.01)
 
     class Listener:

@@ -1,4 +1,4 @@
-"""A daemon whose sockets somebody removes, as scripts that clear /tmp after a job do."""
+"""Tests a daemon whose sockets are removed, as by scripts that clear /tmp after a job."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def clear(daemon) -> None:
     until(lambda: daemon.log.read_text().count(AGAIN) > times, what="new sockets")
 
 
-def test_it_is_reached_again_and_holds_what_it_held(daemon, trainer):
+def test_the_sockets_are_made_again_and_the_slots_are_kept(daemon, trainer):
     job = Job([(daemon, [0])]).decide()
     names = job.lease(0, trainer.pid)
     slots = job.maps(0, names)
-    for step in (1, 2):  # the second time too
+    for step in (1, 2):  # also the second time
         clear(daemon)
         assert daemon.answers()
-        assert len(job.maps(0, names)) == len(names)  # descriptors
+        assert len(job.maps(0, names)) == len(names)  # these are sent over the local socket
         write(slots[step - 1], job.version(step), SlotState.SEALED)
         assert job.report(0, {step: StepAnswer.SEALED}).whole == step
     assert {path.name for path in daemon.home.iterdir()} >= {"d.sock", "d.sock.ln", "d.sock.lock"}
     assert all(path.stat().st_mode & 0o077 == 0 for path in daemon.home.glob("d.sock*"))
 
 
-def test_no_second_one_serves_there_afterwards(daemon, tmp_path):
+def test_no_second_daemon_can_serve_there_afterwards(daemon, tmp_path):
     clear(daemon)
     code, text = run("--socket", daemon.socket, "--dir", tmp_path / "arena")
     assert code == 1 and f"pid {daemon.process.pid}" in text and "socket" in text
 
 
-def test_the_end_leaves_no_socket(daemon):
+def test_the_daemons_end_leaves_no_socket(daemon):
     clear(daemon)
     daemon.process.terminate()
     assert daemon.process.wait(60) == 0

@@ -7,7 +7,7 @@
     megatron      Megatron-core's timers; `reft.integrations.megatron` puts them into its config
 
 Other loops with an engine of their own mark their idle times with `session.idle()`, or have their waits followed
-(`schedule=reft.schedules.Custom()`) where whoever waits is idle: where the host's time is the device's. On a device the
+(`schedule=reft.schedules.Custom()`) where a thread that waits is idle: where the host's time is the device's. On a device the
 stream waits and Python does not, so there nothing is followed without an engine's own hooks.
 """
 

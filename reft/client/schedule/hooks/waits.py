@@ -6,7 +6,7 @@ in when Python waits for it. It is wrapped for the whole process, but only while
 wrapper, which has the list of them, and the last one to stop puts the original back. What waits inside of C++ is not seen:
 functional collectives, and the buckets of DDP, for which there is client/schedule/hooks/ddp.py.
 
-Where the host's time is the device's, whoever waits is idle, whatever the others do meanwhile: such a wait is a gap. On a
+Where the host's time is the device's, a thread that waits is idle, whatever the others do meanwhile: such a wait is a gap. On a
 device the stretch is the collective itself.
 """
 

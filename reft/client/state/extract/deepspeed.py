@@ -1,16 +1,20 @@
-"""DeepSpeed's engine: ZeRO-1, 2 and 3, BF16_Optimizer, low precision without ZeRO, plain fp32, and PipelineEngine over them.
+"""DeepSpeed's engine: ZeRO-1, 2 and 3, BF16_Optimizer, low precision, fp32, and PipelineEngine.
 
-    engine._take_model_step ─► optimizer.step: moments and fp32 masters of this rank ─► low-precision weights, gathered
-          hooked here                          inner hooks are too early: the weights are still old
+    engine._take_model_step ─► optimizer.step: moments and fp32 masters of this rank
+          hooked here          ─► low-precision weights, gathered
+                               (hooks of the inner optimizer are too early: old weights)
 
-    DeepSpeed's optimizer        the model's weights     masters and moments
-    ZeRO-1, ZeRO-2, BF16         replicas                flat, a group's padded run of all its parameters a rank
-    ZeRO-3                       a run of each a rank    flat, one for each sub group and rank (extract/zero3.py)
-    FP16_UnfusedOptimizer        replicas                replicas, one for each parameter
-    none (fp32)                  replicas                the weights themselves
+    DeepSpeed's optimizer    the model's weights     masters and moments
+    ZeRO-1, ZeRO-2, BF16     replicas                flat: a padded slice of all parameters
+                                                     of a group on each rank
+    ZeRO-3                   a slice on each rank    flat, one for each sub group and rank
+                                                     (extract/zero3.py)
+    FP16_UnfusedOptimizer    replicas                replicas, one for each parameter
+    none (fp32)              replicas                the weights themselves
 
-A flat master is held as the runs of parameters that it consists of: "optimizer.0.master.layers.1.weight" with the place of the
-run in the flattened parameter, and its moments likewise. So leaves mean the same for any number of ranks.
+A flat master is saved as the slices of parameters that it consists of. For example
+"optimizer.0.master.layers.1.weight" has the region of the slice in the flattened parameter. Moments
+are saved likewise. So leaves mean the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,42 +38,45 @@ from reft.errors import UnsupportedState
 TESTED = "0.19.8"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"
-# Optimizers with flat masters that are shared out: where the masters are, and the parameters of each.
+# Optimizers with partitioned flat masters: the attributes with masters, and with their parameters.
 PARTITIONED = {
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": ("single_partition_of_fp32_groups", "bit16_groups"),
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": ("fp32_groups_flat_partition", "bf16_groups"),
 }
-READ = {
-    zero3.STAGE3: zero3.READ,
+ATTRIBUTES_READ = {
+    zero3.STAGE3: zero3.ATTRIBUTES_READ,
     UNFUSED: ("fp32_groups", "fp16_groups", "loss_scale_config", "optimizer"),
     **{kind: (*names, "real_dp_process_group", "optimizer") for kind, names in PARTITIONED.items()},
 }
 
 
 class DeepSpeedExtractor(OptimizerExtractor):
-    """For deepspeed.runtime.engine.DeepSpeedEngine, passed as the optimizer, beside its `.module` as the model."""
+    """Extracts the state of deepspeed.runtime.engine.DeepSpeedEngine.
+
+    The engine is passed as the optimizer, and the engine's `.module` as the model.
+    """
 
     def owner(self, value: Any) -> torch.optim.Optimizer:
-        """torch's optimizer at the core, with the masters in its groups."""
+        """Returns the inner torch optimizer, with the masters in its groups."""
         if isinstance(value, torch.optim.Optimizer):
             return value
         kind = _kind(value.optimizer)
         if kind == zero3.STAGE3:
-            return zero3.complete(value.optimizer)
+            return zero3.with_masters(value.optimizer)
         core: torch.optim.Optimizer = value.optimizer.optimizer if kind else value.optimizer
         return core
 
     def check(self, prefix: str, value: Any) -> None:
-        """Refuses by name what was not tried."""
+        """Refuses features that were never tried, by name."""
         missing = [name for name in ("_take_model_step", "optimizer", *COUNTERS) if not hasattr(value, name)]
         optimizer = value.optimizer
         kind = _kind(optimizer)
         if kind:
-            missing += [name for name in READ[kind] if not hasattr(optimizer, name)]
+            missing += [name for name in ATTRIBUTES_READ[kind] if not hasattr(optimizer, name)]
             missing += [] if hasattr(value, "param_names") else ["param_names"]
         elif not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedState(
-                f"{prefix} runs DeepSpeed's {type(optimizer).__name__}; held are ZeRO-1, 2 and 3, BF16_Optimizer, "
+                f"{prefix} runs DeepSpeed's {type(optimizer).__name__}; supported are ZeRO-1, 2 and 3, BF16_Optimizer, "
                 "FP16_UnfusedOptimizer, and fp32 without ZeRO."
             )
         if missing:
@@ -81,46 +88,52 @@ class DeepSpeedExtractor(OptimizerExtractor):
             getattr(value, "torch_autocast_z0_gradscaler", None),
             getattr(optimizer, "torch_autocast_gradscaler", None),
         )
-        refused = {
+        unsupported = {
             "experts": getattr(value, "has_moe_layers", False),
             "offloaded optimizer state": getattr(optimizer, "cpu_offload", False),
             "tensor parallelism": _is_tensor_parallel(value),
             "torch_autocast's gradient scaler": any(each is not None for each in scalers),
-            **(zero3.refused(optimizer) if kind == zero3.STAGE3 else {}),
+            **(zero3.unsupported(optimizer) if kind == zero3.STAGE3 else {}),
         }
-        for what, is_there in refused.items():
-            if is_there:
-                raise UnsupportedState(f"{prefix} runs DeepSpeed with {what}, which this version does not hold.")
+        for feature, is_used in unsupported.items():
+            if is_used:
+                raise UnsupportedState(f"{prefix} runs DeepSpeed with {feature}, which this version does not support.")
 
     def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
-        """The masters, or in plain fp32 the model's own parameters."""
+        """Yields the masters; in plain fp32, the model's own parameters."""
         optimizer, kind = value.optimizer, _kind(value.optimizer)
         stage = f".stage{value.stage_id}" if hasattr(value, "stage_id") else ""
-        masters = f"{prefix}{stage}.master"
+        masters_prefix = f"{prefix}{stage}.master"
         if not kind:
             yield from super().parameters(prefix, optimizer, known)
         elif kind == UNFUSED:
-            for own, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-                for master, weight in zip(own, weights, strict=True):
-                    yield NamedParameter(f"{masters}.{clean(value.param_names[weight])}", master, master.detach(), None)
+            for masters_of_group, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for master, weight in zip(masters_of_group, weights, strict=True):
+                    yield NamedParameter(
+                        f"{masters_prefix}.{clean(value.param_names[weight])}", master, master.detach(), None
+                    )
         else:
             flats = zero3.masters(optimizer) if kind == zero3.STAGE3 else _partitions(optimizer, *PARTITIONED[kind])
-            for g, (master, group, runs) in enumerate(flats):
+            for g, (master, group, slices) in enumerate(flats):
                 rank, world = distributed.get_rank(group), distributed.get_world_size(group)
                 box = Region((master.numel() * world,), (master.numel() * rank,))
-                named = (FlatSlice(f"{masters}.{clean(value.param_names[p])}", *place) for p, *place in runs)
-                yield NamedParameter(f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(named))
+                flat_slices = (
+                    FlatSlice(f"{masters_prefix}.{clean(value.param_names[p])}", *place) for p, *place in slices
+                )
+                yield NamedParameter(
+                    f"{prefix}{stage}.group{g}.master", master, master.detach(), box, tuple(flat_slices)
+                )
 
-    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
-        """The masters and their moments."""
+    def bind(self, index: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
+        """Adds the masters and their moments."""
         if _kind(value.optimizer):
             core = value.optimizer.optimizer
-            found.track_entry(vars(value.optimizer), "optimizer", core)
-            found.track_entry(vars(core), "state", core.state)
-        super().bind(found, prefix, self.owner(value), names)
+            index.track_entry(vars(value.optimizer), "optimizer", core)
+            index.track_entry(vars(core), "state", core.state)
+        super().bind(index, prefix, self.owner(value), names)
 
     def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
-        """Groups, the engine's counters and the loss scale."""
+        """Returns groups, the engine's counters and the loss scale."""
         return {
             "core": super().capture(prefix, self.owner(value), names),
             "counters": {name: getattr(value, name) for name in COUNTERS},
@@ -128,7 +141,7 @@ class DeepSpeedExtractor(OptimizerExtractor):
         }
 
     def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
-        """The reverse of `capture`."""
+        """Reverses `capture`."""
         core = self.owner(value)
         super().restore(prefix, core, names, saved["core"])
         for name, count in saved["counters"].items():
@@ -136,36 +149,41 @@ class DeepSpeedExtractor(OptimizerExtractor):
         if saved["scaler"]:
             vars(_scaler(value.optimizer)).update(from_plain(saved["scaler"]))
         if _kind(value.optimizer) == zero3.STAGE3:
-            zero3.take_over(value.optimizer, core)
+            zero3.copy_back(value.optimizer, core)
 
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
-        """Where both engine.step and PipelineEngine.train_batch step; once for all micro batches of a step.
+        """Hooks the method in which engine.step and PipelineEngine.train_batch step.
 
-        A step that is skipped for an overflow has changed the loss scale, and counts.
+        The method runs once for all micro-batches of a step. A step skipped for an overflow has
+        changed the loss scale, so it counts.
         """
         return [WrappedMethod(value, "_take_model_step", between(before, after))]
 
 
 def _kind(optimizer: Any) -> str:
-    """Which of DeepSpeed's optimizers it is, by the full name of its class; empty if none of them. Derived ones are others."""
+    """Returns the full class name of a supported DeepSpeed optimizer, else "".
+
+    Derived classes do not count.
+    """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    return kind if kind in READ else ""
+    return kind if kind in ATTRIBUTES_READ else ""
 
 
 def _partitions(zero: Any, masters: str, parameters: str) -> Iterator[tuple[torch.Tensor, Any, list[Any]]]:
-    """The flat master of each group, the ranks that share it, and what this rank's part of it consists of.
+    """Yields the flat master of each group, its ranks, and its slices.
 
-    Returns:
-        for each run: parameter, box, first element in the master, number of elements.
+    Yields:
+        The master, the process group, and for each slice: parameter, region, first element in the
+        master, number of elements.
     """
     shared = zip(getattr(zero, masters), zero.real_dp_process_group, getattr(zero, parameters), strict=True)
     for master, group, weights in shared:
-        runs = []
+        slices = []
         for weight in weights:
             if weight._hp_mapping is not None:
                 low, high = weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address
-                runs.append((weight, Region((weight.numel(),), (low.start,)), high.start, high.numel))
-        yield master, group, runs
+                slices.append((weight, Region((weight.numel(),), (low.start,)), high.start, high.numel))
+        yield master, group, slices
 
 
 def _is_tensor_parallel(engine: Any) -> bool:
@@ -175,7 +193,7 @@ def _is_tensor_parallel(engine: Any) -> bool:
     sizes = (
         getattr(mpu, name, None) for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     )
-    # PipelineEngine's grid calls pipeline times slices "model parallel".
+    # PipelineEngine's grid calls pipeline stages × slices "model parallel".
     return not hasattr(engine, "stage_id") and any(size() > 1 for size in sizes if size is not None)
 
 

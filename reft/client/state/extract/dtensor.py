@@ -1,16 +1,16 @@
-"""DTensor: the piece of a tensor that this rank holds, and where it lies in the whole.
+"""DTensor: this rank's piece of a tensor, and the piece's region of the whole.
 
-    mesh (dp 2 × tp 2), w of shape (8, 6)        rank 0 1 2 3      box = (global shape, offset) of the local tensor
-    [Replicate, Replicate]   the same box, (0, 0), on all ranks: replicas of one another
+    mesh (dp 2 × tp 2), w of shape (8, 6)    rank 0 1 2 3    region = (global shape, offset)
+    [Replicate, Replicate]   the same region, (0, 0), on all ranks: replicas
     [Replicate, Shard(0)]    (0, 0) on 0 and 2, (4, 0) on 1 and 3: HSDP, TP under data parallelism
-    [Shard(0), Shard(1)]     four boxes, each with one holder
-    [_StridedShard(0), …]    FSDP over TP: boxes too, in another order of ranks
+    [Shard(0), Shard(1)]     four regions, each on one rank
+    [_StridedShard(0), …]    FSDP over TP: regions too, in another order of ranks
 
 Invariants
-  1. Two ranks have equal boxes (and shapes) only if they hold the same elements. A piece that is no box, as strided shards
-     of uneven size are, is named by its indices instead.
-  2. Nothing here communicates; a box follows from shape, placements and this rank's coordinate alone.
-  3. Partial tensors are refused: their bytes are a summand, and what they stand for exists nowhere.
+  1. Two ranks have equal regions (and shapes) only if they hold the same elements. A piece that is
+     not one box of the whole, like strided shards of uneven size, is named by its indices instead.
+  2. No code here communicates. A region follows from shape, placements and this rank's coordinate.
+  3. Partial tensors are refused: their bytes are a summand, and the sum exists nowhere.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from reft.errors import UnsupportedState
 
 
 class Region(NamedTuple):
-    """Where a local tensor lies in the tensor that all ranks hold together.
+    """The region of the whole tensor that a local tensor covers.
 
     Attributes:
-        shape: of the whole tensor.
-        offset: of the local tensor's first element, one number a dimension.
-        tag: what is added to the name if the local tensor is no box of the whole one; empty if it is.
+        shape: shape of the whole tensor.
+        offset: offset of the local tensor's first element, one number for each dimension.
+        tag: appended to the leaf's name if the local tensor is not one box of the whole; else
+            empty.
     """
 
     shape: tuple[int, ...]
@@ -40,22 +41,25 @@ class Region(NamedTuple):
 
 
 def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region | None]:
-    """The local tensor, without a copy or a trace in autograd, and its box; a tensor of one process is itself, None.
+    """Returns the local tensor and its region, without a copy or an autograd trace.
+
+    For a tensor that is not a DTensor, returns the tensor and None.
 
     Raises:
-        UnsupportedState: a pending sum, or local memory that is not what the placements say.
+        UnsupportedState: the tensor is a pending sum, or its local shape contradicts the
+            placements.
     """
     if not isinstance(tensor, DTensor):
         return tensor, None
     local, mesh, placements = tensor._local_tensor, tensor.device_mesh, tensor.placements
     shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # a mesh that this rank has no part in: no elements
+    if coordinate is None:  # the rank is not in the mesh: no elements
         return local, Region(tuple(local.shape), (0,) * local.dim())
     for placement in placements:
         if not isinstance(placement, (Shard, Replicate)) and not is_strided(placement):
             raise UnsupportedState(
-                f"{name} is placed {placements} on its mesh: {placement} is a pending sum, or unknown.",
+                f"{name} is placed {placements} on its mesh: {placement} is a pending sum, or unknown to reft.",
                 "redistribute it to Shard or Replicate before attach",
             )
     expected, box = region_of(shape, tuple(mesh.shape), coordinate, placements)
@@ -67,23 +71,28 @@ def local_piece(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region |
 
 
 def is_strided(placement: Any) -> bool:
-    """Whether it is FSDP's shard of what TP has sharded already; torch has moved the class, and its base, more than once."""
+    """Returns whether the placement is FSDP's shard of a tensor that TP already sharded.
+
+    Compares the name: torch has moved the class and its base more than once.
+    """
     return type(placement).__name__ == "_StridedShard"
 
 
 def region_of(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], Region]:
-    """The shape and the box of the piece at a coordinate of a mesh.
+    """Returns the shape and the region of the piece at a mesh coordinate.
 
-    Ours, because torch's `compute_local_shape_and_global_offset` gives the first index of a strided piece and hides that it is
-    no box; where it is one, the two agree (tests/client/state/test_dtensor.py).
+    torch's `compute_local_shape_and_global_offset` cannot be used: for a strided piece it returns
+    the first index and hides that the piece is not one box. For boxes, both functions agree
+    (tests/client/state/test_dtensor.py).
 
     Args:
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         mesh_shape: size of each mesh dimension.
-        coordinate: on the mesh.
-        placements: Shard, strided shard or Replicate, one for each mesh dimension; applied from left to right.
+        coordinate: coordinate on the mesh.
+        placements: Shard, strided shard or Replicate for each mesh dimension; applied left to
+            right.
     """
     begin, size = [0] * len(shape), list(shape)
     if not any(is_strided(placement) for placement in placements):
@@ -95,15 +104,15 @@ def region_of(
                 begin[dim] += first
                 size[dim] = min(each, size[dim] - first)
         return tuple(size), Region(tuple(shape), tuple(begin))
-    held = [np.arange(length) for length in shape]
+    indices_of = [np.arange(length) for length in shape]
     for placement, count, at in zip(placements, mesh_shape, coordinate, strict=True):
         if is_strided(placement):
-            parts = _chunks(held[placement.dim], placement.split_factor)
-            held[placement.dim] = np.concatenate([_chunks(part, count)[at] for part in parts])
+            parts = _chunks(indices_of[placement.dim], placement.split_factor)
+            indices_of[placement.dim] = np.concatenate([_chunks(part, count)[at] for part in parts])
         elif isinstance(placement, Shard):
-            held[placement.dim] = _chunks(held[placement.dim], count)[at]
-    local = tuple(len(indices) for indices in held)
-    runs = [_runs(indices) for indices in held]
+            indices_of[placement.dim] = _chunks(indices_of[placement.dim], count)[at]
+    local = tuple(len(indices) for indices in indices_of)
+    runs = [_runs(indices) for indices in indices_of]
     if all(len(each) <= 1 for each in runs):
         firsts = tuple(each[0][0] if each else length for each, length in zip(runs, shape, strict=True))
         return local, Region(tuple(shape), firsts)
@@ -112,23 +121,28 @@ def region_of(
 
 
 def _chunks(indices: np.ndarray, count: int) -> list[np.ndarray]:
-    """As torch.chunk, but always `count` parts: the last ones may be short or empty."""
+    """Splits like torch.chunk, but always into `count` parts.
+
+    The last parts may be short or empty.
+    """
     each = -(-len(indices) // count)
     return [indices[i * each : (i + 1) * each] for i in range(count)]
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int]]:
-    """Ascending indices as (first, stop) of runs without gaps."""
+    """Returns ascending indices as (first, stop) of runs without gaps."""
     breaks = np.flatnonzero(np.diff(indices) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(indices, breaks) if len(run)]
 
 
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local` in the place of the tensor's own piece: a DTensor of the same mesh, placements and shape, or itself.
+    """Returns `local` as a DTensor like `tensor`, or unchanged if `tensor` is plain.
+
+    The DTensor has the same mesh, placements and shape as `tensor`.
 
     Args:
-        tensor: a DTensor, of any dtype, or a plain tensor.
-        local: of the shape of its local piece.
+        tensor: a DTensor of any dtype, or a plain tensor.
+        local: a tensor with the shape of the tensor's local piece.
     """
     if not isinstance(tensor, DTensor):
         return local

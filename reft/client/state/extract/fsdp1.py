@@ -1,14 +1,16 @@
-"""FSDP1 (FullyShardedDataParallel): flat parameters, of which each rank holds one run of elements.
+"""FSDP1 (FullyShardedDataParallel): flat parameters, of which each rank holds a slice.
 
-    flat parameter   | w                | b    | pad |         use_orig_params=False: one leaf, "layer._flat_param", a run of
-    ranks                0     |     1     |    2              the whole. True: one leaf for each parameter and rank, a run of
-                                                               w.flatten(): rank 1 has w[k:] and b[:j]
+    flat parameter   | w                | b    | pad |
+    ranks                0     |     1     |    2
+    use_orig_params=False    one leaf, "layer._flat_param", a slice of the flat parameter
+    use_orig_params=True     one leaf for each parameter and rank, a slice of w.flatten():
+                             rank 1 has w[k:] and b[:j]
 
 Invariants
-  1. What is held is `_local_shard`, which stays in place; the parameters that modules and optimizers have point elsewhere
-     while forward and backward run.
-  2. A parameter of which this rank has nothing never gets a gradient, so no state.
-  3. NO_SHARD has whole parameters, in the modules: nothing here concerns them.
+  1. reft saves `_local_shard`, which stays in place. The parameters of modules and optimizers point
+     elsewhere during forward and backward.
+  2. A parameter without elements on this rank never gets a gradient, so it has no state.
+  3. NO_SHARD keeps whole parameters in the modules, so this code ignores it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torch import nn
 from reft.client.state.extract.dtensor import Region
 from reft.client.state.parameters import NamedParameter
 
-Parts = Sequence[tuple[str, nn.Module]]  # a module's parts, each once, with its path: walking takes milliseconds
+# A module's submodules, each once, with its path. Kept, because walking takes milliseconds.
+Parts = Sequence[tuple[str, nn.Module]]
 
 
 class ShardedFlatParameter(NamedTuple):
@@ -30,9 +33,9 @@ class ShardedFlatParameter(NamedTuple):
 
     Attributes:
         place, key: `place[key]` is the sharded memory, None before the first forward.
-        shard: 1-D, this rank's run.
-        pieces: what is held of it; names lack the prefix.
-        slots: (id of a module's _parameters, name in it) of all parameters that it stands for.
+        shard: 1-D, this rank's slice.
+        pieces: the pieces of parameters in the shard; their names lack the prefix.
+        slots: (id of a module's _parameters, key) of all parameters that it replaces.
     """
 
     place: Mapping[str, Any]
@@ -43,7 +46,7 @@ class ShardedFlatParameter(NamedTuple):
 
 
 def flat_parameters(parts: Parts) -> Iterator[ShardedFlatParameter]:
-    """The sharded flat parameters of the FSDP1 wrappers among a module's parts, outer ones first."""
+    """Yields the sharded flat parameters of FSDP1 wrappers, outer wrappers first."""
     for path, part in parts:
         if not any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
             continue
@@ -70,7 +73,7 @@ def _whole(name: str, handle: Any, shard: torch.Tensor) -> NamedParameter:
 
 
 def _pieces(prefix: str, flat: Any, shard: torch.Tensor) -> Iterator[NamedParameter]:
-    """What the shard has of each original parameter: one run of its elements, or none."""
+    """Yields the slice of each original parameter in the shard; the slice may be empty."""
     infos = zip(flat._params, flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
     for parameter, name, shape, info in infos:
         whole = shape.numel()

@@ -1,16 +1,21 @@
-"""Megatron-core's optimizers: fp32 main parameters, their moments, groups, the loss scale.
+"""Megatron-core's optimizers: fp32 main parameters, their moments, groups and loss scale.
 
-    MegatronOptimizer.step ─► gradients unscaled, norm over all ranks ─► inner AdamW on main parameters ─► model's, gathered
-          hooked here                                                 inner hooks are too early: the model's are still old
+    MegatronOptimizer.step ─► gradients unscaled, norm over all ranks ─► inner AdamW on main
+          hooked here         parameters ─► the model's parameters, gathered
+                              (hooks of the inner optimizer are too early: old model parameters)
 
-    optimizer              main parameters of this rank                     named after the model's (extract/megatron_modules)
-    FP32Optimizer          the model's                                      as there
-    Float16Optimizer…      a copy in fp32 of each                           optimizer.0.0.main.NAME, the box of NAME
-    DistributedOptimizer   a run of the flattened elements of some          optimizer.0.0.main.NAME.flat, a run of it;
-                           (of fp32 parameters a view: no leaf)             several instances of it have replicas of each other's
-    ChainedOptimizer       those of its members, the dense and the experts' optimizer.0.0., optimizer.0.1.
+    optimizer              main parameters of this rank         leaf names (megatron_modules)
+    FP32Optimizer          the model's                          the model's
+    Float16Optimizer…      a copy in fp32 of each               optimizer.0.0.main.NAME,
+                                                                the region of NAME
+    DistributedOptimizer   a slice of the flattened elements    optimizer.0.0.main.NAME.flat,
+                           of some (of fp32 parameters a        a slice of it; several
+                           view: no leaf)                       instances are replicas
+    ChainedOptimizer       those of its members, the dense      optimizer.0.0., optimizer.0.1.
+                           and the experts'
 
-A rank of no instance's peers is the only holder of its runs, as with ZeRO-1: lost processes are survived, lost nodes not.
+Without a second instance, a rank is the only holder of its slices, as with ZeRO-1. Then the state
+survives lost processes, but not lost nodes.
 """
 
 from __future__ import annotations
@@ -38,65 +43,77 @@ CHAINED = PACKAGE + "optimizer.ChainedOptimizer"
 FP32 = PACKAGE + "optimizer.FP32Optimizer"
 FLOAT16 = PACKAGE + "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = PACKAGE + "distrib_optimizer.DistributedOptimizer"
-READ = {
+ATTRIBUTES_READ = {
     FP32: (),
     FLOAT16: ("float16_groups", "fp32_from_float16_groups", "grad_scaler"),
     DISTRIBUTED: ("model_float16_groups", "shard_fp32_from_float16_groups", "model_fp32_groups", "shard_fp32_groups",
                   "_get_model_param_range_map", "ddp_config", "grad_scaler"),
 }  # fmt: skip
-GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")  # what tells Megatron's groups apart
+# The settings that distinguish Megatron's groups.
+GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 
 class _Inner(OptimizerExtractor):
-    """For torch's, Apex' or Transformer Engine's optimizer at the core, and its main parameters."""
+    """Extracts the state of the inner optimizer (torch's, Apex' or Transformer Engine's).
+
+    Its parameters are the main parameters.
+    """
 
     def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
-        """Nothing: Megatron made it."""
+        """Refuses nothing: Megatron created the optimizer."""
 
     def _gets_gradient(self, named: NamedParameter) -> bool:
-        """Megatron copies one to each main parameter, which autograd does not know."""
+        """Returns True: Megatron copies a gradient to each main parameter, outside autograd."""
         return True
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
-        """Without the names of parameters: each rank has others, but all ranks have the same groups."""
-        held = super().capture(prefix, value, names)
-        return {**held, "groups": [group["values"] for group in held["groups"]]}
+        """Returns groups without the names of parameters.
+
+        Names differ by rank, but all ranks have the same groups.
+        """
+        saved = super().capture(prefix, value, names)
+        return {**saved, "groups": [group["values"] for group in saved["groups"]]}
 
     def restore(
         self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames, saved: Mapping[str, Any]
     ) -> None:
-        """The reverse of `capture`."""
-        held = [[group.get(key) for key in GROUP] for group in saved["groups"]]
-        live = [[group.get(key) for key in GROUP] for group in value.param_groups]
-        if held != live:
-            raise LayoutChanged(f"{prefix}: groups {held} of ({', '.join(GROUP)}) are held, {live} were passed.")
-        own = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
-        groups = [{"params": params, "values": values} for params, values in zip(own, saved["groups"], strict=True)]
+        """Reverses `capture`."""
+        saved_groups = [[group.get(key) for key in GROUP] for group in saved["groups"]]
+        live_groups = [[group.get(key) for key in GROUP] for group in value.param_groups]
+        if saved_groups != live_groups:
+            raise LayoutChanged(
+                f"{prefix}: the snapshot has the groups {saved_groups} of ({', '.join(GROUP)}), this job has {live_groups}."
+            )
+        own_names = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
+        groups = [
+            {"params": params, "values": values} for params, values in zip(own_names, saved["groups"], strict=True)
+        ]
         super().restore(prefix, value, names, {**saved, "groups": groups})
 
 
 class MegatronExtractor:
-    """For megatron.core.optimizer.optimizer.MegatronOptimizer, as `get_megatron_optimizer` returns it."""
+    """Extracts the state of a MegatronOptimizer, as `get_megatron_optimizer` returns it."""
 
     roles = frozenset({"optimizer"})
 
     def check(self, prefix: str, value: Any) -> None:
-        """Refuses by name what was not tried."""
+        """Refuses features that were never tried, by name."""
         for each in members(value):
             kind = _kind(each)
-            if kind not in READ:
+            if kind not in ATTRIBUTES_READ:
                 raise UnsupportedState(
-                    f"{prefix} has a {type(each).__name__}; {', '.join(name.rpartition('.')[2] for name in READ)} are held."
+                    f"{prefix} has a {type(each).__name__}; supported are "
+                    f"{', '.join(name.rpartition('.')[2] for name in ATTRIBUTES_READ)}."
                 )
-            for what, is_there in _refused(each).items():
-                if is_there:
+            for feature, is_used in _unsupported(each).items():
+                if is_used:
                     raise UnsupportedState(
-                        f"{prefix} is a {type(each).__name__} with {what}, which this version does not hold."
+                        f"{prefix} is a {type(each).__name__} with {feature}, which this version does not support."
                     )
             if getattr(each, "is_stub_optimizer", False):
                 continue
-            missing = [name for name in ("optimizer", "config", *READ[kind]) if not hasattr(each, name)]
+            missing = [name for name in ("optimizer", "config", *ATTRIBUTES_READ[kind]) if not hasattr(each, name)]
             if missing:
                 raise UnsupportedState(
                     f"{prefix}: this megatron-core's {type(each).__name__} has no {missing[0]!r}; reft was tested with "
@@ -105,110 +122,128 @@ class MegatronExtractor:
                 )
 
     def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
-        """Main parameters that are not the model's own."""
-        for own, each in _inner(prefix, value):
-            yield from _mains(own, each, known)
+        """Yields main parameters that are not the model's own."""
+        for member_prefix, each in _prefixed_members(prefix, value):
+            yield from _main_parameters(member_prefix, each, known)
 
-    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
-        """Main parameters, moments and loss scales."""
-        for own, each in _inner(prefix, value):
-            for named in _mains(own, each, names):
-                if named.name.startswith(own):
-                    found.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
-            _Inner().bind(found, own, each.optimizer, names)
+    def bind(self, index: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
+        """Adds main parameters, moments and loss scales."""
+        for member_prefix, each in _prefixed_members(prefix, value):
+            for named in _main_parameters(member_prefix, each, names):
+                if named.name.startswith(member_prefix):
+                    index.add(named.name, {named.name: named.tensor}, named.name, named.tensor, box=named.box)
+            _Inner().bind(index, member_prefix, each.optimizer, names)
             if _has_dynamic_scale(each):
                 scaler = each.grad_scaler
-                found.add(f"{own}.scale", vars(scaler), "_scale", scaler._scale, staged=True)
+                index.add(f"{member_prefix}.scale", vars(scaler), "_scale", scaler._scale, staged=True)
 
     def predict(self, prefix: str, value: Any, names: ParameterNames) -> Iterable[Leaf]:
-        """Moments, which the first step makes."""
-        return [leaf for own, each in _inner(prefix, value) for leaf in _Inner().predict(own, each.optimizer, names)]
+        """Returns the moments, which the first step creates."""
+        return [
+            leaf
+            for member_prefix, each in _prefixed_members(prefix, value)
+            for leaf in _Inner().predict(member_prefix, each.optimizer, names)
+        ]
 
     def make(
-        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, room: HugePageBuffer
+        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, buffer: HugePageBuffer
     ) -> None:
-        """Moments; each member knows its own by their names."""
-        for own, each in _inner(prefix, value):
-            _Inner().make(own, each.optimizer, leaves, names, room)
+        """Creates the moments; each member recognises its own by their names."""
+        for member_prefix, each in _prefixed_members(prefix, value):
+            _Inner().make(member_prefix, each.optimizer, leaves, names, buffer)
 
     def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
-        """Groups, and how long the loss scale has been what it is."""
-        found = {}
-        for own, each in _inner(prefix, value):
+        """Returns each member's groups, and the counters of its loss scale."""
+        members_state = {}
+        for member_prefix, each in _prefixed_members(prefix, value):
             scaler = {name: getattr(each.grad_scaler, name) for name in TRACKERS} if _has_dynamic_scale(each) else {}
-            found[own] = {"core": _Inner().capture(own, each.optimizer, names), "scaler": to_plain(scaler)}
-        return found
+            members_state[member_prefix] = {
+                "core": _Inner().capture(member_prefix, each.optimizer, names),
+                "scaler": to_plain(scaler),
+            }
+        return members_state
 
     def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
-        """The reverse of `capture`."""
-        live = dict(_inner(prefix, value))
-        if live.keys() != saved.keys():
-            raise LayoutChanged(f"optimizers {sorted(saved)} are held, passed were {sorted(live)}.")
-        for own, each in live.items():
-            _Inner().restore(own, each.optimizer, names, saved[own]["core"])
-            if bool(saved[own]["scaler"]) != _has_dynamic_scale(each):
-                raise LayoutChanged(f"{own} had a dynamic loss scale on one side of the failure only.")
-            if saved[own]["scaler"]:
-                vars(each.grad_scaler).update(from_plain(saved[own]["scaler"]))
+        """Reverses `capture`."""
+        members_by_prefix = dict(_prefixed_members(prefix, value))
+        if members_by_prefix.keys() != saved.keys():
+            raise LayoutChanged(
+                f"the snapshot has the optimizers {sorted(saved)}, this job has {sorted(members_by_prefix)}."
+            )
+        for member_prefix, each in members_by_prefix.items():
+            _Inner().restore(member_prefix, each.optimizer, names, saved[member_prefix]["core"])
+            if bool(saved[member_prefix]["scaler"]) != _has_dynamic_scale(each):
+                raise LayoutChanged(
+                    f"{member_prefix} has a dynamic loss scale only in the snapshot, or only in this job."
+                )
+            if saved[member_prefix]["scaler"]:
+                vars(each.grad_scaler).update(from_plain(saved[member_prefix]["scaler"]))
 
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
-        """The outermost step. One that is skipped for an overflow has changed the loss scale, and counts."""
+        """Hooks the outermost step.
+
+        A step skipped for an overflow has changed the loss scale, so it counts.
+        """
         return [WrappedMethod(value, "step", between(before, after))]
 
 
 def members(value: Any) -> list[Any]:
-    """The optimizers of a chain, or this one."""
+    """Returns the optimizers of a chain, or the optimizer itself."""
     return list(value.chained_optimizers) if _kind(value) == CHAINED else [value]
 
 
-def _inner(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(prefix, Megatron's optimizer) of each member that trains anything on this rank.
+def _prefixed_members(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (prefix, Megatron's optimizer) of each member that trains anything on this rank.
 
-    A member's number is the same on all ranks: Megatron aligns the groups that they are made of.
+    A member's number is the same on all ranks: Megatron aligns the groups of its members.
     """
     for i, each in enumerate(members(value)):
         if not getattr(each, "is_stub_optimizer", False):
             yield f"{prefix}.{i}", each
 
 
-def _mains(own: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
-    """A member's main parameters that are no parameters of the model; views of such are named after them."""
+def _main_parameters(member_prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
+    """Yields a member's main parameters that are not parameters of the model.
+
+    Views of model parameters are named after them.
+    """
     kind = _kind(value)
     if kind == FLOAT16:
         for model, main in _pairs(value.float16_groups, value.fp32_from_float16_groups):
             source = known[id(model)]
-            yield NamedParameter(f"{own}.main.{source.name}", main, main, source.box)
+            yield NamedParameter(f"{member_prefix}.main.{source.name}", main, main, source.box)
     elif kind == DISTRIBUTED:
         for model, main in _pairs(value.model_float16_groups, value.shard_fp32_from_float16_groups):
-            yield _shard(f"{own}.main.{known[id(model)].name}.flat", value, model, main, known)
+            yield _shard(f"{member_prefix}.main.{known[id(model)].name}.flat", value, model, main, known)
         for model, view in _pairs(value.model_fp32_groups, value.shard_fp32_groups):
             yield _shard(f"{known[id(model)].name}.flat", value, model, view, known)
 
 
 def _pairs(models: Sequence[Sequence[Any]], mains: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
-    for group, own in zip(models, mains, strict=True):
-        yield from zip(group, own, strict=True)
+    for group, mains_of_group in zip(models, mains, strict=True):
+        yield from zip(group, mains_of_group, strict=True)
 
 
 def _shard(name: str, value: Any, model: torch.Tensor, main: torch.Tensor, known: ParameterNames) -> NamedParameter:
-    """What a distributed optimizer has of one parameter: a run of its elements."""
-    source, held = known[id(model)], value._get_model_param_range_map(model)["param"]
-    if held.end - held.start != main.numel():
+    """Returns a distributed optimizer's slice of one parameter."""
+    source, element_range = known[id(model)], value._get_model_param_range_map(model)["param"]
+    if element_range.end - element_range.start != main.numel():
         raise UnsupportedState(
-            f"{name} has {main.numel()} elements, and Megatron says that it is {held.start} to {held.end} of its parameter."
+            f"{name} has {main.numel()} elements, but Megatron says that it is {element_range.start} to "
+            f"{element_range.end} of its parameter."
         )
     shape = tuple(source.local.shape)
     box = source.box or Region(shape, (0,) * len(shape))
-    run = flat_range(shape, box.shape, box.offset, held.start)
+    run = flat_range(shape, box.shape, box.offset, element_range.start)
     return NamedParameter(name, main, main, Region((run.whole,), (run.first,), box.tag + run.tag))
 
 
 def _kind(value: Any) -> str:
-    """The class itself: what derives from it may keep its state elsewhere."""
+    """Returns the full class name; derived classes may keep their state elsewhere."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _refused(value: Any) -> dict[str, bool]:
+def _unsupported(value: Any) -> dict[str, bool]:
     config, ddp = value.config, getattr(value, "ddp_config", None)
     return {
         "use_precision_aware_optimizer": getattr(config, "use_precision_aware_optimizer", False),

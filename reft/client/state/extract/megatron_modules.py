@@ -1,14 +1,20 @@
-"""Megatron-core's models: names and places as its own distributed checkpoints have them.
+"""Megatron-core's models: names and regions as in its own distributed checkpoints.
 
-    chunk (stage 1 of 2, tp 0 of 2)                     sharded_state_dict ─► key, global shape, offset ─► name, box
-      decoder.layers.0.mlp.linear_fc2.weight (32, 64)     decoder.layers.1.mlp.linear_fc2.weight   (32, 128) at (0, 0)
-      decoder.layers.0.input_layernorm.weight (32,)       decoder.layers.1.input_layernorm.weight  whole, on every tp rank
-      output_layer.weight, tied to the first stage's      embedding.word_embeddings.weight: a replica of that
-      decoder.layers.0.mlp.linear_fc1.weight, gated       no box: its halves lie apart. "[tp 0 of 2]" is in its name
+    chunk (stage 1 of 2, tp 0 of 2) ─► sharded_state_dict: key, global shape, offset ─► name, region
+      decoder.layers.0.mlp.linear_fc2.weight (32, 64)
+          ─► decoder.layers.1.mlp.linear_fc2.weight (32, 128) at (0, 0)
+      decoder.layers.0.input_layernorm.weight (32,)
+          ─► decoder.layers.1.input_layernorm.weight, whole, on every tp rank
+      output_layer.weight, tied to the first stage's
+          ─► embedding.word_embeddings.weight, a replica of that
+      decoder.layers.0.mlp.linear_fc1.weight, gated
+          ─► no region: its halves lie apart; "[tp 0 of 2]" is in its name
 
-So layers are numbered through all stages, virtual ones too, experts through all their ranks, and a name never says on which
-rank or in which chunk something lies; data parallel and context parallel ranks have the same. What Megatron builds of several
-boxes (gated or fused projections, grouped experts) is one piece of its tensor- and expert-parallel rank, and fits no other.
+Layers are numbered through all stages, also virtual ones, and experts through all their ranks. A
+name does not depend on the rank or the chunk, except for such tags. Data parallel and context
+parallel ranks have the same leaves. Megatron builds some tensors of several boxes: gated or fused
+projections, and grouped experts. Such a tensor is one piece of its tensor- and expert-parallel
+rank, and fits no other rank.
 """
 
 from __future__ import annotations
@@ -21,27 +27,31 @@ import torch
 from torch import nn
 
 from reft.client.state.extract.dtensor import Region
-from reft.client.state.extract.modules import ModuleExtractor, note_structure
+from reft.client.state.extract.modules import ModuleExtractor, track_structure
 from reft.client.state.parameters import NamedParameter, ParameterNames
 from reft.client.state.tensors import TensorIndex
 from reft.core.layout.flat_ranges import placed
 from reft.errors import UnsupportedState
 
 TESTED = "0.16.1"
-# A name for each layer, and for each expert, instead of one for a stack of them: what is gated has no place in a stack.
-EACH = {"non_homogeneous_layers": True, "singleton_local_shards": True}
+# One name for each layer and each expert, not one for a stack: gated tensors have no place in a
+# stack.
+SHARDED_STATE_DICT_METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": True}
 
 
 class MegatronModuleExtractor(ModuleExtractor):
-    """For megatron.core.transformer.module.MegatronModule: model chunks, wrapped or not."""
+    """Extracts the state of megatron.core.transformer.module.MegatronModule.
+
+    The objects are model chunks, wrapped or not.
+    """
 
     def check(self, prefix: str, value: nn.Module) -> None:
-        """Refuses by name what was not tried."""
+        """Refuses features that were never tried, by name."""
         from megatron.core import parallel_state
 
         if "FullyShardedDataParallel" in type(value).__name__:
             raise UnsupportedState(
-                f"{prefix} is Megatron's {type(value).__name__}, which this version does not hold.",
+                f"{prefix} is Megatron's {type(value).__name__}, which this version does not support.",
                 "wrap it in megatron.core.distributed.DistributedDataParallel",
             )
         if not hasattr(unwrapped(value), "sharded_state_dict"):
@@ -52,68 +62,74 @@ class MegatronModuleExtractor(ModuleExtractor):
             )
         if not parallel_state.model_parallel_is_initialized():
             raise UnsupportedState(
-                f"{prefix} is a part of a model, and nobody has said which.",
+                f"{prefix} is a part of a model, and it is unknown which part.",
                 "call megatron.core.parallel_state.initialize_model_parallel before attach",
             )
 
     def parameters(self, prefix: str, value: nn.Module, known: ParameterNames) -> Iterator[NamedParameter]:
-        """As Megatron's checkpoints call them, whatever the chunk."""
-        places = _places(value)
-        for slot in self.slots(prefix, value, "_parameters"):
-            if id(slot.tensor) not in places:
+        """Yields the parameters, named as in Megatron's checkpoints, whatever the chunk."""
+        regions = _names_and_regions(value)
+        for module_tensor in self.slots(prefix, value, "_parameters"):
+            if id(module_tensor.tensor) not in regions:
                 raise UnsupportedState(
-                    f"{slot.name} is not in {type(unwrapped(value)).__name__}.sharded_state_dict, so nobody can tell which "
-                    "part of the model it is.",
-                    "give the module that has it a sharded_state_dict",
+                    f"{module_tensor.name} is not in {type(unwrapped(value)).__name__}.sharded_state_dict, so reft cannot "
+                    "tell which part of the model it is.",
+                    "give the tensor's module a sharded_state_dict",
                 )
-            name, box = places[id(slot.tensor)]
-            yield NamedParameter(f"{_common(prefix)}.{name}", slot.tensor, slot.tensor, box)
+            name, box = regions[id(module_tensor.tensor)]
+            yield NamedParameter(f"{_common(prefix)}.{name}", module_tensor.tensor, module_tensor.tensor, box)
 
-    def bind(self, found: TensorIndex, prefix: str, value: nn.Module, names: ParameterNames) -> None:
-        """Parameters, and buffers as staged leaves: those that checkpoints do not have belong to their chunk and stage."""
-        note_structure(found, [*value.named_modules()])
-        for slot in self.slots(prefix, value, "_parameters"):
-            named = names[id(slot.tensor)]
-            found.add(named.name, slot.place, slot.key, slot.tensor, box=named.box)
-        places = _places(value)
-        for slot in self.slots(prefix, value, "_buffers"):
-            shape = tuple(slot.tensor.shape)
-            own = (slot.name, Region(shape, (0,) * len(shape), f"[{_stage()}]"))
-            name, box = places.get(id(slot.tensor), own)
-            full = name if name == slot.name else f"{_common(prefix)}.{name}"
-            found.add(full, slot.place, slot.key, slot.tensor, staged=True, box=box)
+    def bind(self, index: TensorIndex, prefix: str, value: nn.Module, names: ParameterNames) -> None:
+        """Adds parameters, and buffers as staged leaves.
+
+        Buffers that are not in checkpoints belong to their chunk and stage.
+        """
+        track_structure(index, [*value.named_modules()])
+        for module_tensor in self.slots(prefix, value, "_parameters"):
+            named = names[id(module_tensor.tensor)]
+            index.add(named.name, module_tensor.place, module_tensor.key, module_tensor.tensor, box=named.box)
+        regions = _names_and_regions(value)
+        for module_tensor in self.slots(prefix, value, "_buffers"):
+            shape = tuple(module_tensor.tensor.shape)
+            default = (module_tensor.name, Region(shape, (0,) * len(shape), f"[{_stage()}]"))
+            name, box = regions.get(id(module_tensor.tensor), default)
+            full = name if name == module_tensor.name else f"{_common(prefix)}.{name}"
+            index.add(full, module_tensor.place, module_tensor.key, module_tensor.tensor, staged=True, box=box)
 
 
 def unwrapped(module: Any) -> Any:
-    """The model in Megatron's wrappers."""
+    """Returns the model inside Megatron's wrappers."""
     while hasattr(module, "module"):
         module = module.module
     return module
 
 
 def _common(prefix: str) -> str:
-    """One prefix for all chunks of a model: names are those of the whole model."""
+    """Returns one prefix for all chunks of a model."""
     return re.sub(r"^model\.\d+$", "model.0", prefix)
 
 
-def _places(module: nn.Module) -> dict[int, tuple[str, Region | None]]:
-    """id of a parameter or buffer → its name in the whole model, and where it lies; None: it is the whole."""
-    found: dict[int, tuple[str, Region | None]] = {}
-    for each in unwrapped(module).sharded_state_dict(prefix="", metadata=dict(EACH)).values():
+def _names_and_regions(module: nn.Module) -> dict[int, tuple[str, Region | None]]:
+    """Returns id of a parameter or buffer → name in the whole model, and region.
+
+    The region is None if the tensor is whole.
+    """
+    regions: dict[int, tuple[str, Region | None]] = {}
+    for each in unwrapped(module).sharded_state_dict(prefix="", metadata=dict(SHARDED_STATE_DICT_METADATA)).values():
         tensor = getattr(each, "data", None)
         if not isinstance(tensor, torch.Tensor):
             continue
         shape = tuple(tensor.shape)
         if hasattr(each, "global_offset"):
             name, whole, offset = placed(each.key, each.prepend_axis_num, each.global_shape, each.global_offset)
-            found[id(tensor)] = name, None if whole == shape else Region(whole, offset)
+            regions[id(tensor)] = name, None if whole == shape else Region(whole, offset)
         else:
-            found[id(tensor)] = each.key, Region(shape, (0,) * len(shape), f"[{_rank_of(tensor)}]")
-    return found
+            regions[id(tensor)] = each.key, Region(shape, (0,) * len(shape), f"[{_rank_of(tensor)}]")
+    return regions
 
 
 def _rank_of(parameter: torch.Tensor) -> str:
-    """Whose piece a parameter is that is no box of a whole one."""
+    """Returns the parallel rank of a parameter that is not one box of a whole."""
     from megatron.core import parallel_state as ranks
 
     if getattr(parameter, "allreduce", True):

@@ -1,8 +1,9 @@
-"""Optimizers: any torch.optim.Optimizer, on plain or DTensor parameters. Its state is predicted before it exists.
+"""Optimizers: any torch.optim.Optimizer, on plain or DTensor parameters.
 
-A copy of the optimizer takes one step on `meta` copies of its parameters: shapes, dtypes and placements, no memory, no
-arithmetic, no communication. An optimizer that reads a value fails there, mostly after it has made its state, which is all
-that is wanted. If it made none, or made another than it will, nothing is lost but time: slots of the right size are made
+The optimizer's state is predicted before it exists. A copy of the optimizer takes one step on
+`meta` copies of its parameters: with shapes, dtypes and placements, but no memory, arithmetic or
+communication. An optimizer that reads a value fails there, mostly after it created its state, which
+suffices. If the prediction is missing or wrong, only time is lost: slots of the right size are made
 after the first step.
 """
 
@@ -30,11 +31,15 @@ from reft.client.state.tensors import TensorIndex, leaf_of
 from reft.core.layout.layout import Leaf, plain_strides
 from reft.errors import LayoutChanged, UnsupportedState
 
-KERNEL_CHOICES = ("foreach", "fused", "capturable")  # they change how, not what; some refuse `meta`
+# Options that select a kernel, not a result. Some refuse `meta`.
+KERNEL_CHOICES = ("foreach", "fused", "capturable")
 
 
 class PredictedTensor(NamedTuple):
-    """A tensor that `state[parameter][key]` will be after the first step; `value` is like it, on `meta`."""
+    """A tensor that `state[parameter][key]` will be after the first step.
+
+    `value` is such a tensor on `meta`.
+    """
 
     leaf: Leaf
     parameter: NamedParameter
@@ -42,28 +47,31 @@ class PredictedTensor(NamedTuple):
     value: torch.Tensor
 
 
-class _Stays(NamedTuple):
-    """What of an optimizer's small state can't change while its bindings hold."""
+class _FixedState(NamedTuple):
+    """Small state of an optimizer that cannot change while the tensor index is current."""
 
     kind: str
-    groups: list[list[str]]  # names of their parameters
+    groups: list[list[str]]  # for each group, the names of its parameters
     shared: list[list[str]]
-    has_scalars: bool  # numbers in the state, which do change
+    has_scalars: bool  # whether the state has numbers; their values do change
 
 
 class OptimizerExtractor:
-    """For every torch.optim.Optimizer."""
+    """Extracts the state of any torch.optim.Optimizer."""
 
     roles = frozenset({"optimizer"})
 
     def owner(self, value: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that has the state; its groups hold the parameters that this rank updates."""
+        """Returns the optimizer that has the state.
+
+        Its groups hold the parameters that this rank updates.
+        """
         return value
 
     def check(self, prefix: str, value: torch.optim.Optimizer) -> None:
         """Refuses an optimizer around another one (Accelerate's, …), whose own state is empty."""
         for name, each in vars(value).items():
-            # One that shares its state with this one keeps nothing of its own.
+            # An inner optimizer that shares this one's state is fine.
             if any(
                 inner is not value and inner.state is not vars(value).get("state") for inner in _optimizers_in(each)
             ):
@@ -73,59 +81,60 @@ class OptimizerExtractor:
                 )
 
     def parameters(self, prefix: str, value: torch.optim.Optimizer, known: ParameterNames) -> Iterator[NamedParameter]:
-        """Those of its groups; the models have named most of them already."""
+        """Yields the parameters of the groups; models have named most of them already."""
         for g, group in enumerate(value.param_groups):
             for k, parameter in enumerate(group["params"]):
                 name = f"{prefix}.group{g}.param{k}"
                 yield NamedParameter(name, parameter, *local_piece(name, parameter))
 
-    def bind(self, found: TensorIndex, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> None:
-        """Its state, tensors among its groups' values, and parameters that no model has."""
+    def bind(self, index: TensorIndex, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> None:
+        """Adds the optimizer's state, tensors in its groups, and parameters that no model has."""
         owner = self.owner(value)
         for each in dict.fromkeys((value, owner)):
-            found.track_entry(vars(each), "state", each.state)
-            found.track_entry(vars(each), "param_groups", each.param_groups)
-            found.track_entries(each.state)
-            found.track_entries(each.param_groups)
+            index.track_entry(vars(each), "state", each.state)
+            index.track_entry(vars(each), "param_groups", each.param_groups)
+            index.track_entries(each.state)
+            index.track_entries(each.param_groups)
         foreign = [key for key in owner.state if id(key) not in names]
         if foreign:
             raise UnsupportedState(
-                f"{prefix} keeps state under {foreign[0]!r:.60}, which is no parameter; it would be lost."
+                f"{prefix} keeps state under {foreign[0]!r:.60}, which is not a parameter; that state would be lost."
             )
         for g, group in enumerate(value.param_groups):
-            found.track_entries(group["params"])
+            index.track_entries(group["params"])
             for key, each in group.items():
                 if isinstance(each, torch.Tensor):
-                    found.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
+                    index.add(f"{prefix}.group{g}.{key}", group, key, each, staged=True)
             for parameter in group["params"]:
                 named = names[id(parameter)]
                 if not named.name.startswith(("model.", "state.")):
-                    _note(found, "", {named.name: parameter}, named.name, named)
+                    _add_pieces(index, "", {named.name: parameter}, named.name, named)
         for group in owner.param_groups:
-            found.track_entries(group["params"])
+            index.track_entries(group["params"])
             for parameter in group["params"]:
                 if (state := owner.state.get(parameter)) is not None:
-                    self._bind_state(found, prefix, names[id(parameter)], state)
+                    self._bind_state(index, prefix, names[id(parameter)], state)
 
     def _bind_state(
-        self, found: TensorIndex, prefix: str, parameter: NamedParameter, state: MutableMapping[str, Any]
+        self, index: TensorIndex, prefix: str, parameter: NamedParameter, state: MutableMapping[str, Any]
     ) -> None:
-        # A number is another object after each step.
-        note = (
-            found.track_entries if all(isinstance(each, torch.Tensor) for each in state.values()) else found.track_size
+        # A number is another object after each step, so only the size is tracked.
+        track = (
+            index.track_entries if all(isinstance(each, torch.Tensor) for each in state.values()) else index.track_size
         )
-        note(state)
-        # State that Adagrad makes of nothing stands still while others' counters go on: it is no replica, nor news.
-        if not self._gets_gradient(parameter) and _is_bare(parameter):
+        track(state)
+        # Adagrad creates state for an empty piece. Its counter stands still, so it is no replica
+        # of other ranks' state. It never changes, so it is not saved.
+        if not self._gets_gradient(parameter) and _is_empty_piece(parameter):
             return
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 _check_key(prefix, key)
-                _note(found, f"{prefix}.{key}.", state, key, parameter)
+                _add_pieces(index, f"{prefix}.{key}.", state, key, parameter)
 
     def predict(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> Iterable[Leaf]:
-        """What a step on `meta` makes."""
-        return [foreseen.leaf for foreseen in self._foresee(prefix, value, names)]
+        """Returns the leaves that a step on `meta` creates."""
+        return [prediction.leaf for prediction in self._predict_tensors(prefix, value, names)]
 
     def make(
         self,
@@ -133,18 +142,24 @@ class OptimizerExtractor:
         value: torch.optim.Optimizer,
         leaves: Sequence[Leaf],
         names: ParameterNames,
-        room: HugePageBuffer,
+        buffer: HugePageBuffer,
     ) -> None:
-        """As foreseen; else, for state that comes later than with the first step, as the parameter is."""
+        """Creates state as predicted, or else like its parameter.
+
+        State is not predicted if it is created later than in the first step.
+        """
         state = self.owner(value).state
         is_plain = all(n.local is n.tensor and n.box is None and not n.runs for n in names.values())
-        # What belongs to a whole plain tensor is plain and whole too: its leaf says all that looking ahead would.
-        foreseen = {} if is_plain else {each.leaf.name: each for each in self._foresee(prefix, value, names)}
+        # State of a whole plain tensor is plain and whole. The leaf describes it, so no prediction
+        # is needed.
+        predicted_by_name = (
+            {} if is_plain else {each.leaf.name: each for each in self._predict_tensors(prefix, value, names)}
+        )
         by_name = {named.name: named for named in names.values()}
         by_run = {run.name: named for named in names.values() for run in named.runs}
         on_device = _with_steps_on_device(self.owner(value))
         for leaf in leaves:
-            expected = foreseen.get(leaf.name)
+            expected = predicted_by_name.get(leaf.name)
             key, _, name = leaf.name.removeprefix(f"{prefix}.").partition(".")
             if expected is not None and expected.leaf.describe() == leaf.describe():
                 parameter, key, model = expected.parameter, expected.key, expected.value
@@ -161,101 +176,110 @@ class OptimizerExtractor:
                 continue
             if not parameter.runs or model.shape != parameter.local.shape:
                 on_host = key == "step" and not leaf.shape and id(parameter.tensor) not in on_device
-                state[parameter.tensor][key] = _placed(leaf, parameter.local, model, room, on_host)
-            elif key not in state[parameter.tensor]:  # one for all its runs; padding has to be something
+                state[parameter.tensor][key] = _allocate(leaf, parameter.local, model, buffer, on_host)
+            elif key not in state[parameter.tensor]:  # one tensor for all slices; zeros for the padding
                 dtype = getattr(torch, leaf.dtype)
                 state[parameter.tensor][key] = torch.zeros_like(parameter.local.detach(), dtype=dtype)
 
-    def _foresee(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> list[PredictedTensor]:
-        twins: dict[
-            torch.Tensor, list[NamedParameter]
-        ] = {}  # one for all parameters of a kind: they get state of a kind
+    def _predict_tensors(
+        self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames
+    ) -> list[PredictedTensor]:
+        # One twin for all parameters of a kind, because they get state of the same kind.
+        twins: dict[torch.Tensor, list[NamedParameter]] = {}
         owner = self.owner(value)
         groups = []
         for group in owner.param_groups:
-            of_kind: dict[tuple[object, ...], torch.Tensor] = {}
+            twin_of_kind: dict[tuple[object, ...], torch.Tensor] = {}
             for named in (names[id(parameter)] for parameter in group["params"]):
                 if self._gets_gradient(named) and not owner.state.get(named.tensor):
                     kind = _kind(named)
-                    twin = of_kind.get(kind)
+                    twin = twin_of_kind.get(kind)
                     if twin is None:
-                        twin = of_kind[kind] = _twin(named)
+                        twin = twin_of_kind[kind] = _twin(named)
                         twin.grad = torch.empty_like(twin)
                     twins.setdefault(twin, []).append(named)
             plain = {key: copy.copy(each) for key, each in group.items() if key != "params"}
             choices = {key: False for key in KERNEL_CHOICES if key in group}
-            groups.append({**plain, **choices, "params": list(of_kind.values())})
+            groups.append({**plain, **choices, "params": list(twin_of_kind.values())})
         if not twins:
             return []
-        made = _stepped(owner, groups)
-        found = [
-            foreseen
-            for twin, alike in twins.items()
-            for named in alike
+        made = _state_after_step(owner, groups)
+        tensors = [
+            prediction
+            for twin, same_kind in twins.items()
+            for named in same_kind
             for key, each in made.get(twin, {}).items()
             if isinstance(each, torch.Tensor)
-            for foreseen in self._foreseen(prefix, key, named, each)
+            for prediction in self._predicted_leaves(prefix, key, named, each)
         ]
         order = {id(p): i for i, p in enumerate(p for group in owner.param_groups for p in group["params"])}
-        return sorted(found, key=lambda each: order[id(each.parameter.tensor)])
+        return sorted(tensors, key=lambda each: order[id(each.parameter.tensor)])
 
     def _gets_gradient(self, named: NamedParameter) -> bool:
-        """FSDP1 gives none to a parameter of which this rank has no element; FSDP2 gives an empty one."""
-        return named.tensor.requires_grad and not _is_bare(named)
+        """Returns whether the parameter gets a gradient.
 
-    def _foreseen(
+        FSDP1 gives none to a parameter without elements on this rank; FSDP2 gives an empty one.
+        """
+        return named.tensor.requires_grad and not _is_empty_piece(named)
+
+    def _predicted_leaves(
         self, prefix: str, key: str, parameter: NamedParameter, made: torch.Tensor
     ) -> Iterator[PredictedTensor]:
         _check_key(prefix, key)
-        for owner, piece, place in pieces(parameter, made):
+        for owner, piece, region in pieces(parameter, made):
             name = f"{prefix}.{key}.{owner}"
-            local, own = local_piece(name, piece)
-            box = own or place
+            local, dtensor_region = local_piece(name, piece)
+            box = dtensor_region or region
             yield PredictedTensor(leaf_of(name + (box.tag if box else ""), local, False, box), parameter, key, made)
 
     def capture(self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames) -> dict[str, Any]:
-        """Its groups, and numbers in its state."""
-        stays = names.once(("optimizer", id(value)), lambda: self._stays(value, names))
-        values = [_plain_values(group, but="params") for group in value.param_groups]
+        """Returns the optimizer's groups, and numbers in its state."""
+        fixed = names.once(("optimizer", id(value)), lambda: self._fixed_state(value, names))
+        values = [_plain_values(group, without="params") for group in value.param_groups]
         state = self.owner(value).state
         return {
-            **({"shared": stays.shared} if stays.shared else {}),
-            "class": stays.kind,
-            "groups": [{"params": own, "values": each} for own, each in zip(stays.groups, values, strict=True)],
-            "scalars": _scalars(state, names) if stays.has_scalars else {},
+            **({"shared": fixed.shared} if fixed.shared else {}),
+            "class": fixed.kind,
+            "groups": [
+                {"params": names_of_group, "values": each}
+                for names_of_group, each in zip(fixed.groups, values, strict=True)
+            ],
+            "scalars": _scalars(state, names) if fixed.has_scalars else {},
         }
 
-    def _stays(self, value: torch.optim.Optimizer, names: ParameterNames) -> _Stays:
+    def _fixed_state(self, value: torch.optim.Optimizer, names: ParameterNames) -> _FixedState:
         groups = [[names[id(parameter)].name for parameter in group["params"]] for group in value.param_groups]
         state = self.owner(value).state
         entries = [*itertools.chain.from_iterable(values.values() for values in state.values())]
         has_scalars = not all(isinstance(each, torch.Tensor) for each in entries)
-        return _Stays(self._class_of(value), groups, _shared(state, names), has_scalars)
+        return _FixedState(self._class_of(value), groups, _shared_tensors(state, names), has_scalars)
 
     def restore(
         self, prefix: str, value: torch.optim.Optimizer, names: ParameterNames, saved: Mapping[str, Any]
     ) -> None:
-        """The reverse of `capture`."""
+        """Reverses `capture`."""
         if saved["class"] != self._class_of(value):
-            raise LayoutChanged(f"the held optimizer is a {saved['class']}, passed was a {self._class_of(value)}.")
-        live = [[names[id(p)].name for p in group["params"]] for group in value.param_groups]
-        if [group["params"] for group in saved["groups"]] != live:
             raise LayoutChanged(
-                f"the optimizer's {len(live)} parameter groups hold other parameters, or in another order,"
-                f" than the {len(saved['groups'])} that are held."
+                f"the snapshot's optimizer is a {saved['class']}, this job's is a {self._class_of(value)}."
+            )
+        live_groups = [[names[id(p)].name for p in group["params"]] for group in value.param_groups]
+        if [group["params"] for group in saved["groups"]] != live_groups:
+            raise LayoutChanged(
+                f"the optimizer's {len(live_groups)} parameter groups have other parameters, or another order,"
+                f" than the {len(saved['groups'])} groups of the snapshot."
             )
         state = self.owner(value).state
-        for group, held in zip(value.param_groups, saved["groups"], strict=True):
-            group.update(from_plain(held["values"]))
+        for group, saved_group in zip(value.param_groups, saved["groups"], strict=True):
+            group.update(from_plain(saved_group["values"]))
             for parameter in group["params"]:
                 name = names[id(parameter)].name
                 if name in saved["scalars"]:
                     state[parameter].update(from_plain(saved["scalars"][name]))
-        live_of = {names[id(parameter)].name: parameter for parameter in state if id(parameter) in names}
-        own = {names[id(p)].name: p for group in self.owner(value).param_groups for p in group["params"]}
+        parameter_with_state = {names[id(parameter)].name: parameter for parameter in state if id(parameter) in names}
+        parameter_of = {names[id(p)].name: p for group in self.owner(value).param_groups for p in group["params"]}
         for name, key, first, first_key in saved.get("shared", ()):
-            if name in own and first_key in state.get(live_of.get(first), {}):
-                state[own[name]][key] = state[live_of[first]][first_key]
+            if name in parameter_of and first_key in state.get(parameter_with_state.get(first), {}):
+                state[parameter_of[name]][key] = state[parameter_with_state[first]][first_key]
 
     def _class_of(self, value: torch.optim.Optimizer) -> str:
         kinds = [type(each) for each in dict.fromkeys((value, self.owner(value)))]
@@ -264,16 +288,17 @@ class OptimizerExtractor:
     def hook(
         self, value: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
     ) -> list[Removable]:
-        """Hooks the object itself, never an optimizer inside it. Where the step is compiled, the hooks break its graph.
+        """Hooks the object itself, never an optimizer inside; a compiled step's graph breaks there.
 
-        Else torch.compile would go through all that a mark does, compile what it can of it for seconds, and warn of the rest.
+        Otherwise torch.compile would trace through a whole mark, compile for seconds, and warn
+        about the rest.
         """
-        untraced = torch.compiler.disable  # needs torch._dynamo, which making an optimizer has imported
+        untraced = torch.compiler.disable  # needs torch._dynamo, which creating an optimizer imports
         before, calls = untraced(before), _Calls(untraced(after))
 
-        def begin(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> Any:
+        def begin(optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> Any:
             calls.begin(optimizer)
-            return _before_writing(before, optimizer, arguments, named)
+            return _before_writing(before, optimizer, arguments, keywords)
 
         return [
             value.register_step_pre_hook(untraced(begin)),
@@ -283,25 +308,25 @@ class OptimizerExtractor:
 
 
 def _check_key(prefix: str, key: object) -> None:
-    """Refuses what would not be found again: a leaf's name has the key up to its first dot."""
+    """Refuses keys with dots: in a leaf's name, the key ends at the first dot."""
     if not isinstance(key, str) or "." in key:
         raise UnsupportedState(
-            f"{prefix} keeps a tensor of each parameter's state under {key!r}; keys can be text without dots.",
-            "name it so in the optimizer's step",
+            f"{prefix} keeps a tensor of each parameter's state under {key!r}; keys must be text without dots.",
+            "rename the key in the optimizer's step",
         )
 
 
 def _optimizers_in(value: object) -> list[torch.optim.Optimizer]:
-    """The optimizers that an attribute is, or is a list, tuple or dict of."""
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    return [each for each in held if isinstance(each, torch.optim.Optimizer)]
+    """Returns the optimizers that an attribute is, or that its list, tuple or dict contains."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return [each for each in values if isinstance(each, torch.optim.Optimizer)]
 
 
 def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """A step's pre-hook: calls `before` now, or behind the closure that torch's own optimizers call before they write.
+    """Calls `before` at once, or after the closure that torch's own optimizers call before writing.
 
-    Lightning trains in there: forward and backward are where the window should be. What other optimizers write before it is
-    unknown.
+    Runs as a step's pre-hook. Lightning trains in the closure: forward and backward belong into the
+    window. Whether other optimizers write before the closure is unknown.
 
     Returns:
         None, or (args, kwargs) with another closure.
@@ -312,35 +337,41 @@ def _before_writing(before: Callable[..., None], optimizer: torch.optim.Optimize
         return None
     calls = itertools.count()
 
-    def then_before() -> Any:
+    def closure_then_before() -> Any:
         loss = closure()
         if next(calls) == 0:
             before()
         return loss
 
-    return ((args[0], then_before, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_before})
+    return (
+        ((args[0], closure_then_before, *args[2:]), kwargs)
+        if len(args) > 1
+        else (args, {**kwargs, "closure": closure_then_before})
+    )
 
 
 class _Calls:
-    """Calls `after` once for each step of an optimizer that has ended, and not for the parent's step that it calls.
+    """Calls `after` once for each finished step, not for the parent's step inside it.
 
-    torch calls the hooks of both steps. A call of the instance's step goes through `around` once, since `super().step()` does
-    not; `around` also sees a step that raises, which calls no post-hook.
+    torch calls the hooks of both steps. A call of the instance's step goes through `around` once,
+    since `super().step()` does not. `around` also sees a step that raises, which calls no
+    post-hook.
 
-    A method that was bound before attach goes past `around`: one that was compiled then, or the one that Accelerate puts back
-    after each step of a GradScaler. For such a call the hooks count how deep the steps are nested. A step that raises leaves
-    that count too high, so it is cut to the most that the class can nest. That is exact for torch's own optimizers, and for
-    those that always call their parent's step.
+    A method that was bound before attach bypasses `around`. Examples: a method compiled before
+    attach, or the method that Accelerate puts back after each step of a GradScaler. For such a call
+    the hooks count how deep the steps are nested. A step that raises leaves that count too high, so
+    it is limited to the most that the class can nest. That is exact for torch's own optimizers, and
+    for optimizers that always call their parent's step.
     """
 
     def __init__(self, after: Callable[..., None]) -> None:
         self._after = after
         self._is_around = False  # a call of the instance's step is under way
-        self._has_ended = False  # and a step of a class has ended in it
-        self._depth = 0  # of a call that went past `around`
+        self._has_ended = False  # a step of a class has ended in that call
+        self._depth = 0  # nesting of steps in a call that bypassed `around`
 
     def around(self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the step that the instance had."""
+        """Calls the step that the instance had before it was wrapped."""
         if self._is_around:  # a step that calls `self.step`
             return call(*args, **kwargs)
         self._is_around, self._has_ended = True, False
@@ -353,12 +384,12 @@ class _Calls:
         return result
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """In the pre-hook of a class's step."""
+        """Runs in the pre-hook of a class's step."""
         if not self._is_around:
             self._depth = min(self._depth + 1, _steps_to_nest(type(optimizer)))
 
     def end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """The post-hook of a class's step."""
+        """Runs in the post-hook of a class's step."""
         self._has_ended = True
         if not self._is_around:
             self._depth -= 1
@@ -368,16 +399,21 @@ class _Calls:
 
 
 def _steps_to_nest(kind: type[torch.optim.Optimizer]) -> int:
-    """How many steps of classes a call can run inside each other: those that the class has or inherits."""
+    """Returns how many steps of classes one call can nest.
+
+    These are the steps that the class has or inherits.
+    """
     steps = (vars(each)["step"] for each in kind.__mro__ if "step" in vars(each) and each is not torch.optim.Optimizer)
     return len({inspect.unwrap(step) for step in steps})
 
 
 def pieces(parameter: NamedParameter, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, Region | None]]:
-    """What a parameter, or a tensor of its state, is as leaves: itself, or one for each run of a flat parameter.
+    """Yields the leaves of a parameter, or of a tensor of its state.
+
+    A flat parameter has one leaf for each slice; any other tensor is one leaf.
 
     Yields:
-        what it is (a piece) of, its memory, where it lies in the whole.
+        The leaf's name, its memory, and its region of the whole.
     """
     if not parameter.runs or value.shape != parameter.local.shape:
         yield parameter.name, value, state_region(parameter, value)
@@ -386,24 +422,30 @@ def pieces(parameter: NamedParameter, value: torch.Tensor) -> Iterator[tuple[str
         yield run.name, value.detach()[run.at : run.at + run.size], run.box
 
 
-def _note(found: TensorIndex, before: str, place: Mapping[Any, Any], key: object, parameter: NamedParameter) -> None:
-    """Notes `place[key]`, a parameter or a tensor of its state; `before` goes before its name."""
+def _add_pieces(
+    index: TensorIndex, name_prefix: str, place: Mapping[Any, Any], key: object, parameter: NamedParameter
+) -> None:
+    """Adds `place[key]`, a parameter or a tensor of its state, to the index.
+
+    `name_prefix` is put before the name.
+    """
     value = place[key]
     for name, piece, box in pieces(parameter, value):
         if piece is value:
-            found.add(before + name, place, key, value, box=box)
+            index.add(name_prefix + name, place, key, value, box=box)
         else:
-            found.add(before + name, {name: piece}, name, piece, box=box)
+            index.add(name_prefix + name, {name: piece}, name, piece, box=box)
     if parameter.runs:
-        found.track_entry(place, key, value)
-        found.track_address(value)
+        index.track_entry(place, key, value)
+        index.track_address(value)
 
 
 def state_region(parameter: NamedParameter, value: torch.Tensor) -> Region | None:
-    """Where a plain tensor of a parameter's state lies.
+    """Returns the region of a plain tensor of a parameter's state.
 
-    Scalars and the state of whole parameters are whole. State of the shape of a sharded parameter's piece lies as the piece
-    does; state of any other shape belongs to that piece, and its name says to which.
+    Scalars, and state of whole parameters, are whole. State with the shape of a sharded parameter's
+    piece has the piece's region. State of any other shape belongs to that piece only, and its name
+    says to which piece.
     """
     if parameter.box is None or isinstance(value, DTensor) or not value.dim():
         return None
@@ -417,38 +459,40 @@ def state_region(parameter: NamedParameter, value: torch.Tensor) -> Region | Non
     return Region(shape, (0,) * len(shape), parameter.box.tag or f"[of {cut}]")
 
 
-def _is_bare(named: NamedParameter) -> bool:
-    """Whether it is a plain piece without elements."""
+def _is_empty_piece(named: NamedParameter) -> bool:
+    """Returns whether the parameter is a plain piece without elements."""
     return named.box is not None and not isinstance(named.tensor, DTensor) and not named.local.numel()
 
 
 def _kind(named: NamedParameter) -> tuple[object, ...]:
-    """What decides of which kind a parameter's state will be; its place in the whole does not."""
+    """Returns the properties that decide the kind of a parameter's state; not its region."""
     tensor, local = named.tensor, named.local
     placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
     return local.shape, local.stride(), local.dtype, placed
 
 
 def _twin(named: NamedParameter) -> torch.Tensor:
-    """The parameter on `meta`."""
+    """Returns the parameter on `meta`."""
     local = named.local
     with torch.no_grad():
         meta = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
         return like(named.tensor, meta).requires_grad_()
 
 
-def _stepped(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Mapping[torch.Tensor, dict[str, Any]]:
-    """The state of a copy of the optimizer after one step on these groups."""
+def _state_after_step(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> Mapping[torch.Tensor, dict[str, Any]]:
+    """Returns the state of a copy of the optimizer after one step on these groups."""
     double = object.__new__(type(optimizer))
     vars(double).update(
         {key: copy.copy(value) if isinstance(value, (dict, list)) else value for key, value in vars(optimizer).items()}
     )
-    vars(double).pop("step", None)  # a scheduler's wrapper would count this as a step
+    vars(double).pop("step", None)  # a scheduler's wrapper would count this step
     for key in [key for key in vars(double) if key.endswith("_hooks")]:
         vars(double)[key] = OrderedDict()
     double.state, double.param_groups = defaultdict(dict), groups
     generator = torch.get_rng_state()
-    # Whatever a foreign optimizer raises here, its first real step will tell.
+    # Any error of an optimizer will show up in its first real step.
     with torch.no_grad(), contextlib.suppress(Exception):
         inspect.unwrap(type(optimizer).step)(double)
     torch.set_rng_state(generator)
@@ -456,59 +500,64 @@ def _stepped(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
 
 
 def _with_steps_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Ids of the parameters whose `step` lies beside them: kernels of these groups read it there, and not from the host.
+    """Returns ids of the parameters whose `step` lies on their device.
 
-    As in Optimizer._process_value_according_to_param_policy of torch. All other state lies beside its parameter.
+    The kernels of their groups read `step` there, not on the host. This follows torch's
+    Optimizer._process_value_according_to_param_policy. All other state lies beside its parameter.
     """
     groups = (each for each in optimizer.param_groups if each.get("fused") or each.get("capturable"))
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
-def _placed(
-    leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, room: HugePageBuffer, on_host: bool
+def _allocate(
+    leaf: Leaf, parameter: torch.Tensor, model: torch.Tensor, buffer: HugePageBuffer, on_host: bool
 ) -> torch.Tensor:
-    """Room for one leaf of optimizer state.
+    """Returns memory for one leaf of optimizer state.
 
     Args:
-        parameter: its local tensor, whose device the state shares.
-        model: a tensor that is placed as the new one: a DTensor for one that is sharded.
-        on_host: whether it lies on the host wherever the parameter does.
+        leaf: the leaf.
+        parameter: the parameter's local tensor, whose device the state shares.
+        model: a tensor placed like the new one: a DTensor if the new one is sharded.
+        buffer: host memory.
+        on_host: whether the leaf lies on the host even if the parameter does not.
     """
     dtype, stride = getattr(torch, leaf.dtype), parameter.stride()
-    is_alike = stride != leaf.stride and tuple(parameter.shape) == leaf.shape
-    if is_alike and plain_strides(leaf.shape, stride) == leaf.stride:
-        # As the optimizer would make it: fused kernels compare strides, those of dimensions of size 1 too.
+    has_other_strides = stride != leaf.stride and tuple(parameter.shape) == leaf.shape
+    if has_other_strides and plain_strides(leaf.shape, stride) == leaf.stride:
+        # Like the optimizer's own: fused kernels compare strides, also of dimensions of size 1.
         leaf = replace(leaf, stride=stride)
     if on_host or parameter.device.type == "cpu":
-        local = room.empty(leaf, dtype)
+        local = buffer.empty(leaf, dtype)
     else:
         local = torch.empty_strided(leaf.shape, leaf.stride, dtype=dtype, device=parameter.device)
     return like(model, local)
 
 
-def _shared(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
-    """Which tensors of the state are there again: (parameter, key, first parameter that has it, key there).
+def _shared_tensors(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> list[list[str]]:
+    """Returns which tensors of the state occur again.
 
-    They are leaves under their first name only, as the code tables are that bitsandbytes gives to all parameters.
+    Each entry is (parameter, key, first parameter that has the tensor, key there). Such tensors are
+    leaves under their first name only. Example: the code tables that bitsandbytes gives to all
+    parameters.
     """
     first: dict[int, list[str]] = {}
-    found = []
+    repeated = []
     for parameter, values in state.items():
         for key, each in values.items():
             if isinstance(each, torch.Tensor) and id(parameter) in names:
                 place = [names[id(parameter)].name, key]
                 before = first.setdefault(id(each), place)
                 if before is not place:
-                    found.append([*place, *before])
-    return found
+                    repeated.append([*place, *before])
+    return repeated
 
 
 def _scalars(state: Mapping[torch.Tensor, Mapping[str, Any]], names: ParameterNames) -> dict[str, dict[str, Any]]:
-    """Numbers in the state, by parameter."""
+    """Returns the numbers in the state, by parameter."""
     plain = ((key, _plain_values(values)) for key, values in state.items())
     return {names[id(key)].name: values for key, values in plain if values and id(key) in names}
 
 
-def _plain_values(values: Mapping[str, Any], but: str = "") -> dict[str, Any]:
-    """What is no tensor, and so no leaf."""
-    return {key: to_plain(v) for key, v in values.items() if not isinstance(v, torch.Tensor) and key != but}
+def _plain_values(values: Mapping[str, Any], without: str = "") -> dict[str, Any]:
+    """Returns the values that are no tensors, and so no leaves."""
+    return {key: to_plain(v) for key, v in values.items() if not isinstance(v, torch.Tensor) and key != without}

@@ -1,8 +1,10 @@
-"""Which extractor finds the state of an object: the one that is registered for its class, or for the nearest base class.
+"""The registry of extractors: finds the extractor for an object by the object's class.
 
-    type(value).__mro__ ─► "module.Class" ─► registered by somebody ─► built in ─► none: attach refuses the object by name
+    type(value).__mro__ ─► "module.Class" ─► registered by the user ─► built in
+                                             ─► none: attach refuses the object by name
 
-Kinds are names, so that no trainer is imported to recognise its objects; built-in extractors are imported when first needed.
+The nearest base class with an extractor decides. Classes are compared by name, so no trainer's
+package is imported. Built-in extractors are imported at first use.
 """
 
 from __future__ import annotations
@@ -20,88 +22,108 @@ if TYPE_CHECKING:
 
 
 class Removable(Protocol):
-    """A hook that can be taken off."""
+    """A hook that can be removed."""
 
     def remove(self) -> None:
-        """Takes it off."""
+        """Removes the hook."""
 
 
 class Extractor(Protocol):
-    """How reft finds and makes the state of one kind of object. One extractor serves all objects of its kind; it keeps nothing.
+    """Finds and creates the state of one kind of object.
 
-    `value` is the object that was passed to `reft.attach`: an nn.Module as (one of) `model`, anything as (one of)
-    `optimizer`. `prefix` says as what: "model.0", "optimizer.1", "state.average". Every leaf that an extractor names begins
-    with its prefix and a dot, but for parameters that only an optimizer has.
+    One extractor serves all objects of its kind, and has no state of its own.
 
-    Two ranks that name a leaf alike and give it the same box and shape claim that it has the same bytes on both, at every
-    mark. A leaf that may differ by rank must be named by what it is a piece of, or by the rank. Claims are checked by digests.
+    `value` is the object that was passed to `reft.attach`: an nn.Module as (one of) `model`, any
+    object as (one of) `optimizer`. `prefix` is the object's role: "model.0", "optimizer.1",
+    "state.average". Every leaf that an extractor names begins with the prefix and a dot. The
+    exception are parameters that only an optimizer has.
+
+    If two ranks use the same leaf name, box and shape, the leaf must have the same bytes on both
+    ranks at every mark. A leaf that may differ by rank needs a name with the leaf's place in a
+    whole, or with the rank. Digests check this.
 
     Most extractors derive from `reft.client.state.extract.modules.ModuleExtractor` or
-    `reft.client.state.extract.optimizers.OptimizerExtractor`, and change what is different.
+    `reft.client.state.extract.optimizers.OptimizerExtractor`, and override the differences.
     """
 
-    roles: frozenset[str]  # of {"model", "optimizer"}: what such an object may be passed as
+    # Of {"model", "optimizer"}: the arguments of attach that accept such an object.
+    roles: frozenset[str]
 
     def check(self, prefix: str, value: Any) -> None:
-        """Refuses what can't be held.
+        """Refuses an object whose state cannot be saved.
 
         Raises:
-            reft.errors.UnsupportedState: with the name of what it is, and the remedy.
+            reft.errors.UnsupportedState: names the unsupported feature and the remedy.
         """
 
     def parameters(self, prefix: str, value: Any, known: ParameterNames) -> Iterator[NamedParameter]:
-        """The parameters that the object names. Each is named by the first object that yields it; models come first.
+        """Yields the object's parameters; the first object to yield a parameter names it.
 
-        Also those whose memory moves in forward (FSDP): `local` is what lies still between two optimizer steps.
+        Models come before optimizers. Parameters whose memory moves in forward (FSDP) belong here,
+        too: their `local` is the memory that stays in place between two optimizer steps.
 
         Args:
-            known: those that objects before this one have named; a copy of one in another precision is named after it.
+            prefix: the object's role.
+            value: the object.
+            known: parameters of earlier objects; a copy of such a parameter in another precision
+                gets a name derived from the parameter's.
         """
 
-    def bind(self, found: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
-        """Notes every tensor of the object's state as it is now, by `found.add`, `found.expect` and `found.count`.
+    def bind(self, index: TensorIndex, prefix: str, value: Any, names: ParameterNames) -> None:
+        """Adds every tensor of the object's current state to the index.
 
-        Runs at attach and whenever the bindings no longer hold. Nothing may communicate, copy or allocate in it.
-        Parameters that other objects name need not be noted again; optimizers note what belongs to them alone.
+        Uses `index.add`, `index.track_entry` and `index.track_size`. Runs at attach, and whenever
+        the index is no longer current. Must not communicate, copy or allocate. An optimizer need
+        not add parameters that other objects name, only what it alone has.
 
         Args:
+            index: the index to add to.
+            prefix: the object's role.
+            value: the object.
             names: the parameters of all models and optimizers, by id of the object.
         """
 
     def predict(self, prefix: str, value: Any, names: ParameterNames) -> Iterable[Leaf]:
-        """The leaves that do not exist yet and will after the first optimizer step; none for a model."""
+        """Returns the leaves that the first optimizer step will create; none for a model."""
 
     def make(
-        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, room: HugePageBuffer
+        self, prefix: str, value: Any, leaves: Sequence[Leaf], names: ParameterNames, buffer: HugePageBuffer
     ) -> None:
-        """Makes the tensors of held leaves that do not exist yet, before they are written in place.
+        """Creates saved leaves that do not exist yet, before a restore writes into them.
 
-        The bytes are anything. What can't be made is left out: the restore is refused then, with its name.
+        The bytes of new tensors are arbitrary. Leaves that cannot be created are left out; the
+        restore then refuses with their names.
 
         Args:
-            leaves: those of this prefix, in the order in which they were made.
-            room: `room.empty(leaf, dtype)` is host memory for one leaf.
+            prefix: the object's role.
+            value: the object.
+            leaves: leaves of this prefix, in the order in which they were created.
+            names: the parameters of all models and optimizers, by id of the object.
+            buffer: `buffer.empty(leaf, dtype)` is host memory for one leaf.
         """
 
     def capture(self, prefix: str, value: Any, names: ParameterNames) -> dict[str, Any]:
-        """Small state that is no leaf, at the mark: numbers, text, bytes, small tensors, in dicts, lists and tuples.
+        """Returns the small state at the mark that is not a leaf.
 
-        What it returns holds copies (`state.serialization.to_plain`), and must not wait for a device. Runs at every mark, when
-        all is where `bind` found it with the same `names`: what follows from that alone is remembered by `names.once`.
+        Values are numbers, text, bytes and small tensors, in dicts, lists and tuples. They must be
+        copies (`state.serialization.to_plain`), and this must not wait for a device. Runs at every
+        mark, while the index is current and with the same `names`. Values that depend only on these
+        are computed once, with `names.once`.
         """
 
     def restore(self, prefix: str, value: Any, names: ParameterNames, saved: Mapping[str, Any]) -> None:
-        """Brings back what `capture` returned, after all leaves.
+        """Restores what `capture` returned, after all leaves were restored.
 
         Raises:
-            reft.errors.LayoutChanged: it is of another object.
+            reft.errors.LayoutChanged: the saved state is of another object.
         """
 
     def hook(self, value: Any, before: Callable[..., None], after: Callable[..., None]) -> list[Removable]:
-        """Calls `before()` before each step of the optimizer and `after(value)` when it has ended.
+        """Calls `before()` before each optimizer step and `after(value)` after the step.
 
-        The step of the outermost object: when `after` runs, parameters are final, gathered or broadcast ones included.
-        `before` runs before anything writes the state; it may wait. A step that raises calls no `after`.
+        The step is that of the outermost object. When `after` runs, parameters are final, including
+        gathered or broadcast ones. `before` runs before the state is written, and may wait. If a
+        step raises, `after` is not called.
         """
 
 
@@ -119,18 +141,19 @@ _BUILT_IN = {
 
 
 def register_extractor(kind: str, extractor: Extractor) -> None:
-    """Lets reft find the state of objects that it does not know. Call it before `reft.attach`, on every rank.
+    """Registers an extractor for a class; call it before `reft.attach`, on every rank.
 
     Args:
-        kind: class of the objects as "module.Class", e.g. "my_trainer.optim.ShardedAdam"; derived classes are of this kind
-            too, unless they are registered themselves. It takes the place of a built-in extractor of the same class.
+        kind: class of the objects as "module.Class", e.g. "my_trainer.optim.ShardedAdam". Derived
+            classes use the same extractor unless they are registered themselves. Replaces a
+            built-in extractor of the same class.
         extractor: see `Extractor`.
     """
     _REGISTERED[kind] = extractor
 
 
 def extractor_of(value: Any) -> Extractor | None:
-    """The extractor for an object; None if its class and their bases are unknown."""
+    """Returns the extractor for an object; None if the class and its bases are unknown."""
     for each in type(value).__mro__:
         kind = f"{each.__module__}.{each.__qualname__}"
         if kind in _REGISTERED:

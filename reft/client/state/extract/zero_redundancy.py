@@ -1,9 +1,11 @@
-"""torch's ZeroRedundancyOptimizer: each rank updates some parameters whole, and has their state in an optimizer of its own.
+"""torch's ZeroRedundancyOptimizer: each rank updates some parameters whole.
 
-    outer: param_groups (all), state (empty)   step: inner.step ─► broadcast of each parameter by its owner ─► hooks of the outer
-    inner, `.optim`: param_groups (this rank's share), state
+    outer            param_groups (all), state (empty)
+    inner, `.optim`  param_groups (this rank's parameters), their state
+    step             inner.step ─► each parameter is broadcast by its owner ─► outer's hooks
 
-The parameters are replicas. The state of each has one holder: it is kept by its rank, or rides in the capsule if it is small.
+The parameters are replicas. The state of each parameter is on one rank only: it is an unreplicated
+leaf, or an inline leaf in the capsule if it is small.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from reft.errors import UnsupportedState
 
 
 class ZeroRedundancyExtractor(OptimizerExtractor):
-    """For torch.distributed.optim.ZeroRedundancyOptimizer."""
+    """Extracts the state of torch.distributed.optim.ZeroRedundancyOptimizer."""
 
     def owner(self, value: Any) -> torch.optim.Optimizer:
-        """The inner optimizer."""
+        """Returns the inner optimizer."""
         inner: torch.optim.Optimizer = value.optim
         return inner
 
     def check(self, prefix: str, value: Any) -> None:
-        """Refuses steps that DDP's communication hooks take in the middle of backward: no window is left to copy in."""
+        """Refuses overlap_with_ddp.
+
+        With this option, DDP's hooks step during backward, which leaves no window to copy in.
+        """
         if value._overlap_with_ddp:
             raise UnsupportedState(
                 f"{prefix} is a ZeroRedundancyOptimizer with overlap_with_ddp, which writes the state during backward.",

@@ -1,0 +1,94 @@
+"""What the READMEs say to type against daemons: typed as it stands, on a job run1 of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reft.wire.v1 import daemon_pb2 as pb
+from tests.support.certificates import why_not
+from tests.support.commands import Reader
+from tests.support.daemons import DaemonProcess, until
+from tests.support.trainers import Spec, Trainers
+
+HERE = "127.0.0.1:0"  # in place of a node's name and port
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[DaemonProcess]]:
+    started = [DaemonProcess("--node", name, "--listen", HERE) for name in ("node1", "node2", "node3")]
+    yield started
+    for node in started:
+        node.close()
+
+
+def newest_whole(node: DaemonProcess) -> int:
+    """The newest whole step of any job there."""
+    return max((job.whole for job in node.call("Status", pb.StatusRequest()).jobs), default=-1)
+
+
+def test_what_is_typed_while_a_job_trains_and_once_a_node_is_lost(nodes, tmp_path):
+    node1, node2, node3 = nodes
+    reader = Reader(tmp_path, {"node3:29700": node3.address}, REFT_DAEMON=node1.address)
+    spec = Spec("", job="run1", steps=12, options={"width": 96, "seal_at": [6, 7], "pause_at": [8]})
+    trainers = Trainers(spec, 2, [node1.address, node2.address])
+    try:
+        until(lambda: newest_whole(node1) >= 7, what="that step 7 is whole")
+        assert "PROTECTED" in reader.run("reft-cli status")
+        assert reader.run("reft-cli status --check")
+        job = json.loads(reader.run("reft-cli status --job run1 --json"))["jobs"][0]
+        assert [node["node"] for node in job["nodes"]] == ["node1", "node2"]
+        reader.run("reft-cli status --job run1 --what-if lose=node2")
+        with reader.start("reft-cli status --watch") as watch:
+            assert watch.stdout is not None and watch.stdout.readline().startswith("job     run1")
+            os.killpg(watch.pid, signal.SIGINT)
+            watch.stdout.read()
+        assert watch.returncode == 130
+        assert "1 rank of job run1" in reader.run("reft-cli timeline run1 --output trace.json")
+        assert "after step" in reader.run("python bench/picture.py trace.json")
+        assert "after step" in reader.run(".venv/bin/python bench/picture.py trace.json")
+    finally:
+        trainers.kill()
+    node2.kill()
+    shutil.rmtree(node2.folder)
+    assert "Nothing was changed" in reader.run("reft-cli recover run1")
+    assert "node2" in reader.run("reft-cli recover run1 --yes --onto node2=node3:29700")
+    assert "freed" in reader.run("reft-cli purge run1 --yes")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("reft-daemon --listen node1:29700 --insecure", "travel in plain text"),
+        (
+            "reft-daemon --listen node1:29700 --tls-cert /etc/reft/node.pem --tls-key /etc/reft/node.key "
+            "--tls-ca /etc/reft/ca.pem",
+            "address=127.0.0.1:",
+        ),
+        ("reft-daemon --spare 24x2.7GiB", "spare"),
+    ],
+)
+def test_a_daemon_starts(command, said, tmp_path):
+    if why_not():
+        pytest.skip(why_not())
+    certificates = tmp_path / "certificates"
+    reader = Reader(
+        tmp_path, {"/etc/reft": str(certificates), "node1:29700": HERE},
+        REFT_DIR=str(tmp_path / "slots"), REFT_MEMORY="1MiB",
+    )  # fmt: skip
+    reader.run("examples/deploy/certificates.sh /etc/reft node1 node2")
+    for kind in ("pem", "key"):
+        (certificates / f"node1.{kind}").rename(certificates / f"node.{kind}")
+    (tmp_path / "run").mkdir()
+    with reader.start(command) as daemon:
+        until(lambda: Path(tmp_path / "run/daemon.sock").exists() or daemon.poll() is not None, what="its socket")
+        assert "no job is held here" in reader.run("reft-cli status")
+        os.killpg(daemon.pid, signal.SIGTERM)
+        output = daemon.stdout.read() if daemon.stdout else ""
+    assert daemon.returncode == 0 and said in output, output

@@ -1,0 +1,25 @@
+"""Messages as reft before the renaming of messages and fields wrote them, each with all of its fields.
+
+The file was written with the stubs of commit 71512e3 (protocol 7), each message under its name of today. A message is
+read by the numbers of its fields, so a renamed field must give the same bytes, and a changed number gives others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from reft.wire.v1 import daemon_pb2 as pb
+
+GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden" / "messages-7.json").read_text())
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_message_of_before_is_read_and_written_again(name):
+    written = bytes.fromhex(GOLDEN[name])
+    message = getattr(pb, name).FromString(written)
+    assert not len(UnknownFieldSet(message)), "a field has lost its number"
+    assert message.SerializeToString(deterministic=True) == written
