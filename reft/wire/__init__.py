@@ -1,1 +1,1 @@
-"""What reft says and writes: messages, the slot format, the capsule's bytes. No torch, and no decisions."""
+"""Defines what reft sends and stores: messages and formats. No torch, no decisions."""

@@ -1,12 +1,13 @@
-"""The bytes of a capsule: small host state as a tree of plain values. Nothing in it is ever executed.
+"""Encodes a capsule: small host state as a tree of plain values. Nothing in it is ever executed.
 
     4 bytes    length of the JSON text, little-endian
-    JSON       the tree; what JSON lacks is an object with one key, the tag: tuple, dict, counter, ordered, bytes,
-               array, scalar, tensor, nan
-    blob       bytes of all byte strings, arrays and tensors, end to end; the tree names offset and size
+    JSON       the tree; a value that JSON lacks is an object with one key, the tag: tuple, dict,
+               counter, ordered, bytes, array, scalar, tensor, nan
+    blob       bytes of all byte strings, arrays and tensors, end to end;
+               the tree names offset and size
 
-Every dict is written as a list of pairs, so that keys keep their type and order. Floats are written so that they read back
-as the same bits. Anything else is refused with its key path, at attach and not at restore.
+Every dict is written as a list of pairs, so that keys keep their type and order. Floats read back
+as the same bits. Any other value is refused with its key path, at attach and not at restore.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ INT_BITS_MAX: Final = 4096  # PCG64 has 128-bit integers; a limit keeps the text
 _JSON: Final = json.JSONEncoder(separators=(",", ":"))
 _LENGTH: Final = struct.Struct("<I")
 _FLOAT: Final = struct.Struct("<d")
-# Numbers, text and times; the parser behind np.dtype takes far more.
+# Numbers, text and times only; the parser behind np.dtype accepts far more.
 _DTYPE: Final = re.compile(r"[<>|=]?[?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 _DICTS: Final = {"dict": dict, "counter": collections.Counter, "ordered": collections.OrderedDict}
 _TAG_OF: Final[dict[type, str]] = {kind: tag for tag, kind in _DICTS.items()}
@@ -36,7 +37,7 @@ _TAG_OF: Final[dict[type, str]] = {kind: tag for tag, kind in _DICTS.items()}
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """A tensor without torch: dtype by torch's name without prefix, shape, and its row-major bytes."""
+    """A tensor without torch: dtype by torch's name without prefix, shape, and row-major bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class TensorBytes:
 
 
 def encode(tree: object) -> bytes:
-    """The capsule's bytes.
+    """Returns the capsule's bytes.
 
     Raises:
         UnsupportedState: a value is of a type that is not stored; the message holds its key path.
@@ -55,7 +56,7 @@ def encode(tree: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The tree that `encode` was given; arrays and bytes are copies.
+    """Returns the tree that `encode` was given; arrays and bytes are copies.
 
     Raises:
         FormatError: the bytes are no capsule.
@@ -85,7 +86,7 @@ def _pack(value: object, blob: bytearray, path: tuple[object, ...], depth: int) 
         return value
     if type(value) is list:
         if depth < DEPTH_MAX and set(map(type, value)) == {str}:
-            return value  # names of parameters: thousands
+            return value  # fast path: thousands of parameter names
         return [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]
     if type(value) is tuple:
         return {"tuple": [_pack(item, blob, (*path, i), depth + 1) for i, item in enumerate(value)]}
@@ -108,7 +109,8 @@ def _pack_bytes(value: object, blob: bytearray, path: tuple[object, ...]) -> obj
     if isinstance(value, (bytes, bytearray)) and type(value) in (bytes, bytearray):
         blob += value
         return {"bytes": [at, len(value)]}
-    # A subclass (a masked array) has more to it than its numbers; so has a dtype that numpy only knows by its size.
+    # A subclass (a masked array) has more than its numbers. So has a dtype that numpy knows only by
+    # size.
     if type(value) is np.ndarray or isinstance(value, np.generic):
         if not _DTYPE.fullmatch(value.dtype.str) or not value.dtype.itemsize:
             raise UnsupportedState(f"{_path(path)} is an array of {value.dtype}; plain numbers are stored.")

@@ -1,11 +1,14 @@
-"""Finds this node's daemon, or starts one: detached, in a session of its own, so that it outlives trainers and agents.
+"""Finds this node's daemon, or starts one that outlives trainers and agents.
 
-A daemon that has died is started again by the process that had started it: nobody else does.
+The daemon is started detached, in a session of its own. If it dies, the process that started it
+starts another one. No other process does.
 
-    report or beat ─► nobody listens ─► a thread: find, or start ─► adopts slots and trainers ─► the next one is heard
+    report or beat ─► no daemon listens ─► a thread: find, or start ─► adopts slots and trainers
+                                           the next report or beat is heard
 
-Never waited for. A daemon that was named, or that does not leave by itself when it is idle, belongs to somebody else, who
-starts it again; one that was stopped takes its socket away, and stays stopped.
+No caller waits for this thread. A daemon that was named by an address, or that does not leave when
+idle, has another owner, who restarts it. A daemon that was stopped removes its socket, and stays
+stopped.
 """
 
 from __future__ import annotations
@@ -31,22 +34,25 @@ from reft.wire.v1 import daemon_pb2 as pb
 from reft.wire.v1 import daemon_pb2_grpc as pb_grpc
 
 log = logging.getLogger("reft")
-IDLE_EXIT_S = 600  # a daemon that was started by itself leaves so long after its last job is gone
-START_DEADLINE_S = (
-    30.0  # to start, or to answer at last on a machine that is overloaded; where nobody listens none is waited
-)
+IDLE_EXIT_S = 600  # a daemon that a trainer or an agent started leaves so long after its last job
+# Time to start, or to answer on an overloaded machine. A call fails at once where no daemon
+# listens.
+START_DEADLINE_S = 30.0
 HELLO_DEADLINE_S = 5.0
 
 
 def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0, job: str = "") -> pb.HelloReply:
-    """Who answers at `address`, and whether he holds `job`.
+    """Returns the daemon's HelloReply, which also says whether it holds `job`.
 
     Args:
-        agent_pid: of a torchrun agent, as the daemon sees it, which stays as long as that one lives.
-        job: that the answer says something of; empty: of none.
+        address: of the daemon.
+        deadline_s: for the answer.
+        agent_pid: of a torchrun agent, as the daemon sees it; the daemon stays while that agent
+            lives. 0: none.
+        job: the job that the answer covers; empty: none.
 
     Raises:
-        DaemonUnavailable: nobody, in time.
+        DaemonUnavailable: no daemon answered in time.
         AttachError: a daemon of another protocol.
     """
     with rpc.channel(address) as channel:
@@ -59,15 +65,18 @@ def hello(address: str, deadline_s: float = HELLO_DEADLINE_S, agent_pid: int = 0
 
 
 def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str, pb.HelloReply]:
-    """The unix address of this node's daemon and its answer; starts a daemon if none was named and none runs.
+    """Returns the unix address of this node's daemon, and its HelloReply.
+
+    Starts a daemon if none was named and none runs.
 
     Args:
+        config: settings that name the daemon, or its folder.
         flags: for a daemon that is started.
-        job: that the answer says something of; empty: of none.
+        job: the job that the answer covers; empty: none.
 
     Raises:
-        DaemonUnavailable: the named one does not answer, or none could be started.
-        ConfigError: the named address is none, or belongs to a daemon of another host.
+        DaemonUnavailable: the named daemon does not answer, or none could be started.
+        ConfigError: the named address is invalid, or belongs to a daemon of another host.
     """
     answer_s = min(START_DEADLINE_S, config.attach_deadline_s)
     if config.daemon:
@@ -90,10 +99,10 @@ def find(config: Config, flags: Sequence[str] = (), job: str = "") -> tuple[str,
 
 
 def own_folder(folder: Path) -> Path:
-    """The runtime folder, made if missing.
+    """Returns the runtime folder, and makes it if it is missing.
 
     Raises:
-        ConfigError: it can't be made, or it belongs to somebody else.
+        ConfigError: the folder can't be made, or belongs to another user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,7 +115,7 @@ def own_folder(folder: Path) -> Path:
 
 
 def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
-    """Starts a daemon unless another process of this node was faster."""
+    """Starts a daemon, unless another process of this node was faster."""
     with open(folder / "start.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -126,7 +135,7 @@ def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
                 cwd="/",
                 env=child_environment(REFT_FAILPOINTS=""),
             )
-        reply = _await(process, address, log_path)
+        reply = _await_daemon(process, address, log_path)
         log.info(
             "no reft-daemon was running: started one (pid %d, log %s); it leaves %d s after its last job is gone.",
             process.pid,
@@ -136,7 +145,7 @@ def _start(folder: Path, address: str, flags: Sequence[str]) -> pb.HelloReply:
         return reply
 
 
-def _await(process: subprocess.Popen[bytes], address: str, log_path: Path) -> pb.HelloReply:
+def _await_daemon(process: subprocess.Popen[bytes], address: str, log_path: Path) -> pb.HelloReply:
     end = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -149,18 +158,21 @@ def _await(process: subprocess.Popen[bytes], address: str, log_path: Path) -> pb
     )
 
 
-PAUSE_S = 10.0  # between two tries
+PAUSE_S = 10.0  # between two attempts
 
 
 @dataclass
 class DaemonRestarter:
-    """Of one process; all of a node may try, and one of them starts it.
+    """Restarts the daemon that this process had started.
+
+    Several processes of a node may try; one of them starts the daemon.
 
     Args:
-        settings: by which the daemon was found.
-        unattended: whether it was started by a trainer or an agent: what it said in its HelloReply.
-        flags: with which it was started, or would have been.
-        agent_pid: of the torchrun agent for which it is to stay, as it sees that one; 0: for none.
+        settings: the settings that found the daemon.
+        unattended: whether a trainer or an agent started the daemon, from its HelloReply.
+        flags: for a daemon that is started.
+        agent_pid: of the torchrun agent for which the daemon stays, by that agent's own view; 0:
+            none.
     """
 
     settings: Config
@@ -168,25 +180,28 @@ class DaemonRestarter:
     flags: Sequence[str] = ()
     agent_pid: int = 0
     _thread: threading.Thread | None = None
-    _tried_s: float = float("-inf")
+    _last_attempt_s: float = float("-inf")
 
     def refused(self, address: str) -> None:
-        """Nobody listens at the daemon's address. Returns at once; called by one thread at a time."""
+        """Starts a daemon in a thread if none listens at the address. Returns at once.
+
+        One thread at a time may call it.
+        """
         now_s = time.monotonic()
         is_busy = self._thread is not None and self._thread.is_alive()
-        if self.settings.daemon or not self.unattended or is_busy or now_s - self._tried_s < PAUSE_S:
+        if self.settings.daemon or not self.unattended or is_busy or now_s - self._last_attempt_s < PAUSE_S:
             return
         if not Path(address.removeprefix("unix:")).exists():
-            return  # it was stopped
-        self._tried_s = now_s
-        self._thread = threading.Thread(target=self._revive, name="reft-revive", daemon=True)
+            return  # the daemon was stopped on purpose
+        self._last_attempt_s = now_s
+        self._thread = threading.Thread(target=self._restart, name="reft-revive", daemon=True)
         self._thread.start()
 
-    def _revive(self) -> None:
+    def _restart(self) -> None:
         try:
             address, hello = daemon_launcher.find(self.settings, self.flags)
             if self.agent_pid:
                 daemon_launcher.hello(address, agent_pid=self.agent_pid)
-            log.warning("the daemon had died; process %d has taken over what it held.", hello.pid)
+            log.warning("the daemon had died; process %d has taken over its slots.", hello.pid)
         except ReftError as error:
             log.warning("the daemon has died and can't be started again: %s", error)

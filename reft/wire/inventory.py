@@ -1,7 +1,9 @@
-"""Inventories of a job as daemons send them: read into `reft.core.recovery.inventory`, and their manifests kept.
+"""Converts inventories of daemons into `reft.core.recovery.inventory`, and keeps manifests.
 
-own daemon's inventory (one rank a node) ─┐
-survey of nodes that are not here any more ┴─► Findings ─► Inventory ─► recovery.plan: the same on every rank
+    own daemon's inventory (one rank a node) ─┐
+    survey of nodes that are absent           ┴─► JobSurvey ─► Inventory ─► recovery.plan
+
+The plan is the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 def is_itself(surveyed: pb.SurveyedNode) -> bool:
-    """Whether the node itself has answered.
+    """Returns whether the surveyed node itself has answered.
 
-    What answers at its address with another id is another node, as after a reboot: the memory of the first is gone, and what
-    the other one holds would count twice.
+    An answer with another id comes from another node, for example after a reboot. The memory of the
+    first node is lost then. The slots of the other node would count twice.
     """
     return surveyed.HasField("reply") and surveyed.reply.node_id == surveyed.node.id
 
 
 def facts_from(manifest: pb.Manifest) -> ManifestFacts:
-    """What decisions need of a manifest."""
+    """Returns the parts of a manifest that decisions need."""
     members = tuple(ManifestNode(node.id, node.name, node.domain) for node in manifest.nodes)
     return ManifestFacts(manifest.token, members, FailureHistory(manifest.trained_s, manifest.failures))
 
 
 def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
-    """What the daemon of a node, named by its id, holds."""
+    """Returns the inventory that a node's daemon sent; `node` is the node's id."""
     return NodeInventory(
         reply.node,
         messages.decision_from(reply.decision) if reply.HasField("decision") else None,
@@ -54,10 +56,10 @@ def inventory_from(node: str, reply: pb.InventoryReply) -> NodeInventory:
 
 @dataclass(frozen=True)
 class JobSurvey:
-    """The reply of each node that answered, and the inventory that they make.
+    """The reply of each node that answered, and the inventory that the replies form.
 
     Attributes:
-        replies: node id → what its daemon holds.
+        replies: node id → the reply of its daemon.
         silent: names of nodes of the newest manifest that did not answer.
         before: see `Inventory`.
     """
@@ -68,7 +70,7 @@ class JobSurvey:
 
     @cached_property
     def inventory(self) -> Inventory:
-        """What follows from the replies, without their messages."""
+        """Returns the inventory that the replies form, without their messages."""
         return Inventory(
             {node: inventory_from(node, reply) for node, reply in self.replies.items()},
             {epoch: facts_from(manifest) for epoch, manifest in self.manifests.items()},
@@ -78,46 +80,49 @@ class JobSurvey:
 
     @cached_property
     def manifests(self) -> dict[Epoch, pb.Manifest]:
-        """The manifest under which each epoch's versions were written."""
-        found = dict(self.before.manifests) if self.before else {}
+        """Returns epoch → the manifest that its versions were written under."""
+        manifests = dict(self.before.manifests) if self.before else {}
         for reply in self.replies.values():
             if not reply.HasField("decision"):
                 continue
             decision = messages.decision_from(reply.decision)
-            if reply.HasField("manifest"):  # a survey leaves out what another reply has
-                found.setdefault(decision.epoch, reply.manifest)
+            if reply.HasField("manifest"):  # a survey leaves out manifests that another reply has
+                manifests.setdefault(decision.epoch, reply.manifest)
             if decision.base is not None and reply.HasField("base_manifest"):
-                found.setdefault(decision.base.epoch, reply.base_manifest)
-        return found
+                manifests.setdefault(decision.base.epoch, reply.base_manifest)
+        return manifests
 
     @property
     def manifest(self) -> pb.Manifest | None:
-        """The newest manifest."""
+        """Returns the newest manifest; None if no node has it."""
         return self.manifests.get(self.decision.epoch) if self.decision else None
 
     @property
     def decision(self) -> Decision | None:
-        """The one in force."""
+        """Returns the decision in force; None if there is none."""
         return self.inventory.decision
 
     @property
     def held(self) -> list[HeldSlot]:
-        """The headers of all slots."""
+        """Returns the headers of all slots."""
         return self.inventory.held
 
     @property
     def copies(self) -> list[HeldCapsule]:
-        """The headers of all capsules that nodes keep for ranks of other nodes."""
+        """Returns the headers of all capsules that nodes keep for ranks of other nodes."""
         return self.inventory.capsules
 
     @property
     def names(self) -> dict[str, str]:
-        """Id → what a person calls the node."""
+        """Returns node id → name for people."""
         return self.inventory.names
 
     @cached_property
     def nodes(self) -> dict[str, pb.Node]:
-        """Every node that a manifest names or that answered, by its id, with its addresses where a manifest has them."""
+        """Returns node id → node, for every node that a manifest names or that answered.
+
+        Nodes of a manifest have their addresses.
+        """
         known = {
             node.id: node
             for epoch in sorted(self.manifests, key=lambda epoch: epoch.counter)
@@ -127,32 +132,35 @@ class JobSurvey:
 
     @cached_property
     def placements(self) -> dict[Epoch, Placement]:
-        """Where the bytes of each epoch's versions lie; only epochs whose versions may still count."""
+        """Returns epoch → placement, for the epochs whose versions may still count."""
         return {
             epoch: placement_of(self.manifests[epoch]) for epoch in self.inventory.epochs if epoch in self.manifests
         }
 
     def protection(self) -> tuple[Protection, LossAnalysis | None] | None:
-        """What survives what now; nodes are called by `names`."""
+        """Returns what the state survives now; nodes have the names of `names`."""
         held = [replace(slot, node=self.names[slot.node]) for slot in self.held]
         copies = [replace(copy, node=self.names[copy.node]) for copy in self.copies]
         return protection(held, copies, self.placements, self.decision, self.inventory.domains)
 
     def plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
-        """The recovery plan.
+        """Returns the recovery plan.
 
         Args:
-            erased: (node, name, version) of slots and kept capsules that failed their digests.
+            erased: (node, name, version) of slots and capsules that failed their digests.
         """
-        return self._planned(erased) if erased else self._undamaged
+        return self._make_plan(erased) if erased else self._plan_without_erasures
 
     @cached_property
-    def _undamaged(self) -> RecoveryPlan:
-        return self._planned(())
+    def _plan_without_erasures(self) -> RecoveryPlan:
+        return self._make_plan(())
 
-    def _planned(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
+    def _make_plan(self, erased: Collection[tuple[str, str, Version]]) -> RecoveryPlan:
         return recovery.plan(self.held, self.copies, self.placements, self.decision, erased)
 
     def absent(self, nodes: Sequence[pb.Node]) -> list[pb.Node]:
-        """The nodes of the newest manifest, and of the base's, that are not among `nodes`: they may still hold something."""
+        """Returns the known nodes that are not among `nodes` and did not answer.
+
+        Such nodes may still hold slots or capsules.
+        """
         return [self.nodes[ident] for ident in self.inventory.absent({node.id for node in nodes})]

@@ -1,25 +1,31 @@
-"""The local socket carries what a trainer or an agent says to its own daemon beside gRPC.
+"""The local socket carries messages of a trainer or an agent to its own daemon, beside gRPC.
 
     trainer, agent                                       daemon
       LocalRequest: report ───────────────────────────►    takes the report in
-                    ◄─────────────── LocalReply: report    once the newest step is decided, or after wait_ms
+                    ◄─────────────── LocalReply: report    once the newest step is decided,
+                                                           or after wait_ms
       LocalRequest: slots (+ descriptors given back) ─►
                     ◄── LocalReply: descriptors (+ these)  at once
       LocalRequest: who ──────────────────────────────►
                     ◄─────────────── LocalReply: caller    at once
 
-A frame is its message's length, 4 bytes, little-endian, and protobuf. Descriptors travel with the frame's first byte.
+A frame is its message's length, 4 bytes, little-endian, and protobuf. Descriptors travel with the
+frame's first byte.
 
-* A trainer that reports never waits: neither for the connection nor for a daemon that does not read.
-* A descriptor that came is the caller's, or is closed.
-* Lost: a connection that ends loses what is under way. The trainer connects anew, and its next report says all that is
-  undecided. Slots are asked for again. The kernel closes descriptors that nobody received.
-* Late: a report of a passed step changes nothing, and an older outcome does not undo a newer one.
-* Repeated: a report changes nothing the second time. Slots are handed out again. A memfd that was given back is kept once.
+* A trainer that reports never waits: neither for the connection nor for a daemon that does not
+  read.
+* A descriptor that arrived belongs to the caller, or is closed.
+* Lost: a connection that ends loses the messages under way. The trainer connects again. Its next
+  report names all undecided steps. Slots are requested again. The kernel closes descriptors that no
+  process received.
+* Late: a report of a passed step changes nothing. An older outcome does not undo a newer one.
+* Repeated: a report changes nothing the second time. Slots are handed out again. A memfd that was
+  given back is kept once.
 
-Why not gRPC: it can't pass descriptors, and it can't say which process has called. A container's processes do not know
-their pids in the daemon's pid namespace; the kernel tells the daemon (SO_PEERCRED). Reports could be a gRPC stream, but a
-trainer must not hold a living channel while the user's code forks: see "What waits for whom" in reft/DESIGN.md.
+Why not gRPC: gRPC can't pass descriptors, and can't say which process has called. A container's
+processes do not know their pids in the daemon's pid namespace; the kernel tells the daemon
+(SO_PEERCRED). Reports could be a gRPC stream, but a trainer must not hold a living channel while
+the user's code forks: see "What waits for whom" in reft/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ from reft.wire.process import Process
 from reft.wire.v1 import daemon_pb2 as pb
 
 MESSAGE_MAX: Final = 16 << 20  # bytes: 16 steps with the digests of 70,000 cells each
-REQUEST_MAX: Final = 4096  # bytes of a request that is no report
+REQUEST_MAX: Final = 4096  # bytes of any request except a report
 DESCRIPTORS_MAX: Final = 32
 READ_BYTES: Final = 64 << 10
 _LENGTH: Final = struct.Struct("<I")
@@ -55,7 +61,7 @@ def frame(message: Message) -> bytes:
 
 
 class FrameReader:
-    """Cuts the bytes of a connection into messages."""
+    """Splits the bytes of a connection into messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -64,7 +70,8 @@ class FrameReader:
         """Returns the messages that these bytes complete.
 
         Raises:
-            ValueError: a message is longer than MESSAGE_MAX, or no bytes came and a message is incomplete.
+            ValueError: a message is longer than MESSAGE_MAX, or no bytes came and a message is
+                incomplete.
         """
         if self._data and not data:
             raise ValueError("a message ended early")
@@ -84,7 +91,7 @@ class FrameReader:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """Returns the other end's pid, 0 if it has none in this pid namespace, and uid."""
+    """Returns pid and uid of the other end; pid 0 if it has none in this pid namespace."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
@@ -103,14 +110,14 @@ class ReportConnection:
         path: of the socket, from HelloReply.local_socket.
 
     Raises:
-        OSError: nobody listens there, or too many wait to be accepted.
+        OSError: no daemon listens there, or too many connections wait to be accepted.
     """
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._rest: threading.Thread | None = None
         try:
-            self._socket.settimeout(0)  # a daemon that does not accept must hold up nobody
+            self._socket.settimeout(0)  # a daemon that does not accept must not block the trainer
             self._socket.connect(path)
             self._socket.settimeout(None)
         except OSError:
@@ -118,10 +125,14 @@ class ReportConnection:
             raise
 
     def send(self, report: pb.ReportRequest) -> None:
-        """Sends without waiting: a thread sends what the daemon does not take in at once.
+        """Sends without waiting: a thread sends the bytes that the daemon does not take in at once.
+
+        Args:
+            report: the report.
 
         Raises:
-            OSError: the connection has ended, or the daemon has not taken in what was sent before (BlockingIOError).
+            OSError: the connection has ended.
+            BlockingIOError: the daemon has not taken in the report before.
         """
         if self._rest is not None and self._rest.is_alive():
             raise BlockingIOError("an earlier report is still on its way")
@@ -132,11 +143,11 @@ class ReportConnection:
             self._rest.start()
 
     def _send_rest(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # `replies` ends then too
+        with contextlib.suppress(OSError):  # the connection has ended, so `replies` ends too
             self._socket.sendall(data)
 
     def replies(self) -> Iterator[pb.LocalReply]:
-        """Yields what the daemon says, until the connection ends."""
+        """Yields the daemon's replies, until the connection ends."""
         frames = FrameReader()
         with contextlib.suppress(OSError):
             while data := self._socket.recv(READ_BYTES):
@@ -145,7 +156,7 @@ class ReportConnection:
 
     def close(self) -> None:
         """Ends the connection; `replies` ends too."""
-        with contextlib.suppress(OSError):  # the other side has ended it
+        with contextlib.suppress(OSError):  # the other side has ended the connection
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -155,12 +166,14 @@ def ask_slots(path: str, request: pb.SlotsRequest, give: Sequence[int], deadline
 
     Args:
         path: of the socket, from HelloReply.local_socket.
+        request: names of the slots.
         give: descriptors to give back, for the slots named in request.returned.
+        deadline_s: for the reply.
 
     Raises:
         AttachError: the daemon refused, or did not answer within the deadline.
     """
-    reply, descriptors = _rank_group(path, pb.LocalRequest(slots=request), give, deadline_s)
+    reply, descriptors = _exchange(path, pb.LocalRequest(slots=request), give, deadline_s)
     if reply.WhichOneof("what") != "descriptors" or reply.descriptors != len(descriptors):
         close_all(descriptors)
         raise AttachError(f"the daemon refused the slots: {reply.error or 'no reply.'}")
@@ -172,7 +185,8 @@ class Caller:
     """A process as its daemon sees it.
 
     Attributes:
-        parent: pid of the process that started it; 0 if the daemon can't see that one.
+        process: pid and start time.
+        parent: pid of the process that started it; 0 if the daemon can't see that process.
     """
 
     process: Process
@@ -184,21 +198,25 @@ def introduce(path: str, deadline_s: float) -> Caller:
 
     Args:
         path: of the socket, from HelloReply.local_socket.
+        deadline_s: for the reply.
 
     Raises:
-        AttachError: the daemon does not see it, or did not answer within the deadline.
+        AttachError: the daemon does not see this process, or did not answer within the deadline.
     """
-    reply, descriptors = _rank_group(path, pb.LocalRequest(who=True), [], deadline_s)
+    reply, descriptors = _exchange(path, pb.LocalRequest(who=True), [], deadline_s)
     close_all(descriptors)
     if reply.WhichOneof("what") != "caller":
         raise AttachError(f"the daemon did not say who this process is: {reply.error or 'no reply.'}")
     return Caller(Process(reply.caller.pid, reply.caller.pid_start), reply.caller.parent)
 
 
-def _rank_group(
+def _exchange(
     path: str, request: pb.LocalRequest, give: Sequence[int], deadline_s: float
 ) -> tuple[pb.LocalReply, list[int]]:
-    """Returns a request's reply, empty if none came, and descriptors, which the caller owns."""
+    """Returns a request's reply and descriptors; the caller owns the descriptors.
+
+    The reply is empty if none came.
+    """
     request.protocol = PROTOCOL
     frames, descriptors = FrameReader(), list[int]()
     try:
@@ -207,8 +225,8 @@ def _rank_group(
             connection.connect(path)
             socket.send_fds(connection, [frame(request)], list(give))
             while True:
-                data, more, _, _ = socket.recv_fds(connection, READ_BYTES, DESCRIPTORS_MAX)
-                descriptors += more
+                data, received, _, _ = socket.recv_fds(connection, READ_BYTES, DESCRIPTORS_MAX)
+                descriptors += received
                 bodies = frames.feed(data)
                 if bodies or not data:
                     return pb.LocalReply.FromString(bodies[0] if bodies else b""), descriptors

@@ -1,6 +1,6 @@
-"""What a manifest says, as reft.core understands it: topology, layouts, and the placement that follows from them.
+"""Reads a manifest into reft.core: topology, layouts, and the placement that follows from them.
 
-Layouts travel as symbolic tables; each is written down when somebody asks for it.
+Layouts travel as symbolic tables. Each layout is expanded only when it is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
-    """The distinct layouts that were predicted at attach, and for each rank the index of its own.
+    """Returns the distinct layouts predicted at attach, and for each rank the index of its own.
 
     Raises:
         FormatError: a table can't be read, or a rank has none.
@@ -35,40 +35,44 @@ def layouts_of(manifest: pb.Manifest) -> tuple[ManifestLayouts, list[int]]:
 
 
 def holders_of_unequal(manifest: pb.Manifest) -> list[tuple[str, list[int]]]:
-    """Leaves whose replicas were found to differ, so that each rank keeps its own, and the ranks that have them."""
+    """Returns mismatched leaves and the ranks that have them.
+
+    Each of these ranks keeps its own copy.
+    """
     layouts, index = layouts_of(manifest)
-    wanted = set(manifest.mismatched)
-    found: dict[str, list[int]] = {name: [] for name in sorted(wanted)}
-    for rank, at in enumerate(index if wanted else ()):
-        for name in wanted & layouts.names_of(at):
-            found[name].append(rank)
-    return list(found.items())
+    mismatched = set(manifest.mismatched)
+    holders: dict[str, list[int]] = {name: [] for name in sorted(mismatched)}
+    for rank, at in enumerate(index if mismatched else ()):
+        for name in mismatched & layouts.names_of(at):
+            holders[name].append(rank)
+    return list(holders.items())
 
 
 def domains_of(manifest: pb.Manifest) -> list[int]:
-    """The failure domain of every rank, numbered from 0 in the order of the nodes.
+    """Returns the failure domain of every rank, numbered from 0 in the order of the nodes.
 
     Raises:
         FormatError: a rank lies on no node, or on two.
     """
     numbers = node_domains(manifest.nodes)
-    found = {rank: numbers[i] for i, node in enumerate(manifest.nodes) for rank in node.ranks}
+    domain_of = {rank: numbers[i] for i, node in enumerate(manifest.nodes) for rank in node.ranks}
     count = sum(len(node.ranks) for node in manifest.nodes)
-    if sorted(found) != list(range(manifest.world)) or count != manifest.world:
+    if sorted(domain_of) != list(range(manifest.world)) or count != manifest.world:
         raise FormatError(f"the manifest of job {manifest.job} does not give each of {manifest.world} ranks one node.")
-    return [found[rank] for rank in range(manifest.world)]
+    return [domain_of[rank] for rank in range(manifest.world)]
 
 
 def node_domains(nodes: Sequence[pb.Node]) -> list[int]:
-    """The number of each node's failure domain: nodes with the same label share one."""
+    """Returns the number of each node's failure domain; nodes with the same label share one."""
     labels: dict[str, int] = {}
     return [labels.setdefault(node.domain or f"node {node.id}", len(labels)) for node in nodes]
 
 
 def division_of(manifest: pb.Manifest, inline_bytes_max: int, own: Collection[str]) -> Division:
-    """The manifest's layouts, divided.
+    """Returns the manifest's layouts, divided into cells.
 
     Args:
+        manifest: the manifest.
         inline_bytes_max: see `divide`.
         own: names of leaves that each rank keeps for itself.
 
@@ -80,13 +84,16 @@ def division_of(manifest: pb.Manifest, inline_bytes_max: int, own: Collection[st
     return divide(dict(zip(digests, layouts.symbolic, strict=True)), [digests[i] for i in index], own, inline_bytes_max)
 
 
-def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placement:
-    """Where every byte of every rank's state lies, the same for everyone who holds the manifest.
+def placement_of(manifest: pb.Manifest, known_division: Division | None = None) -> Placement:
+    """Returns where every byte of every rank's state lies.
 
-    With protect "none" every rank keeps all that it has, whether others have the same or not.
+    The placement is the same for all holders of the manifest. With protect "none" every rank keeps
+    all its leaves, also leaves that other ranks have too.
 
     Args:
-        alike: the division if no leaf is unequal, where it is known already: of thousands of ranks it takes a second.
+        manifest: the manifest.
+        known_division: the division for no mismatched leaves, if known; computing it takes a second
+            for thousands of ranks.
 
     Raises:
         FormatError: the manifest contradicts itself.
@@ -97,8 +104,8 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
             f"the manifest of job {manifest.job} asks for protect={manifest.protect!r}, which is not known."
         )
     domains = domains_of(manifest)
-    if alike is not None and scheme != "none" and not manifest.mismatched:
-        division = alike
+    if known_division is not None and scheme != "none" and not manifest.mismatched:
+        division = known_division
     else:
         own = layouts_of(manifest)[0].names if scheme == "none" else set(manifest.mismatched)
         division = division_of(manifest, inline_bytes_max(domains), own)
@@ -107,32 +114,35 @@ def placement_of(manifest: pb.Manifest, alike: Division | None = None) -> Placem
 
 
 def inline_bytes_max(domains: Sequence[int]) -> int:
-    """The most bytes of riders: none where all ranks are in one domain, for a capsule has nowhere to go then."""
+    """Returns the most bytes of inline leaves; 0 if all ranks are in one domain.
+
+    A capsule has no other domain to go to then.
+    """
     return RIDERS_MAX if len(set(domains)) > 1 else 0
 
 
 def placing(manifest: pb.Manifest) -> tuple[object, ...]:
-    """What of a manifest decides where bytes lie."""
+    """Returns the parts of a manifest that decide where bytes lie."""
     nodes = tuple((node.id, node.domain, tuple(node.ranks)) for node in manifest.nodes)
     layouts = tuple(manifest.layouts[i].digest for i in manifest.layout_of)
     return nodes, manifest.protect, manifest.tolerate, manifest.chunk_bytes, layouts
 
 
-BYTES_MAX = 1 << 62  # of a leaf: sums of them are 64-bit integers
+BYTES_MAX = 1 << 62  # of one leaf, so that sums fit into 64-bit integers
 
 
 def table_to(table: PatternTable) -> bytes:
-    """The table's bytes, always the same for the same table."""
+    """Returns the table's bytes, always the same for the same table."""
     return pb.SymbolicTable(
         leaves=[_leaf_to(pattern) for pattern in table.patterns], axes=table.axes
     ).SerializeToString(deterministic=True)  # fmt: skip
 
 
 def table_from(data: bytes) -> PatternTable:
-    """The table that the bytes describe.
+    """Returns the table that the bytes describe.
 
     Raises:
-        FormatError: the bytes are no symbolic table, or a leaf names an axis or a dimension that is not there.
+        FormatError: the bytes are no symbolic table, or a leaf names a missing axis or dimension.
     """
     try:
         table = pb.SymbolicTable.FromString(data)
@@ -153,9 +163,18 @@ def _leaf_to(pattern: LeafPattern) -> pb.SymbolicLeaf:
 
 def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> LeafPattern:
     if leaf.HasField("literal"):
-        found = messages.leaf_from(leaf.literal)
-        _check_bytes(found.name, found.nbytes)
-        return LeafPattern(found.name, found.dtype, found.staged, 0, found.global_shape, (), (), found)
+        leaf_literal = messages.leaf_from(leaf.literal)
+        _check_bytes(leaf_literal.name, leaf_literal.nbytes)
+        return LeafPattern(
+            leaf_literal.name,
+            leaf_literal.dtype,
+            leaf_literal.staged,
+            0,
+            leaf_literal.global_shape,
+            (),
+            (),
+            leaf_literal,
+        )
     shape, numbers, order = tuple(leaf.global_shape), tuple(leaf.axes), tuple(leaf.order)
     if (
         len(numbers) not in (0, len(shape))
@@ -164,8 +183,8 @@ def _leaf_from(leaf: pb.SymbolicLeaf, axes: Sequence[int]) -> LeafPattern:
     ):
         raise FormatError(f"leaf {leaf.name!r} of shape {list(shape)} can't have axes {numbers} in order {order}.")
     _check_bytes(leaf.name, leaf.item_bytes * math.prod(shape))
-    kept = tuple(number - 1 for number in numbers) or (WHOLE,) * len(shape)
-    return LeafPattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, kept, order)
+    axis_numbers = tuple(number - 1 for number in numbers) or (WHOLE,) * len(shape)
+    return LeafPattern(leaf.name, leaf.dtype, leaf.staged, leaf.item_bytes, shape, axis_numbers, order)
 
 
 def _check_bytes(name: str, nbytes: int) -> None:
@@ -174,7 +193,9 @@ def _check_bytes(name: str, nbytes: int) -> None:
 
 
 class ManifestLayouts(Sequence[Layout]):
-    """The distinct layouts of a manifest. Each is written down, and its digest compared, whenever it is asked for.
+    """The distinct layouts of a manifest.
+
+    Each access expands a layout and compares its digest.
 
     Attributes:
         digests: of each layout.
@@ -189,8 +210,8 @@ class ManifestLayouts(Sequence[Layout]):
         for each in manifest.layouts:
             cuts = tuple(AxisCut(*pair) for pair in zip(each.cuts[::2], each.cuts[1::2], strict=False))
             axes = self._tables[each.table].axes if each.table < len(self._tables) else ()
-            fits = each.table < len(self._tables) and 2 * len(axes) == len(each.cuts)
-            if not fits or any(cut.begin + cut.size > axis for cut, axis in zip(cuts, axes, strict=True)):
+            is_valid = each.table < len(self._tables) and 2 * len(axes) == len(each.cuts)
+            if not is_valid or any(cut.begin + cut.size > axis for cut, axis in zip(cuts, axes, strict=True)):
                 raise FormatError(f"the manifest of job {manifest.job} cuts the axes of a table {axes} by {cuts}.")
             self._cuts.append((each.table, cuts))
         self.digests = [each.digest for each in manifest.layouts]
@@ -199,16 +220,16 @@ class ManifestLayouts(Sequence[Layout]):
 
     @cached_property
     def symbolic(self) -> list[SymbolicLayout]:
-        """Each layout in its symbolic form."""
+        """Returns each layout in its symbolic form."""
         return [SymbolicLayout(self._tables[table], cuts) for table, cuts in self._cuts]
 
     @cached_property
     def names(self) -> set[str]:
-        """Names of all leaves."""
+        """Returns the names of all leaves."""
         return {name for names in self._table_names for name in names}
 
     def names_of(self, index: int) -> frozenset[str]:
-        """Names of one layout's leaves, without writing it down."""
+        """Returns the names of one layout's leaves, without expanding it."""
         return self._table_names[self._cuts[index][0]]
 
     @cached_property
@@ -229,5 +250,5 @@ class ManifestLayouts(Sequence[Layout]):
             return [self[i] for i in range(*index.indices(len(self)))]
         layout = expand(self.symbolic[index])
         if layout.digest != self.digests[index]:
-            raise FormatError(f"layout {index} of the manifest is not what it says: digest {layout.digest.hex()}.")
+            raise FormatError(f"layout {index} of the manifest has another digest than stated: {layout.digest.hex()}.")
         return layout

@@ -1,4 +1,4 @@
-"""Between the messages of reft.v1 and the classes of reft.core; and the leaf table's bytes."""
+"""Converts between the messages of reft.v1 and the classes of reft.core; encodes the leaf table."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 from reft.errors import AttachError, ConfigError, FormatError
 from reft.wire.v1 import daemon_pb2 as pb
 
-PROTOCOL = 7  # daemons and clients of unlike numbers refuse each other
+PROTOCOL = 7  # daemons and clients of different numbers refuse each other
 MANIFEST_MAX = 16 << 20  # bytes
 STEP_MAX = 1 << 62  # an outcome travels as a signed number
-SIGNS_MAX = 512  # of one beat, the gravest first: the next beats have the rest
+NODE_REPORTS_MAX = 512  # reports in one beat, the most severe first; the next beats have the rest
 REASON_MAX = 300  # characters
 
 
@@ -29,15 +29,17 @@ def check_protocol(theirs: int, who: str, ours: str) -> None:
     """Compares protocol numbers.
 
     Args:
-        who, ours: what the text calls the other side and this one.
+        theirs: the other side's number.
+        who: name of the other side in the error text.
+        ours: name of this side in the error text.
 
     Raises:
-        AttachError: they differ.
+        AttachError: the numbers differ.
     """
     if theirs != PROTOCOL:
         raise AttachError(
             f"{who} protocol {theirs}, {ours} {PROTOCOL}.",
-            "install the same reft on both sides, and restart what was running when it changed",
+            "install the same reft on both sides, and restart daemons and trainers of the old version",
         )
 
 
@@ -80,12 +82,12 @@ def copy_from(node_id: str, header: pb.CapsuleHeader) -> HeldCapsule:
     return HeldCapsule(node_id, header.rank, version_from(header.version), header.unreplicated_bytes)
 
 
-def report_to(said: StepReport, digests: Digests = NO_DIGESTS) -> pb.StepReport:
+def report_to(report: StepReport, digests: Digests = NO_DIGESTS) -> pb.StepReport:
     return pb.StepReport(
-        since=None if said.since < 0 else said.since,
-        until=None if said.until < 0 else said.until,
-        sealed=[pb.SealedStep(step=step, cells=_cells_to(digests.get(step, {}))) for step in sorted(said.sealed)],
-        pending=sorted(said.pending),
+        since=None if report.since < 0 else report.since,
+        until=None if report.until < 0 else report.until,
+        sealed=[pb.SealedStep(step=step, cells=_cells_to(digests.get(step, {}))) for step in sorted(report.sealed)],
+        pending=sorted(report.pending),
     )
 
 
@@ -94,28 +96,29 @@ def _cells_to(digests: Mapping[int, int]) -> list[pb.CellDigest]:
 
 
 def digests_from(message: pb.StepReport) -> dict[int, dict[int, int]]:
-    """What ranks say that they have in their cells: step → cell → digest."""
+    """Returns step → cell → digest, as ranks report them."""
     return {sealed.step: {each.cell: each.digest for each in sealed.cells} for sealed in message.sealed}
 
 
 def report_from(message: pb.StepReport) -> StepReport:
-    """What a rank or a subtree says.
+    """Returns the report of a rank or a subtree.
 
     Raises:
-        ConfigError: a step is above STEP_MAX, there are more than UNDECIDED_MAX, or one is whole before it was answered.
+        ConfigError: a step is above STEP_MAX, there are more than UNDECIDED_MAX steps, or a step is
+            whole before it was answered.
     """
     since = message.since if message.HasField("since") else -1
     until = message.until if message.HasField("until") else -1
-    said = StepReport(since, until, frozenset(each.step for each in message.sealed), frozenset(message.pending))
-    newest = max((until, *said.sealed, *said.pending))
+    report = StepReport(since, until, frozenset(each.step for each in message.sealed), frozenset(message.pending))
+    newest = max((until, *report.sealed, *report.pending))
     if newest > STEP_MAX:
         raise ConfigError(f"step {newest} can't be answered: steps end at {STEP_MAX}.")
     if since > until:
         raise ConfigError(f"step {since} can't be whole where only steps up to {until} were answered.")
     if max(len(message.sealed), len(message.pending)) > UNDECIDED_MAX:
         counts = f"{len(message.sealed)} sealed and {len(message.pending)} pending"
-        raise ConfigError(f"{counts} steps are said to be undecided; the limit is {UNDECIDED_MAX}.")
-    return said
+        raise ConfigError(f"{counts} steps are reported as undecided; the limit is {UNDECIDED_MAX}.")
+    return report
 
 
 def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
@@ -126,15 +129,15 @@ def outcome_to(job: str, epoch: Epoch, outcome: Outcome) -> pb.Outcome:
 
 
 def outcome_from(message: pb.Outcome | pb.ReportReply) -> Outcome:
-    pace = SnapshotInterval(message.interval_start, message.every)
-    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.mismatched), pace)
+    interval = SnapshotInterval(message.interval_start, message.every)
+    return Outcome(message.whole, message.until, frozenset(message.open), frozenset(message.mismatched), interval)
 
 
 def signal_from(value: int) -> Signal:
-    """A signal.
+    """Returns the signal of a number.
 
     Raises:
-        ConfigError: it is none that we know.
+        ConfigError: the number is no known signal.
     """
     try:
         return Signal(value)
@@ -151,43 +154,43 @@ def agent_to(agent: AgentPhase) -> pb.AgentPhase:
 
 
 def agent_from(value: int) -> AgentPhase:
-    """What an agent says.
+    """Returns the phase that an agent reports.
 
     Raises:
-        ConfigError: it is nothing that an agent can say.
+        ConfigError: an agent can't report this number.
     """
     if value not in pb.AgentPhase.values():
         raise ConfigError(f"{value} is no phase of an agent that this reft knows.")
     return AgentPhase(value)
 
 
-def node_reports_to(signs: Iterable[NodeReport]) -> list[pb.NodeReport]:
-    """Signs for one beat: the first is the sender's own, of the others the gravest are sent."""
-    own, *others = signs
-    others.sort(key=lambda sign: -sign.signal)
-    return [_sign_to(sign) for sign in [own, *others][:SIGNS_MAX]]
+def node_reports_to(reports: Iterable[NodeReport]) -> list[pb.NodeReport]:
+    """Returns the reports of one beat: the sender's own, then the most severe others."""
+    own, *others = reports
+    others.sort(key=lambda report: -report.signal)
+    return [_node_report_to(report) for report in [own, *others][:NODE_REPORTS_MAX]]
 
 
-def _sign_to(sign: NodeReport) -> pb.NodeReport:
-    message = pb.NodeReport(node_id=sign.node, signal=signal_to(sign.signal), reason=sign.reason[:REASON_MAX])
-    if sign.stall is not None:
+def _node_report_to(report: NodeReport) -> pb.NodeReport:
+    message = pb.NodeReport(node_id=report.node, signal=signal_to(report.signal), reason=report.reason[:REASON_MAX])
+    if report.stall is not None:
         message.stall.CopyFrom(
             pb.Stall(
-                rank=sign.stall.rank,
-                step=sign.stall.step,
-                still_s=sign.stall.still_s,
-                usual_s=sign.stall.usual_s,
-                stopped=sign.stall.stopped,
+                rank=report.stall.rank,
+                step=report.stall.step,
+                still_s=report.stall.still_s,
+                usual_s=report.stall.usual_s,
+                stopped=report.stall.stopped,
             )
         )
     return message
 
 
 def node_reports_from(messages: Iterable[pb.NodeReport]) -> list[NodeReport]:
-    """The signs of a beat.
+    """Returns the reports of a beat.
 
     Raises:
-        ConfigError: one has a signal that we don't know.
+        ConfigError: a report has an unknown signal.
     """
     return [
         NodeReport(
@@ -209,16 +212,16 @@ def heard_to(heard_s: Mapping[str, float]) -> list[pb.LastHeard]:
 
 
 def heard_from(messages: Iterable[pb.LastHeard]) -> dict[str, float]:
-    """Node → seconds since the sender heard it."""
+    """Returns node → seconds since the sender heard that node."""
     return {message.node_id: message.age_ms / 1000 for message in messages}
 
 
 def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:
-    """The leaf table's bytes, always the same for the same layout and places.
+    """Returns the leaf table's bytes, always the same for the same layout and places.
 
     Args:
-        layout: the leaves; offsets of those that are not KEPT are not written.
-        places: name → pb.CELL or pb.RIDER, of the leaves that are not KEPT.
+        layout: the leaves; only offsets of UNREPLICATED leaves are written.
+        places: name → pb.CELL or pb.INLINE, of the leaves that are not UNREPLICATED.
     """
     entries = []
     for leaf, offset in zip(layout.leaves, layout.offsets, strict=True):
@@ -228,7 +231,13 @@ def table_to(layout: Layout, places: Mapping[str, int] | None = None) -> bytes:
 
 
 def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.UNREPLICATED) -> pb.LeafEntry:
-    """A leaf of a leaf table; `place` is where its bytes are, and `offset` where in the slot's data if it is KEPT."""
+    """Returns a leaf of a leaf table.
+
+    Args:
+        leaf: the leaf.
+        offset: in the slot's data, if the leaf is UNREPLICATED.
+        place: where the leaf's bytes are.
+    """
     return pb.LeafEntry(
         name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, nbytes=leaf.nbytes, staged=leaf.staged,
         global_shape=leaf.global_shape, global_offset=leaf.global_offset, offset=offset, place=pb.Place.Name(place),
@@ -236,7 +245,7 @@ def leaf_to(leaf: Leaf, offset: int = 0, place: int = pb.UNREPLICATED) -> pb.Lea
 
 
 def leaf_from(entry: pb.LeafEntry) -> Leaf:
-    """The leaf itself."""
+    """Returns the leaf of an entry."""
     return Leaf(
         entry.name, entry.dtype, tuple(entry.shape), tuple(entry.stride), entry.nbytes, entry.staged,
         tuple(entry.global_shape), tuple(entry.global_offset),
@@ -244,10 +253,10 @@ def leaf_from(entry: pb.LeafEntry) -> Leaf:
 
 
 def table_from(data: bytes) -> Layout:
-    """The layout that a leaf table describes; the offset of a leaf that is not KEPT is 0 and says nothing.
+    """Returns the layout of a leaf table; offsets of leaves that are not UNREPLICATED are 0.
 
     Raises:
-        FormatError: the bytes are no leaf table, or a KEPT leaf lies outside the data.
+        FormatError: the bytes are no leaf table, or an UNREPLICATED leaf lies outside the data.
     """
     table = _table(data)
     leaves = []
@@ -260,10 +269,10 @@ def table_from(data: bytes) -> Layout:
 
 
 def places_from(data: bytes) -> dict[str, int]:
-    """Where each leaf of a leaf table is to be found: name → pb.KEPT, pb.CELL or pb.RIDER.
+    """Returns name → pb.UNREPLICATED, pb.CELL or pb.INLINE: where each leaf's bytes are.
 
     Raises:
-        FormatError: the bytes are no leaf table, or name a place that we don't know.
+        FormatError: the bytes are no leaf table, or name an unknown place.
     """
     places = {entry.name: int(entry.place) for entry in _table(data).leaves}
     for name, place in places.items():

@@ -1,4 +1,4 @@
-"""A process as trainers and daemons name it to each other: a pid, and when it started, so that a later one is never meant."""
+"""Identifies a process by its pid and its start time, so that a later process is never meant."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Raises OSError: see `stat_of`."""
+        """Returns whether the process lives.
+
+        Raises:
+            OSError: see `stat_of`.
+        """
         facts = stat_of(self.pid)
         return facts is not None and facts.start == self.start and facts.state not in "ZX"
 
     def is_orphan(self, parent: int) -> bool:
-        """Whether it lives on although the agent that started it, `parent`, is gone; 0 means that there was none.
+        """Returns whether the process lives on although its agent `parent` is gone.
+
+        Args:
+            parent: pid of the agent that started the process; 0: none.
 
         Raises:
             OSError: see `stat_of`.
@@ -40,25 +47,26 @@ class Stat:
 
 
 def mark_of(pid: int) -> str:
-    """What tells a process of this pid namespace from every other, of whatever namespace, machine or time; `pid` lives."""
+    """Returns a text that identifies a living process among all namespaces, machines and times."""
     facts = stat_of(pid)
     return f"{machine()}/{pid}/{facts.start if facts else 0}"
 
 
 def machine() -> str:
-    """This machine since it was booted, and the pid namespace: where a pid means the same process."""
+    """Returns the machine since its boot and the pid namespace: where a pid means one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def stat_of(pid: int) -> Stat | None:
-    """What /proc says of a process; None if it is gone.
+    """Returns the state of a process from /proc; None if the process is gone.
 
     Raises:
-        OSError: that can't be known now, as where no descriptor is free.
+        OSError: the state can't be read now, for example because no descriptor is free.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a name may be cut within a character
+        # The kernel may cut the process's name within a character.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()

@@ -1,4 +1,7 @@
-"""What it takes to make the slots of lost ranks again: the request, and the leaf table that their trainers would have written."""
+"""Makes the request to rebuild slots of lost ranks, and the leaf tables of these slots.
+
+A leaf table is the one that the rank's trainer would have written.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 
 def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Collection[str]) -> bytes:
-    """The table's bytes.
+    """Returns the leaf table's bytes.
 
     Args:
         placement: of the version's epoch.
-        predicted: the rank's leaves as they were predicted when that epoch began.
-        absent: those of them that did not exist, as the rank's capsule says. None that is kept may have bytes.
+        predicted: the rank's leaves as predicted when that epoch began.
+        rank: the lost rank.
+        absent: predicted leaves that did not exist, by the rank's capsule. Unreplicated ones among
+            them have no bytes.
     """
     division, part = placement.division, placement.part(rank)
     digest = division.layout_of[rank]
@@ -37,17 +42,21 @@ def rebuilt_table(placement: Placement, predicted: Layout, rank: int, absent: Co
 
 
 def layout_mark(table: bytes) -> bytes:
-    """What the slot's header names as its layout: 16 bytes that no trainer's own layout has, so that the next one that
-    writes the slot writes table and zeros anew."""
+    """Returns the layout digest for a rebuilt slot's header: 16 bytes that no trainer's layout has.
+
+    So the next trainer that writes the slot writes table and zeros again.
+    """
     return hashlib.blake2b(table, digest_size=16, person=b"reft rebuilt").digest()
 
 
 def rebuild_request(
     job_survey: JobSurvey, plan: RecoveryPlan, ranks: Sequence[int], addresses: Mapping[str, Sequence[str]]
 ) -> pb.RebuildRequest:
-    """Asks for the slots of some ranks that have none, in a plan with a base.
+    """Returns the request for the slots of some lost ranks, from a plan with a base.
 
     Args:
+        job_survey: the survey that the plan was made from.
+        plan: a plan with a base.
         ranks: of one lost node, not empty; the plan has a capsule of each.
         addresses: id of a node → its addresses, for nodes that no manifest names.
     """

@@ -1,4 +1,4 @@
-"""Channels, deadlines, credentials, and the one table that turns errors into statuses and back."""
+"""Defines channels, deadlines, credentials, and one table between errors and gRPC statuses."""
 
 from __future__ import annotations
 
@@ -21,29 +21,35 @@ from reft.errors import (
 )
 from reft.wire.tls import Tls
 
-MESSAGE_MAX: Final = 34 << 20  # bytes: two manifests of 16 MiB, as a decision and an inventory have, and their envelope
+# Bytes: two manifests of 16 MiB, as in a decision or an inventory, and their envelope.
+MESSAGE_MAX: Final = 34 << 20
 TOKEN_KEY: Final = "reft-token-bin"
 UNIX_PATH_MAX: Final = 107  # bytes, of the kernel's sockaddr_un
 
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_MAX),
     ("grpc.max_send_message_length", MESSAGE_MAX),
-    ("grpc.so_reuseport", 0),  # else two daemons share one port without an error
+    ("grpc.so_reuseport", 0),  # otherwise two daemons could share one port without an error
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),  # gRPC's own two minutes outlast a recovery
     ("grpc.enable_http_proxy", 0),
-    ("grpc.http2.max_ping_strikes", 0),  # of our own pings a server makes nothing
+    ("grpc.http2.max_ping_strikes", 0),  # a server must not punish the pings of our own clients
 )
-# What gRPC calls the least backoff is how long a connection may take to be made. Where all cores are busy that can be
-# seconds, and the caller has said with a deadline how long it waits.
-_CONNECT: Final = "grpc.min_reconnect_backoff_ms"
-_NEAR: Final = ((_CONNECT, 20_000),)  # a unix socket: where nobody listens it fails at once
-# Another host. To one that was cut off the kernel sends again what was under way at ever longer intervals, up to two minutes:
-# until then a node that is back would stay silent. So a connection ends if what was sent is not acknowledged within the time
-# that a ping has (TCP_USER_TIMEOUT), and is made anew.
-_FAR: Final = ((_CONNECT, 3_000), ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
+# gRPC's least backoff is also the time that a connection may take to be made. On busy cores that
+# can be seconds. Callers limit their waiting by a deadline anyway.
+_CONNECT_TIME: Final = "grpc.min_reconnect_backoff_ms"
+_LOCAL_OPTIONS: Final = ((_CONNECT_TIME, 20_000),)  # a unix socket: a connection fails at once where no daemon listens
+# Another host. After a cut the kernel resends bytes at ever longer intervals, up to two minutes. A
+# host that is back would stay silent until then. So a connection ends if bytes are not acknowledged
+# within the time of a ping (TCP_USER_TIMEOUT), and a new one is made.
+_REMOTE_OPTIONS: Final = (
+    (_CONNECT_TIME, 3_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+)
 
-# One class per status, in both directions; a test fails when a class that the daemon raises is missing.
+# One class per status, in both directions; a test fails when a class that the daemon raises is
+# missing.
 STATUS_OF: Final[dict[type[ReftError], grpc.StatusCode]] = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     AlreadyAttached: grpc.StatusCode.ALREADY_EXISTS,
@@ -58,7 +64,7 @@ CODES: Final[dict[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc
 
 
 def status_of(error: ReftError) -> grpc.StatusCode:
-    """The status that an error travels as."""
+    """Returns the status that an error travels as."""
     for kind in type(error).__mro__:
         if kind in STATUS_OF:
             return STATUS_OF[kind]
@@ -66,12 +72,12 @@ def status_of(error: ReftError) -> grpc.StatusCode:
 
 
 def error_of(error: grpc.RpcError, address: str) -> ReftError:
-    """The error that a failed call stands for."""
+    """Returns the error that a failed call stands for."""
     return error_from(error.code(), error.details() or "", address)
 
 
 def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
-    """The error that a status and its text stand for."""
+    """Returns the error that a status and its text stand for."""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DaemonUnavailable(f"the daemon at {address} did not answer in time.", "look at its log; is it stopped?")
     if code is grpc.StatusCode.UNAVAILABLE:
@@ -84,7 +90,7 @@ def error_from(code: grpc.StatusCode, details: str, address: str) -> ReftError:
 
 
 def check_address(address: str) -> str:
-    """The address itself.
+    """Returns the address, if it is valid.
 
     Raises:
         ConfigError: neither unix:PATH (at most 107 bytes) nor host:port.
@@ -103,19 +109,22 @@ def check_address(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host: a loopback address, or a name that stands for nothing else here.
+    """Returns whether only this machine reaches a host: all its addresses are loopback ones.
 
-    Debian has a machine's own name stand for 127.0.1.1. A number of IPv6 comes without brackets.
+    On Debian a machine's own name resolves to 127.0.1.1. An IPv6 number comes without brackets.
     """
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)} if host else set()
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)} if host else set()
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
+    return bool(addresses) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in addresses)
 
 
 def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """A blocking channel: to a unix socket, as trainers and the CLI use it, or to a daemon of another node."""
+    """Returns a blocking channel to a unix socket or to a daemon of another node.
+
+    Trainers and the CLI use unix sockets.
+    """
     options = _options(address)
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(check_address(address), options=options)
@@ -123,7 +132,13 @@ def channel(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 
 def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio.Channel:
-    """An asyncio channel to another daemon; `apart`: with a connection of its own, where gRPC would share one."""
+    """Returns an asyncio channel to another daemon.
+
+    Args:
+        address: of the daemon.
+        tls: None: without certificates.
+        apart: whether the channel gets its own connection; gRPC would share one.
+    """
     options = (*_options(address), ("grpc.use_local_subchannel_pool", int(apart)))
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(check_address(address), options=options)
@@ -131,15 +146,15 @@ def peer_channel(address: str, tls: Tls | None, apart: bool = False) -> grpc.aio
 
 
 def _options(address: str) -> tuple[tuple[str, int], ...]:
-    return (*OPTIONS, *(_NEAR if address.startswith("unix:") else _FAR))
+    return (*OPTIONS, *(_LOCAL_OPTIONS if address.startswith("unix:") else _REMOTE_OPTIONS))
 
 
 def token_metadata(token: bytes) -> tuple[tuple[str, bytes], ...]:
-    """The metadata by which a caller over TCP proves that it belongs to the job."""
+    """Returns the metadata that proves over TCP that a caller belongs to the job."""
     return ((TOKEN_KEY, token),)
 
 
 def has_token(metadata: object, token: bytes) -> bool:
-    """Whether `metadata` carries the job's token; compared in constant time."""
-    given = dict(metadata or ()).get(TOKEN_KEY, b"")  # type: ignore[call-overload]
-    return bool(token) and isinstance(given, bytes) and hmac.compare_digest(given, token)
+    """Returns whether `metadata` carries the job's token; compares in constant time."""
+    token_sent = dict(metadata or ()).get(TOKEN_KEY, b"")  # type: ignore[call-overload]
+    return bool(token) and isinstance(token_sent, bytes) and hmac.compare_digest(token_sent, token)

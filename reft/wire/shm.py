@@ -1,10 +1,12 @@
-"""Files of shared memory, mapped where the kernel can map their huge pages whole.
+"""Maps files of shared memory so that the kernel can map their huge pages whole.
 
-    reserved   |  . . . |████████████████|. . .  |     addresses without memory, one huge page more than the file
-                        ^ a multiple of a huge page: only there is one entry of a page table enough for all of it
+    reserved   |  . . . |████████████████|. . .  |     addresses without memory,
+                        ^                              one huge page more than the file
+                        a multiple of a huge page: only from here does one
+                        page-table entry cover a whole huge page
 
-A mapping where the kernel would put it begins at any page if the mount has no huge pages of its own. The file's huge
-pages are then mapped as small ones, with a fault for each sixteen of them.
+Without this, a mapping may begin at any page, if the mount has no huge pages of its own. Then the
+file's huge pages are mapped as small ones, with one fault for each sixteen of them.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
-_MAP_FIXED = 0x10  # Linux, everywhere; Python has no name for it
+_MAP_FIXED = 0x10  # the same on all of Linux; Python has no name for it
 
 
 def huge_bytes() -> int:
-    """Bytes of a huge page; of a small one if this kernel has none."""
+    """Returns the bytes of a huge page; of a small one if this kernel has none."""
     try:
         return int(_SIZE.read_text())
     except OSError:
@@ -30,18 +32,21 @@ def huge_bytes() -> int:
 
 
 def map_file(descriptor: int, nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
-    """Maps a file's first bytes, shared and writable; they stay mapped as long as either of the two is held.
+    """Maps a file's first bytes, shared and writable.
+
+    They stay mapped while either result is held.
 
     Returns:
-        What can be given advice, and uint8 [nbytes].
+        An mmap object that takes advice, and uint8 [nbytes].
 
     Raises:
         OSError: the kernel refuses.
-        ValueError: the file is shorter than that; touching what is missing would kill the process.
+        ValueError: the file is shorter than `nbytes`; touching missing bytes would kill the
+            process.
     """
-    has = os.fstat(descriptor).st_size
-    if not 0 < nbytes <= has:
-        raise ValueError(f"{nbytes} bytes of a file of {has} can't be mapped.")
+    file_bytes = os.fstat(descriptor).st_size
+    if not 0 < nbytes <= file_bytes:
+        raise ValueError(f"{nbytes} bytes of a file of {file_bytes} can't be mapped.")
     huge = huge_bytes()
     reserved = mmap.mmap(-1, nbytes + huge, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
     begin = np.frombuffer(reserved, np.uint8).ctypes.data
@@ -53,14 +58,14 @@ def map_file(descriptor: int, nbytes: int) -> tuple[mmap.mmap, npt.NDArray[np.ui
     if libc.mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0) != address:
         raise OSError(ctypes.get_errno(), f"{nbytes} bytes can't be mapped: {os.strerror(ctypes.get_errno())}")
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
-    pages.owner = reserved  # type: ignore[attr-defined]  # whose end unmaps all of it
+    pages.owner = reserved  # type: ignore[attr-defined]  # the end of `reserved` unmaps all pages
     return reserved, np.ctypeslib.as_array(pages)
 
 
 def advise(pages: npt.NDArray[np.uint8], advice: int) -> int:
-    """Gives the kernel advice on some memory, which begins at a page; 0, or the errno with which it is refused.
+    """Gives the kernel advice on memory that begins at a page; returns 0, or the errno.
 
-    Not mmap.madvise: that holds the interpreter's lock for as long as the kernel takes.
+    mmap.madvise is not used: it holds the interpreter's lock during the kernel's work.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,26 +1,34 @@
-"""The format of a slot: one file of a tmpfs, or one memfd, that a trainer maps and a daemon owns.
+"""Defines the format of a slot, which a trainer maps and a daemon owns.
+
+A slot is one file of a tmpfs, or one memfd. All numbers are little-endian.
 
     offset            what                size
     0                 header, copy 0      4096
     4096              header, copy 1      4096
-    8192              leaf table          table_capacity       protobuf LeafTable, the same for all versions of a layout
-    …                 digests             8 × chunks           xxh3_64 of each chunk of the data, little-endian
+    8192              leaf table          table_capacity       protobuf LeafTable
+    …                 digests             8 × chunks           xxh3_64 of each data chunk
     …                 capsule             CAPSULE_MAX          see reft.wire.capsule_format
-    …                 data                data_capacity        data shards | parity shards | kept leaves; the table says
-                                                               what is where, with the placement of the version's epoch
+    …                 data                data_capacity        data shards | parity shards |
+                                                               unreplicated leaves
     every part begins at a multiple of 4096
 
-A header is the struct HEADER below, little-endian, and the xxh3_64 of what stands before it. The copies are written in
-turn: the valid one with the greater sequence number holds, so a writer that dies while it writes one leaves the other.
-The sequence number also tells a reader whether anything happened since it looked.
+The leaf table is the same for all versions of a layout. It and the placement of the version's epoch
+say which bytes of the data are which.
 
-The writer sets state WRITING before the first byte of table, capsule or data; LANDED after the last byte; SEALED once
-the digests are there too. Anyone who holds the slot after its writer died may turn LANDED into SEALED. A reader trusts
-nothing but a SEALED slot, and checks digests of what it reads. The header names a layout only once a version of it has
-landed here: then the table is in the slot, and so are the zeros between its live bytes, which are written once.
+A header is the struct HEADER below, little-endian, followed by the xxh3_64 of its bytes. The two
+copies are written in turn. The valid copy with the greater sequence number counts. So a writer that
+dies while it writes one copy leaves the other. The sequence number also shows a reader whether the
+slot changed since its last look.
 
-Versions of this format: a reader refuses other major numbers by name, and reads any minor number of its own major. In
-format 1 all leaves lay in the data, each at its offset; since format 2 they may lie in other slots and in capsules.
+The writer sets state WRITING before the first byte of table, capsule or data. It sets LANDED after
+the last byte, and SEALED once the digests are there too. If the writer dies, any other holder of
+the slot may turn LANDED into SEALED. A reader trusts only a SEALED slot, and checks the digests of
+the bytes that it reads. The header names a layout only after a version of that layout has landed
+here. Then the slot has the table, and the zeros between the live bytes, which are written once.
+
+Versions of this format: a reader refuses other major numbers by name, and reads any minor number of
+its own major. In format 1 all leaves lay in the data, each at its offset. Since format 2 leaves may
+lie in other slots and in capsules.
 """
 
 from __future__ import annotations
@@ -47,8 +55,9 @@ PAGE: Final = 4096
 TABLE_MAX: Final = 64 << 20
 CAPSULE_MAX: Final = 1 << 20
 DIGEST_KIND_XXH3_64: Final = 1
-# magic, major, minor, seq, state, digest kind, rank, job, epoch counter, epoch id, step, layout digest,
-# chunk bytes, table capacity, data capacity, table bytes, table digest, capsule bytes, capsule digest, data bytes
+# magic, major, minor, seq, state, digest kind, rank, job, epoch counter, epoch id, step, layout
+# digest, chunk bytes, table capacity, data capacity, table bytes, table digest, capsule bytes,
+# capsule digest, data bytes
 HEADER: Final = struct.Struct("<8sHHQBBI64sQ16sQ16sIQQQQQQQ")
 CHECKSUM: Final = struct.Struct("<Q")
 
@@ -57,7 +66,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the parts of a slot lie; fixed when the slot is created. All sizes in bytes."""
+    """The offsets and sizes of a slot's parts in bytes; fixed when the slot is created."""
 
     table_capacity: int
     data_capacity: int
@@ -90,7 +99,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Header:
-    """What one header copy says; the fields in the order of the struct."""
+    """The content of one header copy; fields in the order of the struct."""
 
     geometry: Geometry
     job: str
@@ -106,7 +115,7 @@ class Header:
     data_bytes: int = 0
 
     def encode(self) -> bytes:
-        """The header's bytes, checksum last."""
+        """Returns the header's bytes, checksum last."""
         version = self.version or Version(Epoch(0, bytes(16)), 0)
         body = HEADER.pack(
             MAGIC, MAJOR, MINOR, self.seq, self.state, DIGEST_KIND_XXH3_64, self.rank, self.job.encode(),
@@ -118,10 +127,10 @@ class Header:
 
 
 def decode_header(data: bytes) -> Header:
-    """One header copy.
+    """Returns the header of one copy.
 
     Raises:
-        FormatError: wrong magic, checksum, other major version, or sizes that can't be.
+        FormatError: wrong magic, checksum, other major version, or impossible sizes.
     """
     body = data[: HEADER.size]
     if len(data) < HEADER.size + CHECKSUM.size or body[:8] != MAGIC:
@@ -144,7 +153,7 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
     if kind != DIGEST_KIND_XXH3_64 or state not in SlotState.__members__.values():
         raise FormatError(f"unknown digest kind {kind!r} or state {state!r}.")
     if not chunk or table_bytes > table_capacity or capsule_bytes > CAPSULE_MAX or data_bytes > data_capacity:
-        raise FormatError("the header names parts that are larger than the slot.")
+        raise FormatError("the header has sizes that exceed the slot.")
     return Header(
         geometry=Geometry(table_capacity, data_capacity, chunk),
         job=job.rstrip(b"\0").decode("ascii", "replace"),
@@ -162,7 +171,7 @@ def _header_of(fields: tuple[Any, ...]) -> Header:
 
 
 def newest_header(slot: Bytes) -> Header:
-    """The header that holds: the valid copy with the greater sequence number.
+    """Returns the header that counts: the valid copy with the greater sequence number.
 
     Raises:
         FormatError: neither copy is valid, or the mapping is smaller than the slot.
@@ -174,35 +183,36 @@ def newest_header(slot: Bytes) -> Header:
 
 
 def best_header(slot: Bytes) -> Header:
-    """The same from a slot's first two pages alone.
+    """Returns the same as `newest_header`, from a slot's first two pages alone.
 
     Raises:
         FormatError: neither copy is valid.
     """
-    found: list[Header] = []
+    headers: list[Header] = []
     reason, hint = "the slot has no header.", ""
     for offset in (0, PAGE):
         try:
-            found.append(decode_header(slot[offset : offset + PAGE].tobytes()))
+            headers.append(decode_header(slot[offset : offset + PAGE].tobytes()))
         except FormatError as error:
-            # Not the error itself: its traceback would keep this frame, and with it the mapping, for ever.
+            # The error itself is not kept: its traceback would hold this frame, and so the mapping,
+            # for ever.
             reason, hint = error.message, error.hint
-    if not found:
+    if not headers:
         raise FormatError(reason, hint)
-    return max(found, key=lambda header: header.seq)
+    return max(headers, key=lambda header: header.seq)
 
 
 class SlotMap:
-    """A mapped slot: reads and writes its parts. A process that writes must be the slot's only writer.
+    """Reads and writes the parts of a mapped slot. A writer must be the slot's only writer.
 
     Attributes:
-        header: what the slot's newest header says.
-        is_new_layout: whether no version of the layout that was begun last has landed here, so that its zeros are to be
-            written; they stay for the versions after it.
+        header: the slot's newest header, as last read.
+        is_new_layout: whether no version of the layout begun last has landed here. Then the zeros
+            must be written; they stay for later versions.
 
     Args:
-        slot: all bytes of the slot's file, writable if anything is to be written.
-        file: descriptor of that file, whose owner keeps it open; None if there is none.
+        slot: all bytes of the slot's file; writable if anything is written.
+        file: descriptor of that file, which its owner keeps open; None if there is none.
 
     Raises:
         FormatError: the bytes are no slot.
@@ -213,36 +223,37 @@ class SlotMap:
         self._file = file
         self.header = newest_header(slot)
         self.is_new_layout = True
-        self._coming: dict[str, object] = {}
+        self._new_table_fields: dict[str, object] = {}
 
     @classmethod
     def create(cls, slot: Bytes, geometry: Geometry, job: str, rank: int, file: int | None = None) -> SlotMap:
         """Makes an empty slot of `slot`, whose size must be geometry.file_bytes."""
         for seq in (0, 1):
-            _store(slot, Header(geometry, job, rank, seq=seq))
+            _store_header(slot, Header(geometry, job, rank, seq=seq))
         return cls(slot, file)
 
     def reread(self) -> Header:
-        """The header as it is now, if another process may have written it."""
+        """Returns the header as it is now; another process may have written it."""
         self.header = newest_header(self._slot)
         return self.header
 
     @property
     def data(self) -> Bytes:
-        """The data part, at its full capacity."""
+        """Returns the data part, at its full capacity."""
         geometry = self.header.geometry
         return self._slot[geometry.data_offset : geometry.data_offset + geometry.data_capacity]
 
     @property
     def digests(self) -> npt.NDArray[np.uint64]:
-        """The digest of each chunk, one for each chunk of the capacity."""
+        """Returns one digest for each chunk of the capacity."""
         geometry = self.header.geometry
         return self._slot[geometry.digests_offset :][: 8 * geometry.chunks].view("<u8")
 
     def read(self, begin: int, out: Bytes) -> None:
-        """Copies the data from `begin` on into uint8 [n]; from the file if it is known.
+        """Copies the data from `begin` on into uint8 [n]; from the file if there is one.
 
-        That maps no page of it, and a page whose memory has failed is an error, where touching it would end the process.
+        Reading the file maps no page. If the memory of a page has failed, reading gives an error;
+        touching it would end the process.
 
         Raises:
             FormatError: the file ends too early, or can't be read.
@@ -262,30 +273,32 @@ class SlotMap:
             done += count
 
     def chunk(self, index: int) -> Bytes:
-        """The bytes of one chunk of the version that the slot holds."""
+        """Returns the bytes of one chunk of the version in the slot."""
         size = self.header.geometry.chunk_bytes
         return self.data[: self.header.data_bytes][index * size : (index + 1) * size]
 
     def digests_of(self, first: int, end: int) -> Iterator[int]:
-        """The digests of what these chunks hold now.
+        """Yields the digests of these chunks as they are now.
 
         Raises:
             FormatError: see `read`.
         """
         size = self.header.geometry.chunk_bytes
-        room = np.empty(size, np.uint8)
+        buffer = np.empty(size, np.uint8)
         for index in range(first, end):
-            data = room[: min(size, self.header.data_bytes - index * size)]
+            data = buffer[: min(size, self.header.data_bytes - index * size)]
             self.read(index * size, data)
             yield chunk_digest(data)
 
     @property
     def chunks(self) -> int:
-        """How many chunks the version that the slot holds has."""
+        """Returns how many chunks the version in the slot has."""
         return -(-self.header.data_bytes // self.header.geometry.chunk_bytes)
 
     def begin(self, version: Version, layout: bytes, table: bytes, data_bytes: int) -> None:
-        """WRITING, then the leaf table unless the slot has it already; `landed` makes a new table count.
+        """Sets WRITING, then writes the leaf table unless the slot has it already.
+
+        A new table counts after `landed`.
 
         Raises:
             FormatError: the table or the data don't fit.
@@ -294,94 +307,102 @@ class SlotMap:
         if len(table) > geometry.table_capacity or data_bytes > geometry.data_capacity:
             raise FormatError(f"{len(table)} + {data_bytes} bytes don't fit into a slot of {geometry.file_bytes}.")
         self.is_new_layout = self.header.layout != layout or self.header.table_bytes != len(table)
-        # A writer that fails or dies before it has landed must leave no header that promises its table and zeros.
-        kept = {"layout": bytes(16), "table_bytes": 0, "table_digest": 0} if self.is_new_layout else {}
-        self._write(
-            state=SlotState.WRITING, version=version, data_bytes=data_bytes, capsule_bytes=0, capsule_digest=0, **kept
+        # A writer may fail before LANDED. Then no header may promise its table and zeros.
+        table_fields = {"layout": bytes(16), "table_bytes": 0, "table_digest": 0} if self.is_new_layout else {}
+        self._write_header(
+            state=SlotState.WRITING,
+            version=version,
+            data_bytes=data_bytes,
+            capsule_bytes=0,
+            capsule_digest=0,
+            **table_fields,
         )
-        self._coming = {}
+        self._new_table_fields = {}
         if self.is_new_layout:
-            self._put(geometry.table_offset, table)
+            self._write_bytes(geometry.table_offset, table)
             digest = xxhash.xxh3_64_intdigest(table)
-            self._coming = {"layout": layout, "table_bytes": len(table), "table_digest": digest}
+            self._new_table_fields = {"layout": layout, "table_bytes": len(table), "table_digest": digest}
 
     def put_capsule(self, capsule: bytes) -> None:
-        """Writes the capsule; `landed` makes it count.
+        """Writes the capsule, which counts after `landed`.
 
         Raises:
-            FormatError: it is larger than CAPSULE_MAX.
+            FormatError: the capsule is larger than CAPSULE_MAX.
         """
         if len(capsule) > CAPSULE_MAX:
             raise FormatError(
                 f"the capsule has {len(capsule)} bytes; the limit is {CAPSULE_MAX}.",
                 "keep less in what you pass as state=",
             )
-        self._put(self.header.geometry.capsule_offset, capsule)
+        self._write_bytes(self.header.geometry.capsule_offset, capsule)
         digest = xxhash.xxh3_64_intdigest(capsule)
         self.header = replace(self.header, capsule_bytes=len(capsule), capsule_digest=digest)
 
     def landed(self) -> None:
-        """LANDED: every byte of this version is in the slot."""
-        self._write(state=SlotState.LANDED, **self._coming)
-        self._coming = {}
+        """Sets LANDED: every byte of this version is in the slot."""
+        self._write_header(state=SlotState.LANDED, **self._new_table_fields)
+        self._new_table_fields = {}
 
     def sealed(self, digests: npt.NDArray[np.uint64]) -> None:
-        """SEALED, with the digest of each chunk of this version."""
+        """Sets SEALED, with the digest of each chunk of this version."""
         self.digests[: self.chunks] = digests
-        self._write(state=SlotState.SEALED)
+        self._write_header(state=SlotState.SEALED)
 
     def empty(self) -> None:
-        """EMPTY: the slot holds nothing any more."""
-        self._write(state=SlotState.EMPTY, version=None, capsule_bytes=0, capsule_digest=0)
+        """Sets EMPTY: the slot holds no version any more."""
+        self._write_header(state=SlotState.EMPTY, version=None, capsule_bytes=0, capsule_digest=0)
 
     def table(self) -> bytes:
-        """The leaf table's bytes.
+        """Returns the leaf table's bytes.
 
         Raises:
             FormatError: its digest is wrong.
         """
         header = self.header
-        return self._take("leaf table", header.geometry.table_offset, header.table_bytes, header.table_digest)
+        return self._read_verified("leaf table", header.geometry.table_offset, header.table_bytes, header.table_digest)
 
     def capsule(self) -> bytes:
-        """The capsule's bytes.
+        """Returns the capsule's bytes.
 
         Raises:
             FormatError: its digest is wrong.
         """
         header = self.header
-        return self._take("capsule", header.geometry.capsule_offset, header.capsule_bytes, header.capsule_digest)
+        return self._read_verified(
+            "capsule", header.geometry.capsule_offset, header.capsule_bytes, header.capsule_digest
+        )
 
     def bad_chunks(self) -> list[int]:
-        """The chunks whose digest is wrong."""
+        """Returns the chunks whose digest is wrong."""
         digests = self.digests
         return [i for i, digest in enumerate(self.digests_of(0, self.chunks)) if digest != int(digests[i])]
 
-    def _take(self, what: str, offset: int, size: int, digest: int) -> bytes:
+    def _read_verified(self, what: str, offset: int, size: int, digest: int) -> bytes:
         data = self._slot[offset : offset + size].tobytes()
         if xxhash.xxh3_64_intdigest(data) != digest:
             raise FormatError(f"the {what} of rank {self.header.rank}, {self.header.version} has a wrong digest.")
         return data
 
-    def _put(self, offset: int, data: bytes) -> None:
+    def _write_bytes(self, offset: int, data: bytes) -> None:
         self._slot[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    def _write(self, **changes: object) -> None:
+    def _write_header(self, **changes: object) -> None:
         self.header = replace(self.header, seq=self.header.seq + 1, **changes)  # type: ignore[arg-type]
-        _store(self._slot, self.header)
+        _store_header(self._slot, self.header)
 
 
 def chunk_digest(chunk: Bytes) -> int:
-    """The digest of one chunk, kind DIGEST_KIND_XXH3_64.
+    """Returns the digest of one chunk, kind DIGEST_KIND_XXH3_64.
 
-    It lets go of the interpreter's lock meanwhile; the one-shot functions of xxhash before 4.0 hold it.
+    The interpreter's lock is free meanwhile. The one-shot functions of xxhash before 4.0 would hold
+    it.
     """
     state = xxhash.xxh3_64()
     state.update(chunk.data)
     return state.intdigest()
 
 
-def _store(slot: Bytes, header: Header) -> None:
+def _store_header(slot: Bytes, header: Header) -> None:
     encoded = header.encode()
     offset = (header.seq % 2) * PAGE
     slot[offset : offset + len(encoded)] = np.frombuffer(encoded, np.uint8)

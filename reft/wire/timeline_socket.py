@@ -1,9 +1,10 @@
-"""How a person gets the timeline of a living trainer: a small socket of the trainer's own, no call of training's.
+"""Serves the timeline of a living trainer on a socket of its own, without a call of training's.
 
-    reft-cli timeline ─► Status: rank, pid, epoch ─► @reft-timeline-UID-PID ─► JSON, until the end of the stream
+    reft-cli timeline ─► Status: rank, pid, epoch ─► @reft-timeline-UID-PID ─► JSON to the end
 
-The name is abstract: it needs no folder, and ends with the process that made it. Both sides look at who the other is: only
-the same user, or root, is answered. A trainer of another host or network namespace can't be reached this way: ask there.
+The name is abstract: it needs no folder, and ends with its process. Both sides check each other's
+user. Only the same user, or root, gets an answer. A trainer of another host or network namespace
+can't be reached: ask on that host.
 """
 
 from __future__ import annotations
@@ -24,36 +25,36 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid, as Linux gives them
 
 
 def address(pid: int) -> str:
-    """The abstract name of a trainer's socket."""
+    """Returns the abstract name of a trainer's socket."""
     return f"\0reft-timeline-{os.getuid()}-{pid}"
 
 
 def fetch(pid: int, deadline_s: float = REPLY_DEADLINE_S) -> dict[str, Any]:
-    """The trace of a trainer on this host, see `reft.client.snapshot.timeline`.
+    """Returns the trace of a trainer on this host, see `reft.client.snapshot.timeline`.
 
     Raises:
-        ReftError: it does not answer within the deadline, or it is another user's.
+        ReftError: the trainer does not answer within the deadline, or belongs to another user.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
-        line.settimeout(deadline_s)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(deadline_s)
         try:
-            line.connect(address(pid))
-            if not _is_ours(line):
+            connection.connect(address(pid))
+            if not _is_same_user(connection):
                 raise ReftError(f"process {pid} is another user's.")
-            with line.makefile("rb") as stream:
-                found: dict[str, Any] = json.loads(stream.read())
-                return found
+            with connection.makefile("rb") as stream:
+                trace: dict[str, Any] = json.loads(stream.read())
+                return trace
         except (OSError, ValueError) as error:
             raise ReftError(f"process {pid} gives no timeline: {error}.", "ask on the node where it trains") from error
 
 
-def _is_ours(line: socket.socket) -> bool:
-    _, uid, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _is_same_user(connection: socket.socket) -> bool:
+    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return uid in (os.getuid(), 0) or os.getuid() == 0
 
 
 class TimelineServer:
-    """Answers questions for this process's timeline, in a thread that sleeps otherwise.
+    """Answers requests for this process's timeline, in a thread that sleeps otherwise.
 
     Args:
         trace: makes the answer, in JSON types.
@@ -81,13 +82,11 @@ class TimelineServer:
     def _serve(self) -> None:
         while True:
             try:
-                line, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
-            with (
-                line,
-                contextlib.suppress(OSError, RuntimeError),
-            ):  # the caller has gone, or training went on meanwhile
-                line.settimeout(REPLY_DEADLINE_S)
-                if _is_ours(line):
-                    line.sendall(json.dumps(self._trace()).encode())
+            # OSError: the caller is gone. RuntimeError: training changed the trace meanwhile.
+            with connection, contextlib.suppress(OSError, RuntimeError):
+                connection.settimeout(REPLY_DEADLINE_S)
+                if _is_same_user(connection):
+                    connection.sendall(json.dumps(self._trace()).encode())

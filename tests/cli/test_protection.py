@@ -100,7 +100,7 @@ def test_a_node_is_lost():
 def test_the_time_in_degraded_is_shown():
     now = lines_of(job_survey(4), degraded=True, degraded_s=3.24)
     assert now[1:4] == [
-        "health  WARN  step 40 is held, but less survives now than was asked for.",
+        "health  WARN  step 40 is held, but it survives fewer losses than requested.",
         "protect DEGRADED  any 1 failure domain can be lost now. Degraded for 3.2s since the last",
         "        restore.",
     ]

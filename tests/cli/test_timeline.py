@@ -115,4 +115,4 @@ class FakeConnection:
 
 def test_only_the_same_user_and_root_get_a_trace(monkeypatch):
     monkeypatch.setattr(timeline_socket.os, "getuid", lambda: 1000)
-    assert [timeline_socket._is_ours(FakeConnection(uid)) for uid in (1000, 0, 1001)] == [True, True, False]
+    assert [timeline_socket._is_same_user(FakeConnection(uid)) for uid in (1000, 0, 1001)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The capsule: what comes back is what went in, to the bit and the type; all else is refused by its key path."""
+"""Tests the capsule: values round-trip to the bit and the type; others are refused by key path."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TREES = st.recursive(
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equal in type, order and bits."""
+    """Asserts equality in type, order and bits."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert_same(list(one.items()), list(other.items()))
@@ -84,7 +84,7 @@ def test_round_trip(tree):
         np.array([1, 2, 3])[::-1], np.array([np.datetime64("2020-01-01")]), TensorBytes("bfloat16", (), b"\x80\x3f"),
     ],
 )  # fmt: skip
-def test_values_that_are_easily_lost(value):
+def test_values_with_special_types_or_bits_round_trip(value):
     assert_same(decode(encode({"k": value})), {"k": value})
 
 
@@ -94,7 +94,7 @@ def test_a_nan_keeps_its_bits(bits):
     assert struct.pack("<d", decode(encode([value]))[0]) == struct.pack("<Q", bits)
 
 
-def test_states_of_random_generators():
+def test_states_of_random_generators_round_trip():
     generator = random.Random(1)
     assert decode(encode(generator.getstate())) == generator.getstate()
     for kind in (np.random.MT19937, np.random.PCG64, np.random.Philox, np.random.SFC64):
@@ -135,7 +135,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
-def test_everything_else_is_refused_with_its_path(value):
+def test_other_types_are_refused_with_their_path(value):
     for tree, path in (({"state": {"loader": [0, value]}}, "state['loader'][1]"), ({"state": ({3: value},)}, "[3]")):
         with pytest.raises(UnsupportedState) as refused:
             encode(tree)
@@ -176,7 +176,7 @@ def test_integers_are_limited_on_the_way_in():
 
 
 def raw(text: str, blob: bytes = b"") -> bytes:
-    """A capsule by hand."""
+    """Returns a capsule made by hand."""
     return struct.pack("<I", len(text.encode())) + text.encode() + blob
 
 
@@ -245,7 +245,7 @@ def test_a_flipped_byte_is_a_format_error_or_another_tree_never_a_crash(tree, da
 
 @given(TREES)
 @settings(max_examples=60, deadline=None)
-def test_cut_bytes_are_a_format_error_or_lack_nothing_that_is_named(tree):
+def test_truncated_bytes_are_a_format_error_or_lose_only_unused_bytes(tree):
     encoded = encode(tree)
     for size in range(0, len(encoded), max(1, len(encoded) // 20)):
         with pytest.raises(FormatError):

@@ -1,4 +1,4 @@
-"""When a daemon is started again, and when not."""
+"""Tests when a daemon is restarted, and when not."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from reft.wire.daemon_launcher import DaemonRestarter
 
 @pytest.fixture
 def tried(monkeypatch) -> list:
-    """What was asked of the starter."""
-    found: list = []
+    """Records the calls of the launcher."""
+    calls: list = []
 
     def find(settings, flags=(), job=""):
-        found.append(tuple(flags))
+        calls.append(tuple(flags))
         if "--fails" in flags:
             raise DaemonUnavailable("no", "none")
         return "unix:/d.sock", SimpleNamespace(pid=7)
 
     monkeypatch.setattr(daemon_launcher, "find", find)
-    monkeypatch.setattr(daemon_launcher, "hello", lambda address, agent_pid: found.append(agent_pid))
-    return found
+    monkeypatch.setattr(daemon_launcher, "hello", lambda address, agent_pid: calls.append(agent_pid))
+    return calls
 
 
 def refuse(restarter: DaemonRestarter, address: str) -> None:
@@ -42,27 +42,27 @@ def address(tmp_path) -> str:
     return f"unix:{tmp_path}/d.sock"
 
 
-def test_a_daemon_that_has_died_is_started_as_it_was(tried, address):
+def test_a_dead_daemon_is_restarted_with_its_flags(tried, address):
     refuse(DaemonRestarter(Config(), True, ["--listen", "h:0"], agent_pid=5), address)
     assert tried == [("--listen", "h:0"), 5]
 
 
-def test_not_if_somebody_else_has_named_it(tried, address):
+def test_a_named_daemon_is_not_restarted(tried, address):
     refuse(DaemonRestarter(Config(daemon=address), True), address)
     assert not tried
 
 
-def test_not_if_somebody_else_looks_after_it(tried, address):
+def test_a_daemon_of_another_owner_is_not_restarted(tried, address):
     refuse(DaemonRestarter(Config(), False), address)
     assert not tried
 
 
-def test_not_if_it_was_stopped(tried, tmp_path):
+def test_a_stopped_daemon_is_not_restarted(tried, tmp_path):
     refuse(DaemonRestarter(Config(), True), f"unix:{tmp_path}/d.sock")
     assert not tried
 
 
-def test_not_again_and_again(tried, address, monkeypatch, caplog):
+def test_restarts_pause_between_attempts(tried, address, monkeypatch, caplog):
     restarter = DaemonRestarter(Config(), True, ["--fails"])
     for _ in range(3):
         refuse(restarter, address)

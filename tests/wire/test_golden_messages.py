@@ -1,7 +1,8 @@
-"""Messages as reft before the renaming of messages and fields wrote them, each with all of its fields.
+"""Tests that messages written before their fields were renamed still read the same.
 
-The file was written with the stubs of commit 71512e3 (protocol 7), each message under its name of today. A message is
-read by the numbers of its fields, so a renamed field must give the same bytes, and a changed number gives others.
+The file was written with the stubs of commit 71512e3 (protocol 7), each message under its present
+name. A message is read by its field numbers. So a renamed field must give the same bytes, and a
+changed number gives others.
 """
 
 from __future__ import annotations

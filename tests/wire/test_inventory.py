@@ -1,4 +1,4 @@
-"""Inventories as daemons send them: read into those of core, with the manifests that belong to them."""
+"""Tests that inventories of daemons are converted to those of core, with their manifests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reft.wire.v1 import daemon_pb2 as pb
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
 CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
-TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # of all three, and only a was told
+TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # for all three, but only a received it
 
 
 def reply(decision: Decision, members: str, token: bytes = b"token") -> pb.InventoryReply:
@@ -23,22 +23,22 @@ def reply(decision: Decision, members: str, token: bytes = b"token") -> pb.Inven
 
 
 @pytest.mark.parametrize("order", ["abc", "cba"])
-def test_a_node_that_was_told_of_an_attach_that_died_does_not_outrank_the_others(order):
+def test_a_decision_of_an_attach_that_died_does_not_outrank_others(order):
     replies = {"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": reply(CARRIED, "bc")}
-    found = JobSurvey({node: replies[node] for node in order})
-    assert found.decision == CARRIED
-    assert found.manifest == replies["b"].manifest
-    assert found.nodes.keys() == set("abc")
+    survey = JobSurvey({node: replies[node] for node in order})
+    assert survey.decision == CARRIED
+    assert survey.manifest == replies["b"].manifest
+    assert survey.nodes.keys() == set("abc")
 
 
-def test_a_node_that_holds_another_job_of_the_same_name_says_nothing_of_this_one():
+def test_a_node_with_another_job_of_the_same_name_is_ignored():
     anew = Decision(Epoch(1, b"n" * 16), None)
-    found = JobSurvey({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another token")})
-    assert found.decision == TORN
+    survey = JobSurvey({"a": reply(TORN, "abc"), "b": reply(anew, "b", b"another token")})
+    assert survey.decision == TORN
 
 
-def test_a_manifest_that_another_reply_has_serves_for_all():
+def test_a_manifest_of_one_reply_counts_for_all():
     brief = reply(CARRIED, "bc")
     brief.ClearField("manifest")
-    found = JobSurvey({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
-    assert found.decision == CARRIED
+    survey = JobSurvey({"a": reply(TORN, "abc"), "b": reply(CARRIED, "bc"), "c": brief})
+    assert survey.decision == CARRIED

@@ -1,4 +1,4 @@
-"""The local socket's frames and its trainer's end: a report waits for nothing, and no descriptor leaks."""
+"""Tests the local socket and the trainer's end: reports never wait, descriptors never leak."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
-def test_messages_come_out_as_they_went_in_however_they_are_cut(size):
+def test_messages_round_trip_in_pieces_of_any_size(size):
     data = b"".join(map(frame, REQUESTS))
-    frames, found = FrameReader(), []
+    frames, messages = FrameReader(), []
     for at in range(0, len(data), size):
-        found += frames.feed(data[at : at + size])
-    assert [pb.LocalRequest.FromString(body) for body in found] == REQUESTS
+        messages += frames.feed(data[at : at + size])
+    assert [pb.LocalRequest.FromString(body) for body in messages] == REQUESTS
     assert frames.feed(b"") == [], "the end, with no message begun"
 
 
 @pytest.mark.parametrize("length", [MESSAGE_MAX + 1, 1 << 31, (1 << 32) - 1])
-def test_a_message_that_is_too_long_is_refused_before_it_comes(length):
+def test_a_message_that_is_too_long_is_refused_by_its_length(length):
     with pytest.raises(ValueError, match=f"{length} bytes; the limit is {MESSAGE_MAX}"):
         FrameReader().feed(struct.pack("<I", length))
     assert FrameReader().feed(struct.pack("<I", MESSAGE_MAX)) == []
@@ -82,13 +82,13 @@ def listener(tmp_path):
 # Reports
 
 
-def test_nobody_listens(tmp_path):
+def test_a_connection_without_a_daemon_fails(tmp_path):
     with pytest.raises(OSError):
         ReportConnection(str(tmp_path / "none"))
 
 
-def test_a_daemon_that_does_not_accept_holds_up_nobody(tmp_path):
-    """Its queue is full at some time: the next connection is refused at once."""
+def test_a_daemon_that_does_not_accept_blocks_no_trainer(tmp_path):
+    """The daemon's queue fills up: then the next connection is refused at once."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen(0)
@@ -96,30 +96,30 @@ def test_a_daemon_that_does_not_accept_holds_up_nobody(tmp_path):
         with pytest.raises(BlockingIOError):
             for _ in range(10):
                 waiting.append(ReportConnection(str(tmp_path / "s")))
-                waiting[-1].send(REPORTS[0])  # waits for nothing either
+                waiting[-1].send(REPORTS[0])  # this does not wait either
         for connection in waiting:
             connection.close()
 
 
-def test_a_report_that_is_not_taken_in_holds_up_nobody_and_arrives_whole(listener):
-    """More bytes than the kernel buffers: the rest follows from a thread; until then the next is refused, not mixed in."""
+def test_a_report_that_is_not_read_blocks_no_trainer_and_arrives_whole(listener):
+    """A thread sends bytes beyond the kernel's buffer; until then the next report is refused."""
     connection = ReportConnection(listener.getsockname())
     there, _ = listener.accept()
     large = pb.ReportRequest(job="x" * (4 << 20))
-    connection.send(large)  # nobody reads yet
+    connection.send(large)  # the daemon does not read yet
     with pytest.raises(BlockingIOError):
         connection.send(REPORTS[0])
-    frames, found = FrameReader(), []
-    while not found:
-        found += frames.feed(there.recv(1 << 20))
+    frames, messages = FrameReader(), []
+    while not messages:
+        messages += frames.feed(there.recv(1 << 20))
     connection._rest.join(20)
-    connection._rest = threading.current_thread()  # as if it still sent: what follows would stand in the midst of it
+    connection._rest = threading.current_thread()  # as if the thread still sent the rest
     with pytest.raises(BlockingIOError):
         connection.send(REPORTS[0])
     connection._rest = None
     connection.send(REPORTS[0])
-    found += frames.feed(there.recv(1 << 20))
-    requests = [pb.LocalRequest.FromString(body) for body in found]
+    messages += frames.feed(there.recv(1 << 20))
+    requests = [pb.LocalRequest.FromString(body) for body in messages]
     assert [request.report for request in requests] == [large, REPORTS[0]]
     assert {request.protocol for request in requests} == {PROTOCOL}
     there.close()
@@ -131,12 +131,12 @@ def test_replies_end_with_the_connection_whichever_side_ends_it(listener):
         connection = ReportConnection(listener.getsockname())
         there, _ = listener.accept()
         there.sendall(frame(pb.LocalReply(report=pb.ReportReply(whole=3), calls=1)))
-        found = []
+        messages = []
         first = threading.Event()
 
-        def read(connection=connection, found=found, first=first):
+        def read(connection=connection, messages=messages, first=first):
             for reply in connection.replies():
-                found.append(reply.report.whole)
+                messages.append(reply.report.whole)
                 first.set()
 
         reader = threading.Thread(target=read)
@@ -144,17 +144,17 @@ def test_replies_end_with_the_connection_whichever_side_ends_it(listener):
         assert first.wait(20)
         (there if ends == "theirs" else connection).close()
         reader.join(20)
-        assert not reader.is_alive() and found == [3], ends
+        assert not reader.is_alive() and messages == [3], ends
         there.close()
         connection.close()
 
 
-# Slots, and who the caller is
+# Slots and the caller's identity
 
 
 @contextmanager
 def served(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A socket on which one call is answered by `answer`."""
+    """Serves a socket on which `answer` handles one call."""
     path = folder / "s"
     path.unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -185,7 +185,7 @@ def descriptors_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_descriptors_travel_also_if_the_reply_comes_in_pieces(tmp_path):
+def test_descriptors_arrive_even_if_the_reply_comes_in_pieces(tmp_path):
     memfd = os.memfd_create("test")
     os.write(memfd, b"hello")
 
@@ -236,7 +236,7 @@ def test_slots_that_are_given_back_are_acknowledged_or_refused(tmp_path):
             local_socket.ask_slots(path, request, [0], 5)
 
 
-def test_a_process_is_told_who_it_is(tmp_path):
+def test_a_process_gets_its_identity(tmp_path):
     reply = pb.LocalReply(caller=pb.Caller(pid=7, pid_start=8, parent=6))
     with served(tmp_path, answering(reply)) as path:
         assert local_socket.introduce(path, 5) == local_socket.Caller(Process(7, 8), 6)
@@ -245,7 +245,7 @@ def test_a_process_is_told_who_it_is(tmp_path):
 @pytest.mark.parametrize(
     ("reply", "count", "why"), [*BAD_REPLIES, (pb.LocalReply(descriptors=1), 1, "did not say who")]
 )
-def test_an_introduction_that_says_nobody_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
+def test_an_introduction_without_a_caller_is_an_error_and_leaks_nothing(tmp_path, reply, count, why):
     before = descriptors_open()
     with served(tmp_path, answering(reply, (0,) * count)) as path:
         with pytest.raises(AttachError, match=why):
@@ -253,7 +253,7 @@ def test_an_introduction_that_says_nobody_is_an_error_and_leaks_nothing(tmp_path
     assert descriptors_open() == before
 
 
-def test_nobody_there_and_nobody_answering(tmp_path, listener):
+def test_a_missing_or_silent_daemon_is_an_error(tmp_path, listener):
     with pytest.raises(AttachError, match=r"local socket .* failed"):
         local_socket.ask_slots(str(tmp_path / "none"), SLOTS, [], 1)
     with pytest.raises(AttachError, match="timed out"):

@@ -1,4 +1,4 @@
-"""Symbolic tables and a manifest's layouts, there and back; what does not fit is refused."""
+"""Tests that symbolic tables and a manifest's layouts round-trip; others are refused."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def two() -> pb.Manifest:
     return manifest(*([piece("w", (8, 6), 0, 2, rank)] for rank in range(2)))
 
 
-def test_ranks_of_one_mesh_are_a_table_and_numbers():
+def test_ranks_of_one_mesh_share_a_table():
     found = two()
     assert len(found.tables) == 1 and [list(each.cuts) for each in found.layouts] == [[0, 4], [4, 4]]
 
 
-def test_a_layout_that_is_not_what_it_says_is_refused_when_it_is_asked_for():
+def test_a_layout_with_a_wrong_digest_is_refused_when_it_is_read():
     found = two()
     found.layouts[1].cuts[0] = 3
     layouts, _ = layouts_of(found)
     assert layouts[0] == pack([piece("w", (8, 6), 0, 2, 0)])
-    with pytest.raises(FormatError, match="layout 1 of the manifest is not what it says"):
+    with pytest.raises(FormatError, match="layout 1 of the manifest has another digest"):
         layouts[1]
 
 
@@ -94,7 +94,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(breaks):
         layouts_of(found)
 
 
-def test_a_leaf_that_can_not_be_is_refused():
+def test_an_impossible_leaf_is_refused():
     for changes in ({"axes": [0, 2]}, {"axes": [1]}, {"axes": [0, 1]}, {"order": [0, 0]}, {"item_bytes": BYTES_MAX}):
         table = pb.SymbolicTable.FromString(two().tables[0])
         for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Messages and the classes of core, there and back; and the leaf table's bytes."""
+"""Tests that messages and leaf tables round-trip to the classes of core."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FEW = st.frozensets(STEPS, max_size=UNDECIDED_MAX)
 
 
 @given(st.integers(-1, messages.STEP_MAX), st.integers(-1, messages.STEP_MAX), FEW, FEW)
-def test_what_ranks_say(one, other, sealed, pending):
+def test_step_reports_round_trip(one, other, sealed, pending):
     said = StepReport(min(one, other), max(one, other), sealed, pending)
     digests = {step: {3: step % 7} for step in sealed}
     wire = pb.StepReport.FromString(messages.report_to(said, digests).SerializeToString())
@@ -52,14 +52,14 @@ def test_what_ranks_say(one, other, sealed, pending):
     assert messages.digests_from(wire) == digests
 
 
-def test_who_says_nothing_says_nothing_of_step_0():
+def test_an_empty_report_does_not_cover_step_0():
     assert (
         messages.report_from(pb.StepReport()) == StepReport() == messages.report_from(messages.report_to(StepReport()))
     )
 
 
 @pytest.mark.parametrize("over", [messages.STEP_MAX + 1, (1 << 64) - 1])
-def test_steps_that_can_not_be_are_refused(over):
+def test_impossible_steps_are_refused(over):
     for bad in (
         pb.StepReport(until=over),
         pb.StepReport(sealed=[pb.SealedStep(step=over)]),
@@ -128,7 +128,7 @@ def test_a_leaf_outside_the_data_is_refused():
     assert messages.table_from(pb.LeafTable(leaves=[entry], data_bytes=129).SerializeToString()).offsets == (64,)
 
 
-def test_what_only_a_newer_reft_knows_is_refused():
+def test_values_of_a_newer_reft_are_refused():
     with pytest.raises(FormatError, match="'w' lies in place 9"):
         messages.places_from(pb.LeafTable(leaves=[pb.LeafEntry(name="w", place=9)]).SerializeToString())
     with pytest.raises(ConfigError, match="99 is no phase"):

@@ -1,4 +1,4 @@
-"""Processes by pid and start: alive, dead, a zombie, somebody else by now, an orphan."""
+"""Tests processes by pid and start time: alive, dead, zombie, reused pid, orphan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse():
         child.stdin.close()
 
 
-def test_what_can_t_be_read_is_not_taken_for_dead(monkeypatch):
+def test_a_process_that_can_not_be_read_does_not_count_as_dead(monkeypatch):
     me = Process(os.getpid(), stat_of(os.getpid()).start)
     monkeypatch.setattr(Path, "read_text", fail)
     for ask in (lambda: me.is_alive, lambda: me.is_orphan(1)):
@@ -66,15 +66,15 @@ def test_orphans():
     assert not Process(me.pid, me.start - 1).is_orphan(1)
 
 
-def test_a_name_that_is_no_utf8_is_none_of_our_business():
-    """The kernel cuts names at 15 bytes, also within a character."""
-    found = []
+def test_a_process_name_that_is_no_utf8_is_accepted():
+    """The kernel cuts names at 15 bytes, even within a character."""
+    states = []
 
     def rename() -> None:
         ctypes.CDLL(None).prctl(15, "обучение_модели".encode(), 0, 0, 0)
-        found.append(stat_of(threading.get_native_id()))
+        states.append(stat_of(threading.get_native_id()))
 
     thread = threading.Thread(target=rename)
     thread.start()
     thread.join()
-    assert found and found[0].parent == os.getppid()
+    assert states and states[0].parent == os.getppid()

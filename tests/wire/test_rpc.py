@@ -1,4 +1,4 @@
-"""The table of errors and statuses, addresses, and the token."""
+"""Tests the table of errors and statuses, addresses, and the token."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Failed(grpc.RpcError):
 
 
 def raised_by_the_daemon() -> set[str]:
-    """Names of our error classes that the daemon, or what it calls in wire and core, raises."""
+    """Returns names of error classes that the daemon, or its code in wire and core, raises."""
     ours = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, ReftError)}
-    found = set()
+    names = set()
     for folder in ("daemon/reft_daemon", "reft/wire", "reft/core"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name == "timeline_socket.py":
                 continue  # between the CLI and trainers
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                    found.add(ast.unparse(node.exc.func))
-    return found & ours
+                    names.add(ast.unparse(node.exc.func))
+    return names & ours
 
 
 def test_every_error_that_the_daemon_raises_has_a_status():
@@ -55,7 +55,7 @@ def test_every_error_that_the_daemon_raises_has_a_status():
 
 
 @pytest.mark.parametrize("kind", rpc.STATUS_OF, ids=lambda kind: kind.__name__)
-def test_there_and_back(kind):
+def test_an_error_round_trips_through_its_status(kind):
     status = rpc.status_of(kind("the slots are gone."))
     back = rpc.error_of(Failed(status, "the slots are gone."), "unix:/d.sock")
     assert type(back) is kind and "the slots are gone." in str(back)
@@ -72,7 +72,7 @@ def test_a_subclass_travels_as_its_parent_and_the_rest_as_internal():
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
 @pytest.mark.parametrize("details", [None, "", "text"])
-def test_any_failure_becomes_an_error_of_ours_that_says_something(code, details):
+def test_any_failure_becomes_a_reft_error_with_a_text(code, details):
     error = rpc.error_of(Failed(code, details), "unix:/d.sock")
     assert isinstance(error, ReftError) and str(error)
 
@@ -125,7 +125,7 @@ def test_the_token(metadata, fits):
     assert rpc.has_token(metadata, TOKEN) is fits
 
 
-def test_a_job_without_a_token_lets_nobody_in():
+def test_a_job_without_a_token_accepts_no_caller():
     assert not rpc.has_token(rpc.token_metadata(b""), b"")
 
 
@@ -137,7 +137,8 @@ def test_the_token_is_compared_in_constant_time(monkeypatch):
 
 
 def test_a_connection_may_take_as_long_as_the_call(tmp_path):
-    # A daemon that is not scheduled for a while: the kernel takes the connection, and nobody says a word.
+    # A daemon that is not scheduled for a while: the kernel accepts the connection, and no bytes
+    # come.
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "socket"))
         silent.listen()
@@ -146,7 +147,7 @@ def test_a_connection_may_take_as_long_as_the_call(tmp_path):
     assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_where_nobody_listens_a_call_fails_at_once(tmp_path):
+def test_a_call_without_a_listening_daemon_fails_at_once(tmp_path):
     with socket.socket(socket.AF_UNIX) as closed:
         closed.bind(str(tmp_path / "socket"))
         with rpc.channel(f"unix:{tmp_path}/socket") as channel, pytest.raises(grpc.RpcError) as failed:
@@ -165,6 +166,6 @@ def test_where_nobody_listens_a_call_fails_at_once(tmp_path):
         ("the daemon is going away", "the daemon is going away"),
     ],
 )
-def test_why_nobody_answers_is_said_whole(details, reason):
+def test_the_reason_of_a_failed_connection_is_shown_in_full(details, reason):
     error = rpc.error_from(grpc.StatusCode.UNAVAILABLE, details, "node7:7070")
     assert f"no daemon answers at node7:7070: {reason}." in str(error)

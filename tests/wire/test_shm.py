@@ -1,4 +1,4 @@
-"""A file's mapping begins where a huge page may, and lasts as long as anybody holds it."""
+"""Tests that a mapping begins where a huge page may, and lasts while any array holds it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("mapped-here")
 
 
-def test_it_begins_at_a_huge_page_and_is_the_file(descriptor):
+def test_a_mapping_begins_at_a_huge_page_and_is_the_file(descriptor):
     _, pages = map_file(descriptor, 100_000)
     assert pages.ctypes.data % huge_bytes() == 0 and pages.nbytes == 100_000
     pages[99_999] = 7
     assert os.pread(descriptor, 1, 99_999) == b"\x07"
 
 
-def test_a_system_without_huge_pages_has_pages(descriptor, monkeypatch, tmp_path):
+def test_a_system_without_huge_pages_uses_small_ones(descriptor, monkeypatch, tmp_path):
     monkeypatch.setattr(shm, "_SIZE", tmp_path / "missing")
     _, pages = map_file(descriptor, 100_000)
     pages[0] = 7
@@ -45,14 +45,14 @@ def test_more_than_the_file_has_is_refused(descriptor, nbytes):
     assert mappings() == 0
 
 
-def test_what_the_kernel_refuses_is_raised(descriptor):
+def test_a_refusal_of_the_kernel_is_raised(descriptor):
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
     with pytest.raises(PermissionError, match="can't be mapped"):
         map_file(reader, 100_000)
     os.close(reader)
 
 
-def test_it_lasts_as_long_as_an_array_and_not_longer(descriptor):
+def test_a_mapping_ends_with_its_last_array(descriptor):
     view = map_file(descriptor, 100_000)[1][5:10]
     gc.collect()
     view[0] = 7

@@ -1,4 +1,4 @@
-"""The bytes of a slot: golden files, torn and flipped headers, impossible sizes, and the life of a slot."""
+"""Tests the bytes of a slot: golden files, damaged headers, impossible sizes, life of a slot."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _spec = importlib.util.spec_from_file_location("golden_make", Path(__file__).par
 golden = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(golden)
 
-USED = HEADER.size + CHECKSUM.size  # bytes of a header page that mean something
+USED = HEADER.size + CHECKSUM.size  # used bytes of a header page
 EPOCH = Epoch(1, b"e" * 16)
 
 
 def read_all(slot: np.ndarray) -> tuple[object, object, bytes] | None:
-    """Layout, capsule and data as a restoring rank reads them; None if the slot offers nothing.
+    """Returns layout, capsule and data as a restoring rank reads them; None if not SEALED.
 
     Raises:
         FormatError: the slot is damaged.
@@ -65,7 +65,7 @@ def same(one: object, other: object) -> bool:
 
 
 def filled(data: bytes, chunk_bytes: int = 4096) -> tuple[np.ndarray, SlotMap]:
-    """A sealed slot of `data`."""
+    """Returns a sealed slot with `data`."""
     geometry = Geometry(4096, 4 * chunk_bytes, chunk_bytes)
     slot = np.zeros(geometry.file_bytes, np.uint8)
     map_ = SlotMap.create(slot, geometry, "job", 0)
@@ -81,19 +81,19 @@ def filled(data: bytes, chunk_bytes: int = 4096) -> tuple[np.ndarray, SlotMap]:
 
 
 @pytest.mark.parametrize("state", golden.STATES)
-def test_a_golden_file_is_made_again_byte_for_byte(state):
+def test_a_golden_file_is_reproduced_byte_for_byte(state):
     assert np.array_equal(golden.read(state), golden.make(state))
 
 
 @pytest.mark.parametrize("state", golden.STATES)
-def test_a_golden_file_says_what_it_is(state):
+def test_a_golden_file_has_the_expected_header(state):
     header = newest_header(golden.read(state))
     assert header.state is SlotState[state.upper()]
     assert (header.job, header.rank, header.geometry) == (golden.JOB, golden.RANK, golden.GEOMETRY)
     assert header.version == (None if state == "empty" else golden.VERSION)
 
 
-def test_the_golden_sealed_file_gives_everything_back():
+def test_the_golden_sealed_file_is_read_in_full():
     held, tree, data = read_all(golden.read("sealed"))
     assert held == golden.layout() and data == golden.payload().tobytes()
     assert same(tree, golden.TREE)
@@ -102,11 +102,11 @@ def test_the_golden_sealed_file_gives_everything_back():
 
 
 @pytest.mark.parametrize("state", ["empty", "writing", "landed"])
-def test_only_a_sealed_slot_offers_anything(state):
+def test_only_a_sealed_slot_can_be_read(state):
     assert read_all(golden.read(state)) is None
 
 
-def test_whoever_finds_a_landed_slot_may_seal_it():
+def test_another_holder_may_seal_a_landed_slot():
     slot = golden.read("landed")
     map_ = SlotMap(slot)
     map_.sealed(np.array([chunk_digest(map_.chunk(i)) for i in range(map_.chunks)], np.uint64))
@@ -120,7 +120,7 @@ def page_of_newest(slot: np.ndarray) -> int:
     return (newest_header(slot).seq % 2) * PAGE
 
 
-def test_a_torn_header_leaves_the_one_before():
+def test_a_torn_header_leaves_the_previous_one():
     slot = golden.read("sealed")
     slot[page_of_newest(slot) + 40] ^= 1
     header = newest_header(slot)
@@ -151,7 +151,7 @@ def test_the_writers_next_header_goes_over_the_older_copy():
 @pytest.mark.parametrize("cut", [0, 1, 8, USED // 2, USED - 1])
 @pytest.mark.parametrize("write", [1, 2, 3])
 def test_a_writer_that_dies_within_a_header_leaves_the_old_state_or_the_new(write, cut):
-    """Every header write of begin, landed and sealed is cut after `cut` bytes."""
+    """Cuts every header write of begin, landed and sealed after `cut` bytes."""
     states = ("empty", "writing", "landed", "sealed")
     before, after = golden.make(states[write - 1]), golden.make(states[write])
     page = page_of_newest(after)
@@ -164,7 +164,7 @@ def test_a_writer_that_dies_within_a_header_leaves_the_old_state_or_the_new(writ
 
 
 def with_header(header: Header, major: int = 2, minor: int = 0, size: int | None = None) -> np.ndarray:
-    """A slot whose two header copies both say `header`."""
+    """Returns a slot with `header` in both header copies."""
     body = bytearray(header.encode()[: HEADER.size])
     struct.pack_into("<HH", body, 8, major, minor)
     page = bytes(body) + CHECKSUM.pack(xxhash.xxh3_64_intdigest(bytes(body)))
@@ -207,7 +207,7 @@ def test_any_minor_version_is_read():
         {"state": 255},
     ],
 )
-def test_sizes_and_states_that_can_not_be(changes):
+def test_impossible_sizes_and_states_are_refused(changes):
     with pytest.raises(FormatError):
         SlotMap(with_header(replace(GOOD, **changes)))
 
@@ -235,7 +235,7 @@ def test_any_fields_with_a_right_checksum_are_a_header_or_an_error(fields):
 
 
 def regions() -> st.SearchStrategy[int]:
-    """Offsets of bytes that mean something in the golden sealed slot."""
+    """Draws offsets of used bytes in the golden sealed slot."""
     header = SlotMap(golden.read("sealed")).header
     geometry = header.geometry
     spans = [
@@ -255,16 +255,16 @@ def test_flipped_bytes_never_crash_and_never_yield_a_wrong_payload(flips):
     for at, mask in flips:
         slot[at] ^= mask
     try:
-        found = read_all(slot)
+        content = read_all(slot)
     except FormatError:
         return
-    if found is not None:
-        held, tree, data = found
+    if content is not None:
+        held, tree, data = content
         assert held == golden.layout() and same(tree, golden.TREE) and data == golden.payload().tobytes()
 
 
 def test_every_single_flip_in_a_header_is_noticed():
-    """Of the newest copy: then the slot is not SEALED any more, which is an erasure, not an error."""
+    """Flips the newest copy: the slot is not SEALED any more, an erasure and no error."""
     slot = golden.read("sealed")
     page = page_of_newest(slot)
     for at in range(page, page + USED):
@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
     assert np.array_equal(slot, before)
 
 
-def test_a_slot_that_is_emptied_offers_nothing():
+def test_an_emptied_slot_can_not_be_read():
     slot, map_ = filled(b"gone")
     map_.empty()
     assert SlotMap(slot).header.version is None and read_all(slot) is None
@@ -325,7 +325,7 @@ def test_the_table_is_written_once_for_all_versions_of_a_layout():
 
 
 def test_a_layout_is_new_until_a_version_of_it_has_landed():
-    """Zeros are written only into a slot where the layout is new: a failed snapshot must not make them look written."""
+    """Zeros are written only while the layout is new, so a failed snapshot must leave it new."""
     slot, map_ = filled(b"one")
 
     def begin(layout: bytes) -> bool:
@@ -341,12 +341,12 @@ def test_a_layout_is_new_until_a_version_of_it_has_landed():
     assert not begin(b"l") and map_.table() == b"table"
 
 
-def test_a_writer_that_died_before_its_table_leaves_no_header_that_promises_one():
-    """The next writer of the same layout must write the table, or the version that it seals can't be restored."""
+def test_a_writer_that_died_before_its_table_leaves_no_header_with_a_table():
+    """Otherwise the next writer of that layout would skip the table and seal a useless version."""
     table, held = table_to(golden.layout()), golden.layout()
     slot = golden.make("empty")
     dying = SlotMap(slot)
-    dying._put = lambda *_: None  # SIGKILL between the header and the table
+    dying._write_bytes = lambda *_: None  # SIGKILL between the header and the table
     dying.begin(golden.VERSION, held.digest, table, held.data_bytes)
     SlotMap(slot).empty()
     next_writer = SlotMap(slot)
@@ -367,7 +367,7 @@ def test_parts_never_overlap_and_begin_at_pages():
 
 @pytest.fixture
 def quick_switches():
-    """Threads of Python take turns at once, so that none runs on because another has only just asked for its turn."""
+    """Makes Python threads take turns at once, so that a thread waits only for the lock itself."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -375,11 +375,11 @@ def quick_switches():
 
 
 def test_a_digest_lets_other_threads_run_meanwhile(quick_switches):
-    """What scales with bytes must not hold the interpreter's lock: training would wait for it."""
+    """Long work must not hold the interpreter's lock, or training would wait for it."""
     begun, done = threading.Event(), threading.Event()
 
     def digest() -> None:
-        data = np.zeros(1 << 30, np.uint8)  # pages of zeros that nobody has to make
+        data = np.zeros(1 << 30, np.uint8)  # pages of zeros, which cost no memory
         begun.set()
         chunk_digest(data)
         done.set()
@@ -394,7 +394,7 @@ def test_a_digest_lets_other_threads_run_meanwhile(quick_switches):
     assert turns > 10_000
 
 
-def test_a_page_whose_memory_has_failed_is_an_error_that_names_the_place(monkeypatch, tmp_path):
+def test_a_page_with_failed_memory_is_an_error_with_its_place(monkeypatch, tmp_path):
     slot, _ = filled(b"x" * 10_000)
     path = tmp_path / "slot"
     path.write_bytes(slot.tobytes())

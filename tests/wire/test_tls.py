@@ -1,9 +1,10 @@
-"""Certificates: what is refused, and what replaced files change."""
+"""Tests certificates: which are refused, and what replaced files change."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from concurrent import futures
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def files(certificates: Certificates, authority: str) -> list[Path]:
 
 @pytest.fixture
 def serve():
-    """Starts servers; gives their addresses."""
+    """Starts servers; returns their addresses."""
     servers = []
 
     def start(tls: Tls) -> str:
@@ -48,7 +49,7 @@ def serve():
 
 
 def answers(address: str, tls: Tls) -> bool:
-    """Whether a new connection is taken."""
+    """Returns whether the server accepts a new connection."""
     with rpc.channel(address, tls) as channel:
         try:
             health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
@@ -65,7 +66,7 @@ def test_a_missing_file_is_named(certificates, tmp_path):
             Tls(*given)
 
 
-def test_a_key_that_is_another_certificate_s_or_encrypted_is_refused(certificates, tmp_path):
+def test_a_key_of_another_certificate_or_an_encrypted_key_is_refused(certificates, tmp_path):
     cert, key, ca = files(certificates, "ours")
     _, other, _ = files(certificates, "theirs")
     with pytest.raises(ConfigError, match="mismatch"):
@@ -75,13 +76,13 @@ def test_a_key_that_is_another_certificate_s_or_encrypted_is_refused(certificate
         Tls(cert, tmp_path / "locked.key", ca)
 
 
-def test_who_is_signed_by_another_authority_is_not_let_in(certificates, serve):
+def test_a_certificate_of_another_authority_is_refused(certificates, serve):
     ours, theirs = (Tls(*files(certificates, name)) for name in ("ours", "theirs"))
     address = serve(ours)
     assert answers(address, ours) and not answers(address, theirs)
 
 
-def test_replaced_files_serve_both_sides(certificates, serve):
+def test_replaced_files_are_used_on_both_sides(certificates, serve):
     old, new = Tls(*files(certificates, "ours")), Tls(*files(certificates, "new"))
     watched = Tls(*files(certificates, "ours"))
     address, renewed = serve(watched), serve(new)
@@ -99,7 +100,7 @@ def test_files_that_do_not_fit_together_change_nothing_until_they_do(certificate
     old, watched = Tls(*ours), Tls(*ours)
     address = serve(watched)
     watched.watch()
-    shutil.copy(new[0], ours[0])  # the certificate comes first, its key later
+    shutil.copy(new[0], ours[0])  # the certificate is replaced first, its key later
     with caplog.at_level(logging.ERROR, "reft"):
         watched.reread()
         until(lambda: "stay as they were" in caplog.text, what="the complaint")
@@ -108,3 +109,14 @@ def test_files_that_do_not_fit_together_change_nothing_until_they_do(certificate
     watched.reread()
     until(lambda: watched.generation == 1, what="new certificates")
     assert answers(address, Tls(*new))
+
+
+def test_the_thread_of_a_dropped_object_ends(certificates):
+    earlier = set(threading.enumerate())
+    watched = Tls(*files(certificates, "ours"))
+    watched.watch()
+    (thread,) = (each for each in threading.enumerate() if each.name == "reft-tls" and each not in earlier)
+    assert thread.is_alive()
+    del watched
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,1 +1,1 @@
-"""Which nodes live, who watches whom, and what agents do about a loss."""
+"""Decides which nodes live, which node watches which, and what agents do about a loss."""

@@ -1,13 +1,15 @@
-"""What an agent does about the signals of the other nodes of its round.
+"""Decides what an agent does about the signals of the other nodes of its round.
 
     signal of another node          this agent
-    JOINING, HEALTHY, SNAP, SUSPECT goes on
-    COMPLETED                       goes on: its own workers end by themselves
-    UNHEALTHY                       restarts its workers at once: that node's agent will, or has ended
-    OFFLINE                         the same, and counts the node out of the round: it will not leave by itself
+    JOINING, HEALTHY, SNAP, SUSPECT continues
+    COMPLETED                       continues: its own workers end by themselves
+    UNHEALTHY                       restarts its workers at once
+    OFFLINE                         restarts its workers, and removes the node from the round
 
-Nothing follows from this node's own signal: its agent knows its workers better, and whether the others went on without
-it stands in the state of the rendezvous. Nor from signals of another launch or round: those were acted on.
+The agent of an UNHEALTHY node restarts its own workers, or has ended. An OFFLINE node can't leave
+the round itself. A node's own signal is ignored: its agent knows its workers better. The state of
+the rendezvous says whether the other nodes continued without this one. Signals of another launch or
+round are ignored: they were already handled.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from reft.core.membership.failure_detector import NodeReport, Signal
 
 @dataclass(frozen=True)
 class AgentReaction:
-    """What follows.
+    """What the agent has to do.
 
     Attributes:
-        lost: homes of nodes that are counted out.
-        reason: why the workers restart, in words; empty if they go on.
+        lost: homes of nodes to remove from the round.
+        reason: why the workers restart, in words; empty if they continue.
     """
 
     lost: frozenset[str] = frozenset()
     reason: str = ""
 
 
-def react(own: str, signs: Iterable[NodeReport]) -> AgentReaction:
-    """What the signals of one round mean for the agent of the node `own`."""
-    bad = [sign for sign in signs if sign.node != own and sign.signal in (Signal.UNHEALTHY, Signal.OFFLINE)]
-    lost = frozenset(sign.node for sign in bad if sign.signal is Signal.OFFLINE)
-    worst = max(bad, key=lambda sign: sign.signal, default=None)
+def react(own: str, reports: Iterable[NodeReport]) -> AgentReaction:
+    """Returns what the agent of node `own` does about the signals of one round."""
+    bad = [report for report in reports if report.node != own and report.signal in (Signal.UNHEALTHY, Signal.OFFLINE)]
+    lost = frozenset(report.node for report in bad if report.signal is Signal.OFFLINE)
+    worst = max(bad, key=lambda report: report.signal, default=None)
     return AgentReaction(lost, f"{worst.signal.name}: {worst.reason}" if worst else "")

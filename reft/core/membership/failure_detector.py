@@ -1,29 +1,38 @@
-"""What each node of a job is, as one daemon sees it: signs of life and words in, one signal for each node out.
+"""Judges the state of each node of a job from heartbeats, as one daemon sees it.
 
     beats of daemons ──┐                                        ┌──► `status`, log
-    beats of agents ───┤    ┌───────┐  said   ┌─────────────┐   │
-    what others hear ──┼───►│ judge ├────────►│  AFTER, the ├───┼──► agents: at once if it is final
-    a node's own word ─┤    └───────┘         │    table    │   │
-    news from others ──┴─────────────────────►└─────────────┘   └──► next beats: what is final
+    beats of agents ───┤    ┌───────┐ signal  ┌─────────────┐   │
+    beats that others ─┼───►│ judge ├────────►│  AFTER, the ├───┼──► agents: at once if final
+      have heard       │    └───────┘         │    table    │   │
+    self reports ──────┤                      │             │   │
+    reports of others ─┴─────────────────────►└─────────────┘   └──► next beats: final signals
 
-    JOINING ──► HEALTHY ◄─► SNAP ◄─► SUSPECT          said anew by every look, and only shown
-       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED      final: only upwards
+    JOINING ──► HEALTHY ◄─► SNAP ◄─► SUSPECT          judged anew at every look, only shown
+       └───────────┴─────────┴──────────┴───► UNHEALTHY ─► OFFLINE ─► COMPLETED   final: only up
 
 Invariants
-  1. Within a term (one round of the rendezvous, else one epoch) a final signal is never taken back; only a greater one
-     follows. Two daemons that know different things merge them by taking the greater.
-  2. A silent daemon alone makes a node SUSPECT, for as long as it lasts. OFFLINE takes a second witness: the node's agent,
-     which beats to the same daemons, is silent too. Where no agent was ever heard of a node whose daemon was, the witness
-     is the training: ranks of the judging node stand still.
-  3. No node is OFFLINE while another one still hears its daemon: then the link between is broken.
-  4. Who was late himself, or had heard nobody at all, judges nobody until he has listened for a while. Who watches several
-     gives one up only if he has heard another one's daemon since; else he may be the one who is cut off, and waits for
-     CUT_OFF_S. Who was given up is not believed about others: he may have been cut off for longer than that.
-  5. Of a node that was never heard in this term nothing is judged before JOIN_S: daemons learn of a term one by one.
-  6. A node hung, slow or suspected is never given up for that.
+  1. A term is one round of the rendezvous, else one epoch. Within a term a final signal is never
+     taken back. Only a greater one follows. Daemons that know different final signals merge them by
+     taking the greater.
+  2. A silent daemon alone makes a node SUSPECT, while the silence lasts. OFFLINE needs a second
+     witness. That is the node's agent, which beats to the same daemons and must be silent too. If
+     the node's daemon was heard but never an agent, the witness is the training: ranks of the
+     judging node stand still.
+  3. No node is OFFLINE while another node still hears its daemon. Then the link between the two is
+     broken.
+  4. A node that was late itself, or had heard no other node, judges no node until it has listened
+     for a while. A node that watches several nodes gives one up only if it has heard another one's
+     daemon since. Otherwise the judging node may be the one that is cut off, and waits for
+     CUT_OFF_S. Reports of a node that was given up do not count for other nodes: that node may have
+     been cut off for longer than CUT_OFF_S.
+  5. A node that was never heard in this term is not judged before JOIN_S. Daemons learn of a term
+     one by one.
+  6. A node that is hung, slow or suspected is never given up for that reason.
 
-A lost message is repaired by the next: each repeats all that is final. A late or repeated one changes nothing: what is
-final only grows, and a sign of life counts from when it arrives. Messages of an older term never get here.
+The next message repairs a lost message: each message repeats all final signals. A late or repeated
+    message changes
+nothing: final signals only grow, and a sign of life counts from its arrival. Messages of an older
+term are dropped before they get here.
 """
 
 from __future__ import annotations
@@ -37,24 +46,26 @@ from reft.core.membership.gossip_targets import gossip_targets, neighbours, ring
 from reft.core.membership.progress import Stall
 
 BEAT_S = 0.3
-MISSES = 3  # beats in a row that make silence
-GAP_MAX_S = 2.0  # the longest gap between signs of life that earns a node patience
-GAP_FADES = 0.97  # by beat: half of it is forgotten in 7 s
-LATE_S = 0.3  # by which a daemon's own loop may be late without doubting itself
+MISSES = 3  # so many missed beats in a row count as silence
+GAP_MAX_S = 2.0  # longer gaps between signs of life do not lengthen the patience further
+GAP_FADES = 0.97  # factor per beat: the remembered gap halves in 7 s
+LATE_S = 0.3  # a daemon whose own loop is later than this does not trust its own judgement
 CUT_OFF_S = 10.0
 JOIN_S = 15.0
 
 
 class Signal(IntEnum):
-    """What a node is. In the order of the table: of two final ones the greater holds."""
+    """The state of a node, in the order of the table: of two final signals the greater counts."""
 
-    JOINING = 0  # nothing was heard of it in this term
+    JOINING = 0  # the node was not heard in this term
     HEALTHY = 1
-    SNAP = 2  # healthy, and a snapshot is under way: between a rank's first answer for a step and its outcome
-    SUSPECT = 3  # something is wrong, or may be; nobody acts on it
-    UNHEALTHY = 4  # its software: a worker or the agent died; the node is there
+    # Healthy, and a snapshot is under way: between a rank's first answer for a step and the
+    # outcome.
+    SNAP = 2
+    SUSPECT = 3  # something is wrong, or may be; no agent acts on it
+    UNHEALTHY = 4  # software failed: a worker or the agent died, but the node is there
     OFFLINE = 5  # the node is lost
-    COMPLETED = 6  # its training ended as it should; whatever it does now is no failure
+    COMPLETED = 6  # training ended normally; nothing that the node does now is a failure
 
     @property
     def is_final(self) -> bool:
@@ -62,7 +73,7 @@ class Signal(IntEnum):
 
 
 _J, _H, _S, _D, _U, _O, _C = Signal  # D: in doubt
-# now → said (in the order of Signal) → what the node is after. Every transition that there is.
+# Signal now → judged signal (in the order of Signal) → signal after. These are all transitions.
 AFTER: Mapping[Signal, tuple[Signal, ...]] = {
     _J: (_J, _H, _S, _D, _U, _O, _C),
     _H: (_H, _H, _S, _D, _U, _O, _C),
@@ -76,11 +87,13 @@ AFTER: Mapping[Signal, tuple[Signal, ...]] = {
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What is said of a node: by itself, or passed on.
+    """A report on a node, by the node itself or passed on by another.
 
     Attributes:
+        node: id of the node.
+        signal: the node's signal.
         reason: a sentence for people; empty if all is well.
-        stall: the local rank that holds the node's training up, if one does.
+        stall: the local rank that holds up the node's training, if any.
     """
 
     node: str
@@ -90,24 +103,25 @@ class NodeReport:
 
     @property
     def kind(self) -> str:
-        """What sort of reason it gives: that of a stall changes when it becomes known who is waited for."""
+        """Returns the kind of reason; a stall's kind changes once the awaited rank is known."""
         return f"hung {self.reason.partition(';')[2]}" if self.stall else self.reason and "word"
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a daemon knows of its own node.
+    """The facts that a daemon knows of its own node.
 
     Attributes:
-        died: (rank, pid) of workers that ended without having said that they would.
-        agent: what became of the torchrun agent; None if none was heard.
-        agent_pid: of that agent.
+        died: (rank, pid) of workers that ended without announcing their end.
+        agent: phase of the torchrun agent; None if no agent was heard.
+        agent_pid: process id of that agent.
         closed: whether every rank of the node has closed its session.
         snaps: whether a snapshot is under way.
-        stall: the local rank that stands still, if one does.
-        laggard: the rank of the job for which it waits, as far as is known; it may be the same.
-        late_s: by how much this daemon's own loop was late of late; 0 if it was not.
-        left_behind: why the other nodes went on without this one; empty if they did not.
+        stall: the local rank that stands still, if any.
+        laggard: the rank of the job that the stalled rank waits for, as far as is known; may be the
+            stalled rank.
+        late_s: seconds by which this daemon's own loop was recently late; 0 if it was not.
+        left_behind: why the other nodes continued without this one; empty if they did not.
     """
 
     died: tuple[tuple[int, int], ...] = ()
@@ -122,17 +136,17 @@ class NodeFacts:
 
 
 class AgentPhase(IntEnum):
-    """What an agent says, and what the kernel says of it."""
+    """The phase of an agent, by its own words or by the kernel's."""
 
     TRAINING = 0
-    STOPPING = 1  # it ends its workers itself
+    STOPPING = 1  # the agent ends its workers itself
     FAILED = 2
     FINISHED = 3
-    DEAD = 4  # its process ended, and it had not said that its work was done
+    DEAD = 4  # the agent's process ended without reporting that its work was done
 
 
 def self_report(node: str, facts: NodeFacts) -> NodeReport:
-    """What a node says of itself: the first of these that is true."""
+    """Returns what a node reports of itself: the first condition that is true."""
     if facts.agent is AgentPhase.FINISHED or facts.closed:
         return NodeReport(node, Signal.COMPLETED, "its training has ended.")
     if facts.left_behind:
@@ -152,7 +166,7 @@ def self_report(node: str, facts: NodeFacts) -> NodeReport:
 
 
 def hung(stall: Stall, laggard: int | None) -> str:
-    """The sentence of a rank that stands still, and of the one that it waits for."""
+    """Returns a sentence about a rank that stands still, and the rank that it waits for."""
     why = "; its process is stopped" if stall.stopped else ""
     if laggard is not None and laggard != stall.rank:
         why = f"; it may wait for rank {laggard}"
@@ -164,7 +178,7 @@ def hung(stall: Stall, laggard: int | None) -> str:
 
 @dataclass
 class HeartbeatChannel:
-    """One way of hearing from a node: its daemon's calls, its daemon's answers, or its agent's calls."""
+    """One way to hear a node: its daemon's calls, its daemon's answers, or its agent's calls."""
 
     last_s: float | None = None
     _gap_s: float = 0.0
@@ -176,11 +190,11 @@ class HeartbeatChannel:
 
     @property
     def patience_s(self) -> float:
-        """How long silence may last: MISSES beats, or longer if the node was slow of late."""
+        """Returns how long silence may last: MISSES beats, or longer for a slow node."""
         return max(MISSES * BEAT_S, self._gap_s + 2 * BEAT_S)
 
     def silent_s(self, now_s: float, since_s: float) -> float:
-        """For how long nothing was heard, beginning at `since_s` at the earliest."""
+        """Returns the seconds of silence, counted from `since_s` at the earliest."""
         return now_s - max(self.last_s if self.last_s is not None else since_s, since_s)
 
     def is_silent(self, now_s: float, since_s: float) -> bool:
@@ -189,15 +203,18 @@ class HeartbeatChannel:
 
 @dataclass
 class WatchedNode:
-    """One node in one term. `kind` names the reason, so that a sentence with numbers is not made anew at each look."""
+    """One node in one term.
+
+    `kind` names the reason, so that a sentence with numbers is not written anew at each look.
+    """
 
     name: str
     calls: HeartbeatChannel = field(default_factory=HeartbeatChannel)
     answers: HeartbeatChannel = field(default_factory=HeartbeatChannel)
     agent: HeartbeatChannel = field(default_factory=HeartbeatChannel)
-    others_s: float | None = None  # when another node heard its daemon, the newest
-    other: str = ""  # that node's name
-    gone: bool = False  # its daemon's address refuses connections: the process has ended
+    others_s: float | None = None  # newest time at which another node heard this node's daemon
+    other: str = ""  # name of that other node
+    gone: bool = False  # the daemon's address refuses connections: its process has ended
     word: NodeReport | None = None
     signal: Signal = Signal.JOINING
     kind: str = ""
@@ -206,27 +223,27 @@ class WatchedNode:
 
     @property
     def was_heard(self) -> bool:
-        """Whether its daemon was."""
+        """Returns whether the node's daemon was heard in this term."""
         return self.calls.last_s is not None or self.answers.last_s is not None
 
     @property
     def daemon_s(self) -> float:
-        """When its daemon was last heard; -inf: never."""
-        return max(_moment(self.calls), _moment(self.answers))
+        """Returns when the node's daemon was last heard; -inf: never."""
+        return max(_last_heard_s(self.calls), _last_heard_s(self.answers))
 
     @property
     def newest_s(self) -> float:
-        """When the node was last heard, in whatever way; -inf: never."""
-        return max(self.daemon_s, _moment(self.agent))
+        """Returns when the node was last heard in any way; -inf: never."""
+        return max(self.daemon_s, _last_heard_s(self.agent))
 
 
-def _moment(line: HeartbeatChannel) -> float:
-    return -inf if line.last_s is None else line.last_s
+def _last_heard_s(channel: HeartbeatChannel) -> float:
+    return -inf if channel.last_s is None else channel.last_s
 
 
 @dataclass(frozen=True)
 class SignalChange:
-    """A node is something else now, or for another reason."""
+    """A change of a node's signal, or of its reason."""
 
     node: str
     before: Signal
@@ -234,7 +251,10 @@ class SignalChange:
 
     @property
     def is_news(self) -> bool:
-        """Whether people and agents hear of it: snapshots come and go with every step."""
+        """Returns whether people and agents learn of the change.
+
+        Changes between HEALTHY and SNAP are not news: they come with every step.
+        """
         return {self.before, self.after} != {Signal.HEALTHY, Signal.SNAP}
 
 
@@ -243,62 +263,64 @@ class FailureDetector:
 
     Args:
         own: id of this daemon's node.
-        names: id → name, of all nodes of the job, this one among them.
-        now_s: when the term began here, by the clock that all later moments are of.
+        names: id → name, of all nodes of the job, this one included.
+        now_s: when the term began here; all later times are of the same clock.
     """
 
     def __init__(self, own: str, names: Mapping[str, str], now_s: float) -> None:
         self.own = own
         self.members = {node: WatchedNode(name, since_s=now_s) for node, name in names.items()}
-        self._since_s = now_s  # from when silence counts
-        self._began_s = now_s
+        self._silence_from_s = now_s  # silence counts from here
+        self._term_began_s = now_s
         self._ring = ring_of(self.members)
-        self._final: list[str] = []  # nodes, in the order in which it was known
+        self._final: list[str] = []  # nodes with a final signal, in the order of their signals
 
-    # Whom to speak to
+    # Which nodes to call
 
     def watched(self) -> list[str]:
-        """Whom this node exchanges beats with."""
+        """Returns the nodes that this node exchanges beats with."""
         return neighbours(self.own, self._ring)
 
     def passers(self) -> list[str]:
-        """Whom this node tells news at once."""
+        """Returns the nodes that this node sends news to at once."""
         return gossip_targets(self.own, self._ring)
 
     def lost(self) -> dict[str, float]:
-        """Whom the term has lost → when that was known, so far as nothing was heard of them since."""
+        """Returns the nodes that the term has lost and that were not heard since → time of loss."""
         return {
             node: each.since_s
             for node, each in self.members.items()
             if each.signal is Signal.OFFLINE and each.newest_s < each.since_s and node != self.own
         }
 
-    # What was heard
+    # Heartbeats and reports that arrived
 
     def spoke(
-        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+        self, node: str, reports: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
     ) -> list[SignalChange]:
-        """A beat came from a node's daemon.
+        """Handles a beat of a node's daemon; returns the changes.
 
         Args:
-            signs: its own word, and what it knows of others for good.
-            heard_s: node → seconds since the sender heard that one's daemon.
+            node: id of the sender.
+            reports: the sender's own report, and the final reports of others that it knows.
+            heard_s: node → seconds since the sender heard that node's daemon.
+            now_s: time of arrival.
         """
-        return self._heard(node, self.members[node].calls, signs, heard_s, now_s)
+        return self._hear_daemon(node, self.members[node].calls, reports, heard_s, now_s)
 
     def answered(
-        self, node: str, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+        self, node: str, reports: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
     ) -> list[SignalChange]:
-        """A node's daemon answered a beat of ours; see `spoke`."""
+        """Handles the answer of a node's daemon to our beat; arguments as of `spoke`."""
         self.members[node].gone = False
-        return self._heard(node, self.members[node].answers, signs, heard_s, now_s)
+        return self._hear_daemon(node, self.members[node].answers, reports, heard_s, now_s)
 
     def refused(self, node: str) -> None:
-        """A node's host answered that no daemon listens there."""
+        """Notes that a node's host refused the connection: no daemon listens there."""
         self.members[node].gone = True
 
     def agent_spoke(self, node: str, agent: AgentPhase, now_s: float) -> list[SignalChange]:
-        """A beat came from a node's agent."""
+        """Handles a beat of a node's agent; returns the changes."""
         self.members[node].agent.heard(now_s)
         if agent is AgentPhase.FAILED:
             return self.told(NodeReport(node, Signal.UNHEALTHY, "its agent says that a worker failed."), now_s)
@@ -306,77 +328,87 @@ class FailureDetector:
             return self.told(NodeReport(node, Signal.COMPLETED, "its training has ended."), now_s)
         return []
 
-    def told(self, sign: NodeReport, now_s: float) -> list[SignalChange]:
-        """What is final of a node, whichever node says so."""
-        if sign.node not in self.members or not sign.signal.is_final:
+    def told(self, report: NodeReport, now_s: float) -> list[SignalChange]:
+        """Takes over a final report of a node, from any source; returns the changes."""
+        if report.node not in self.members or not report.signal.is_final:
             return []
-        return self._become(sign.node, sign.signal, "told", sign.reason, now_s)
+        return self._set_signal(report.node, report.signal, "told", report.reason, now_s)
 
-    def _heard(
-        self, node: str, line: HeartbeatChannel, signs: Iterable[NodeReport], heard_s: Mapping[str, float], now_s: float
+    def _hear_daemon(
+        self,
+        node: str,
+        channel: HeartbeatChannel,
+        reports: Iterable[NodeReport],
+        heard_s: Mapping[str, float],
+        now_s: float,
     ) -> list[SignalChange]:
-        self._listen_anew(node, now_s)
-        line.heard(now_s)
+        self._restart_silence_if_cut_off(node, now_s)
+        channel.heard(now_s)
         changes = []
         is_given_up = self.members[node].signal is Signal.OFFLINE
-        for sign in signs:
-            if sign.node == node:
-                self.members[node].word = sign
-            if not is_given_up or sign.node in (node, self.own):
-                changes += self.told(sign, now_s)
+        for report in reports:
+            if report.node == node:
+                self.members[node].word = report
+            if not is_given_up or report.node in (node, self.own):
+                changes += self.told(report, now_s)
         for other, age_s in heard_s.items():
             each = self.members.get(other)
             if each is not None and now_s - age_s > (each.others_s or 0.0):
                 each.others_s, each.other = now_s - age_s, self.members[node].name
         return changes
 
-    def _listen_anew(self, node: str, now_s: float) -> None:
-        """Before a daemon's sign of life is noted: a node that had heard none of those it watches may have been cut off. Then the
-        others' silence counts from now on, since connections come back one by one."""
+    def _restart_silence_if_cut_off(self, node: str, now_s: float) -> None:
+        """Restarts the count of silence if all watched nodes were silent until now.
+
+        Called before the daemon's sign of life is noted. This node may have been cut off.
+        Connections come back one by one, so the silence of the others counts from now on.
+        """
         watched = self.watched()
         if node in watched and all(self._is_silent(each, now_s) for each in watched):
-            self._since_s = now_s
+            self._silence_from_s = now_s
 
-    # What follows
+    # Judging
 
     def look(self, now_s: float, late_s: float, word: NodeReport, is_still: bool) -> list[SignalChange]:
-        """Judges every node; the changes.
+        """Judges every watched node; returns the changes.
 
         Args:
-            late_s: by how much this daemon's loop was late just now.
-            word: what this node says of itself.
+            now_s: time of the look.
+            late_s: seconds by which this daemon's loop was late just now.
+            word: this node's own report.
             is_still: whether ranks of this node stand still.
         """
         if late_s > LATE_S:
-            self._since_s = now_s
-        changes = self._become(self.own, word.signal, word.kind, word.reason, now_s)
+            self._silence_from_s = now_s
+        changes = self._set_signal(self.own, word.signal, word.kind, word.reason, now_s)
         watched = self.watched()
         for node in watched:
             if self._is_silent(node, now_s):
                 is_alone = len(watched) > 1 and not self._is_outlived(node, watched)
-                changes += self._become(node, *self._judge(node, now_s, is_alone, is_still), now_s)
-            elif found := self._soft(node, now_s):
-                changes += self._become(node, *found, now_s)
+                changes += self._set_signal(node, *self._judge_silent(node, now_s, is_alone, is_still), now_s)
+            elif judgement := self._judge_audible(node, now_s):
+                changes += self._set_signal(node, *judgement, now_s)
         return changes
 
     def _is_silent(self, node: str, now_s: float) -> bool:
         each = self.members[node]
-        if not each.was_heard and now_s - self._began_s < JOIN_S:
+        if not each.was_heard and now_s - self._term_began_s < JOIN_S:
             return False
-        return each.calls.is_silent(now_s, self._since_s) and each.answers.is_silent(now_s, self._since_s)
+        return each.calls.is_silent(now_s, self._silence_from_s) and each.answers.is_silent(now_s, self._silence_from_s)
 
     def _is_outlived(self, node: str, watched: Iterable[str]) -> bool:
-        """Whether another daemon was heard well after this node: who is cut off hears the last of all within one beat.
+        """Returns whether another daemon was heard well after this node.
 
-        Agents don't count: they don't say whom they hear.
+        A node that is cut off hears the last of all others within one beat. Agents don't count:
+        they don't say which nodes they hear.
         """
         newest_s = max(self.members[other].daemon_s for other in watched if other != node)
         return newest_s - self.members[node].newest_s > 2 * BEAT_S
 
-    def _judge(self, node: str, now_s: float, is_alone: bool, is_still: bool) -> tuple[Signal, str, str]:
-        """Of a node whose daemon is silent."""
+    def _judge_silent(self, node: str, now_s: float, is_alone: bool, is_still: bool) -> tuple[Signal, str, str]:
+        """Judges a node whose daemon is silent."""
         each = self.members[node]
-        silent_s = min(line.silent_s(now_s, self._since_s) for line in (each.calls, each.answers))
+        silent_s = min(channel.silent_s(now_s, self._silence_from_s) for channel in (each.calls, each.answers))
         patience_s = max(each.calls.patience_s, each.answers.patience_s)
         if each.others_s is not None and now_s - each.others_s <= patience_s:
             return (
@@ -384,23 +416,31 @@ class FailureDetector:
                 "link",
                 f"its daemon is silent, but {each.other} hears it: the link between is broken.",
             )
-        what = "gone: its address refuses calls" if each.gone else "silent"
+        daemon_state = "gone: its address refuses calls" if each.gone else "silent"
         knows_agent = each.agent.last_s is not None
-        if knows_agent and not each.agent.is_silent(now_s, self._since_s):
-            return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {what}; its agent is not: the node lives."
+        if knows_agent and not each.agent.is_silent(now_s, self._silence_from_s):
+            return (
+                Signal.SUSPECT,
+                f"daemon {each.gone}",
+                f"its daemon is {daemon_state}; its agent is not: the node lives.",
+            )
         if not knows_agent and each.was_heard and not is_still:
-            return Signal.SUSPECT, f"daemon {each.gone}", f"its daemon is {what}; training goes on as far as is known."
+            return (
+                Signal.SUSPECT,
+                f"daemon {each.gone}",
+                f"its daemon is {daemon_state}; training continues, as far as is known.",
+            )
         if is_alone and silent_s <= CUT_OFF_S:
             return Signal.SUSPECT, "alone", "it is silent like every other: this node may be the one that is cut off."
-        who = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
+        silent_parts = "its daemon and its agent" if knows_agent or not each.was_heard else "its daemon"
         still = "" if knows_agent or not each.was_heard else ", and ranks stand still"
-        return Signal.OFFLINE, "lost", f"nothing was heard of {who} for {silent_s:.1f} s{still}."
+        return Signal.OFFLINE, "lost", f"nothing was heard of {silent_parts} for {silent_s:.1f} s{still}."
 
-    def _soft(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
-        """Of a node that is not silent, or that others watch; None if nothing is known anew."""
+    def _judge_audible(self, node: str, now_s: float) -> tuple[Signal, str, str] | None:
+        """Judges a node that is not silent; None if nothing new is known."""
         each = self.members[node]
-        if each.was_heard and self._since_s > each.daemon_s:
-            return None  # we were late, and have not heard it since: that is no sign of life
+        if each.was_heard and self._silence_from_s > each.daemon_s:
+            return None  # this daemon was late, and has not heard the node since: no sign of life
         if each.was_heard and (half := self._half_open(each, now_s)):
             return Signal.SUSPECT, "half", half
         word = each.word
@@ -408,26 +448,26 @@ class FailureDetector:
             return (Signal.HEALTHY, "", "") if each.was_heard else None
         if word.signal.is_final:
             return word.signal, "told", word.reason
-        if word.reason or each.agent.last_s is None or not each.agent.is_silent(now_s, self._since_s):
+        if word.reason or each.agent.last_s is None or not each.agent.is_silent(now_s, self._silence_from_s):
             return word.signal, word.kind, word.reason
         return Signal.SUSPECT, "agent", "its agent is silent, its daemon is not."
 
     def _half_open(self, each: WatchedNode, now_s: float) -> str:
-        """What is wrong with a link that works in one direction."""
+        """Returns what is wrong with a link that works in one direction; empty if nothing."""
         calls, answers = each.calls, each.answers
         if calls.last_s is None or answers.last_s is None:
             return ""
-        if calls.is_silent(now_s, self._since_s) and not answers.is_silent(now_s, self._since_s):
+        if calls.is_silent(now_s, self._silence_from_s) and not answers.is_silent(now_s, self._silence_from_s):
             return "the link is half open: its daemon answers, but its own calls do not arrive."
-        if answers.is_silent(now_s, self._since_s) and not calls.is_silent(now_s, self._since_s):
+        if answers.is_silent(now_s, self._silence_from_s) and not calls.is_silent(now_s, self._silence_from_s):
             return "the link is half open: its daemon calls, but does not answer."
         return ""
 
-    def _become(self, node: str, said: Signal, kind: str, reason: str, now_s: float) -> list[SignalChange]:
-        """The only place where a node's signal changes."""
+    def _set_signal(self, node: str, signal: Signal, kind: str, reason: str, now_s: float) -> list[SignalChange]:
+        """Sets a node's signal; nothing else changes signals."""
         each = self.members[node]
-        after = AFTER[each.signal][said]
-        if after is not said or (after is each.signal and (after.is_final or kind == each.kind)):
+        after = AFTER[each.signal][signal]
+        if after is not signal or (after is each.signal and (after.is_final or kind == each.kind)):
             return []
         change = SignalChange(node, each.signal, after)
         if after is not each.signal:
@@ -442,20 +482,23 @@ class FailureDetector:
         if after > Signal.UNHEALTHY and node != self.own and node in self._ring:
             self._ring.remove(node)
 
-    # What is said
+    # Reports to others
 
     def reports(self, word: NodeReport) -> list[NodeReport]:
-        """This node's word first, or what is final of it; then what is final of others."""
+        """Returns this node's own report, then the final reports of other nodes.
+
+        If a final signal of this node is known, that signal replaces the own report.
+        """
         here = self.members[self.own]
         own = NodeReport(self.own, here.signal, here.reason) if here.signal.is_final else word
         others = [(node, self.members[node]) for node in self._final if node != self.own]
         return [own, *(NodeReport(node, each.signal, each.reason) for node, each in others)]
 
     def heard_s(self, now_s: float) -> dict[str, float]:
-        """Seconds since this daemon heard those of its neighbours that it did hear."""
-        found = {}
+        """Returns the seconds since this daemon heard each neighbour; without those never heard."""
+        ages_s = {}
         for node in self.watched():
             each = self.members[node]
             if each.was_heard:
-                found[node] = now_s - each.daemon_s
-        return found
+                ages_s[node] = now_s - each.daemon_s
+        return ages_s

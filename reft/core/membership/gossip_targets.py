@@ -1,11 +1,12 @@
-"""Who watches whom, and who passes news on: a ring of a job's living nodes, known alike to all without a message.
+"""Decides which nodes watch which, and which pass news on: a ring of a job's living nodes.
 
-    quiet:  each node exchanges beats with the REACH nearest on each side          4 neighbours, however large the job
-    news:   it also wakes those at distances 4, 8, 16, … on each side              log2(n) hops to everybody
+    quiet:  each node exchanges beats with the REACH nearest on each side    4 neighbours in any job
+    news:   it also wakes those at distances 4, 8, 16, … on each side        log2(n) hops to all
 
-Nodes stand in the order of a digest of their ids, so that those of one rack, which fail together, are seldom neighbours.
-Lost nodes are left out and the ring closes over the gap; so somebody watches every node that lives, whichever are lost.
-Up to 2 x REACH + 1 nodes all watch one another.
+All daemons compute the same ring without a message. Nodes are ordered by a digest of their ids. So
+nodes of one rack, which fail together, are seldom neighbours. Lost nodes are left out and the ring
+closes over the gap. So every living node is watched, whichever nodes are lost. Up to 2 x REACH + 1
+nodes all watch one another.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ REACH = 2  # two neighbours of a node on one side may be lost together, and both
 
 
 def ring_of(nodes: Iterable[str]) -> list[str]:
-    """The nodes' ids in the order of the ring."""
+    """Returns the ids of the nodes in the order of the ring."""
     return sorted(nodes, key=lambda node: (hashlib.blake2b(node.encode(), digest_size=8).digest(), node))
 
 
 def neighbours(own: str, ring: Sequence[str]) -> list[str]:
-    """Whom `own` watches, who also watch it; `ring` must contain it."""
+    """Returns the nodes that `own` watches, which also watch `own`; `ring` must contain `own`."""
     return _at(own, ring, range(1, REACH + 1))
 
 
 def gossip_targets(own: str, ring: Sequence[str]) -> list[str]:
-    """Whom `own` tells news at once: its neighbours, and nodes at distances that double."""
+    """Returns the nodes that `own` tells news at once.
+
+    These are its neighbours, and nodes at doubling distances.
+    """
     distances = list(range(1, REACH + 1))
     while distances[-1] * 2 <= len(ring) // 2:
         distances.append(distances[-1] * 2)
@@ -36,5 +40,5 @@ def gossip_targets(own: str, ring: Sequence[str]) -> list[str]:
 
 def _at(own: str, ring: Sequence[str], distances: Iterable[int]) -> list[str]:
     here, n = ring.index(own), len(ring)
-    found = [ring[(here + side * distance) % n] for distance in distances for side in (1, -1)]
-    return [node for node in dict.fromkeys(found) if node != own]
+    at_distance = [ring[(here + side * distance) % n] for distance in distances for side in (1, -1)]
+    return [node for node in dict.fromkeys(at_distance) if node != own]

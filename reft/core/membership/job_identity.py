@@ -1,8 +1,9 @@
-"""Which job a process belongs to, and whether it is the same job as one that is held.
+"""Decides which job a process belongs to.
 
-A job is *named* if somebody gave it a name: `job=`, REFT_JOB, torchrun's --rdzv-id, or Slurm's job id. A named job finds
-its state again whenever it is started. A job without a name is one launch of one script: restarts of its workers by the
-agent that started them find the state, a plain second run starts fresh.
+A job is *named* if a person or a launcher gave it a name: `job=`, REFT_JOB, torchrun's --rdzv-id,
+or Slurm's job id. A named job finds its state again whenever it is started. A job without a name is
+one launch of one script. Workers that its agent restarts find the state. A plain second run starts
+fresh.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from dataclasses import dataclass
 from reft.errors import ConfigError
 
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-NO_RUN_ID = ("", "none")  # torchrun's own default for --rdzv-id is the word none, for every job of the machine
+NO_RUN_ID = ("", "none")  # "none" is torchrun's default for --rdzv-id, for every job of the machine
 
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """A job's id, which is also the name of its folder in the arena, and whether somebody chose it."""
+    """A job's id, and whether a person or a launcher chose it.
+
+    The id is also the name of the job's folder in the arena.
+    """
 
     id: str
     named: bool
 
 
 def check_name(name: str) -> str:
-    """The name itself.
+    """Returns the name, if it is allowed.
 
     Raises:
-        ConfigError: it could not be a folder, or has more than 64 characters.
+        ConfigError: the name could not be a folder, or has more than 64 characters.
     """
     if not JOB_NAME.fullmatch(name):
         raise ConfigError(
@@ -42,7 +46,7 @@ def check_name(name: str) -> str:
 def identify(
     *, chosen: str, run_id: str, slurm_job: str, script: str, user: int, launch: str, unnamed: str = ""
 ) -> JobIdentity:
-    """The job that a process belongs to.
+    """Returns the job that a process belongs to.
 
     Args:
         chosen: from `job=` or REFT_JOB.
@@ -50,8 +54,10 @@ def identify(
         slurm_job: SLURM_JOB_ID.
         script: path of the training script.
         user: uid of the trainer.
-        launch: what tells one launch of the script from the next; the same on all ranks and after a restart by an agent.
-        unnamed: what reft's rendezvous calls the job if nobody has named it; empty under any other.
+        launch: distinguishes two launches of the script; the same on all ranks and after a restart
+            by an agent.
+        unnamed: name that reft's rendezvous gives to an unnamed job; empty under any other
+            rendezvous.
 
     Raises:
         ConfigError: the chosen name is not allowed.
@@ -70,8 +76,12 @@ def identify(
 
 
 def _as_name(text: str) -> str:
-    """A launcher's id as a name: kept if allowed, else its allowed part and a digest, so that two never meet."""
+    """Turns a launcher's id into an allowed name.
+
+    An allowed id is kept. Otherwise the name is its allowed part and a digest, so that two ids
+    never get one name.
+    """
     if JOB_NAME.fullmatch(text):
         return text
-    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
-    return f"{kept}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    allowed_part = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:40] or "job"
+    return f"{allowed_part}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

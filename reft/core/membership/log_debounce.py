@@ -1,15 +1,16 @@
-"""Keeps logs short: of nodes, what is final is logged at once and all else once it has lasted.
+"""Keeps logs short: logs final signals at once, and all others only once they have lasted.
 
-    signal   HEALTHY ─► SUSPECT ─► HEALTHY        within LASTED_S: nothing is said
-             HEALTHY ─► SUSPECT ─ ─ ─ ─ ─ ─ ►     said after LASTED_S, with the reason that it has by then
-             … ─► UNHEALTHY, OFFLINE, COMPLETED   said at once
+    signal   HEALTHY ─► SUSPECT ─► HEALTHY        within LASTED_S: not logged
+             HEALTHY ─► SUSPECT ─ ─ ─ ─ ─ ─ ►     logged after LASTED_S, with the reason by then
+             … ─► UNHEALTHY, OFFLINE, COMPLETED   logged at once
 
-On busy machines doubts come and go with each beat that is late; a log that says them all hides the one that stays.
-Agents and `status` are told everything as it is: this is for people only.
+On busy machines, doubts come and go with each late beat. A log of all of them hides the one that
+stays. Agents and `status` get every change: this module is for logs only.
 
-Of a trouble that comes and goes, where steps take milliseconds maybe at every second one:
+Repeated troubles are logged like this; where steps take milliseconds, a trouble may come at every
+second step:
 
-    trouble ─► said ─► over ─► said ─► the same within AGAIN_S ─► not said, nor that it is over
+    trouble ─► logged ─► over ─► logged ─► the same within AGAIN_S ─► not logged, neither is its end
 """
 
 from __future__ import annotations
@@ -24,47 +25,50 @@ LASTED_S = 1.0
 
 @dataclass(frozen=True)
 class LogSubject:
-    """What could be said of a node; snapshots that come and go are none. `kind` names the reason, as in Member."""
+    """What could be logged of a node; SNAP counts as HEALTHY.
+
+    `kind` names the reason, as in WatchedNode.
+    """
 
     signal: Signal
     kind: str
 
 
 class SignalLog:
-    """Of one term.
+    """Decides which signal changes of one term are logged.
 
     Args:
-        detector: whose changes it is told of.
+        detector: the source of the changes.
     """
 
     def __init__(self, detector: FailureDetector) -> None:
         self._detector = detector
-        self._said: dict[str, LogSubject] = {}
-        self._due_s: dict[str, tuple[LogSubject, float]] = {}  # node → what it is now, and when that is said
+        self._logged: dict[str, LogSubject] = {}
+        self._due_s: dict[str, tuple[LogSubject, float]] = {}  # node → its subject, and when to log
 
     def heard(self, changes: Iterable[SignalChange], now_s: float) -> None:
-        """Some nodes are something else now."""
+        """Takes changes into account."""
         for node in {change.node for change in changes}:
-            matter = self._matter(node)
+            subject = self._subject(node)
             before, due_s = self._due_s.pop(node, (None, now_s + LASTED_S))
-            if matter == self._said.get(node):
+            if subject == self._logged.get(node):
                 continue
-            if before is None or before.signal is not matter.signal:
-                due_s = now_s if matter.signal.is_final else now_s + LASTED_S
-            self._due_s[node] = (matter, due_s)
+            if before is None or before.signal is not subject.signal:
+                due_s = now_s if subject.signal.is_final else now_s + LASTED_S
+            self._due_s[node] = (subject, due_s)
 
     def due(self, now_s: float) -> list[SignalChange]:
-        """What is to be said now, each once."""
-        found = []
-        for node, (matter, due_s) in list(self._due_s.items()):
+        """Returns the changes to log now, each once."""
+        changes = []
+        for node, (subject, due_s) in list(self._due_s.items()):
             if now_s >= due_s:
-                before = self._said.get(node, LogSubject(Signal.JOINING, ""))
-                self._said[node] = matter
+                before = self._logged.get(node, LogSubject(Signal.JOINING, ""))
+                self._logged[node] = subject
                 del self._due_s[node]
-                found.append(SignalChange(node, before.signal, matter.signal))
-        return found
+                changes.append(SignalChange(node, before.signal, subject.signal))
+        return changes
 
-    def _matter(self, node: str) -> LogSubject:
+    def _subject(self, node: str) -> LogSubject:
         member = self._detector.members[node]
         signal = Signal.HEALTHY if member.signal is Signal.SNAP else member.signal
         return LogSubject(signal, member.kind)
@@ -76,25 +80,25 @@ REMEMBERED_MAX = 64
 
 @dataclass
 class TroubleLog:
-    """Of one source of trouble."""
+    """Decides which troubles of one source are logged."""
 
-    _now: str = ""
-    _is_aloud: bool = False
-    _said_s: dict[str, float] = field(default_factory=dict)
+    _trouble: str = ""
+    _is_logged: bool = False
+    _logged_s: dict[str, float] = field(default_factory=dict)
 
     def heard(self, trouble: str, now_s: float) -> bool:
-        """Whether it is to be said that this is the trouble now; empty: that there is none any more."""
-        if trouble == self._now:
+        """Returns whether to log this trouble; an empty one means that the trouble is over."""
+        if trouble == self._trouble:
             return False
-        self._now = trouble
+        self._trouble = trouble
         if not trouble:
-            was_aloud, self._is_aloud = self._is_aloud, False
+            was_aloud, self._is_logged = self._is_logged, False
             return was_aloud
-        if now_s - self._said_s.get(trouble, float("-inf")) < AGAIN_S:
+        if now_s - self._logged_s.get(trouble, float("-inf")) < AGAIN_S:
             return False
-        self._said_s.pop(trouble, None)
-        self._said_s[trouble] = now_s
-        if len(self._said_s) > REMEMBERED_MAX:
-            del self._said_s[next(iter(self._said_s))]
-        self._is_aloud = True
+        self._logged_s.pop(trouble, None)
+        self._logged_s[trouble] = now_s
+        if len(self._logged_s) > REMEMBERED_MAX:
+            del self._logged_s[next(iter(self._logged_s))]
+        self._is_logged = True
         return True

@@ -1,8 +1,10 @@
-"""How fast ranks make steps, and which of them stand still: a hung worker, as opposed to a slow one or a lost node.
+"""Measures how fast ranks make steps, and finds ranks that stand still.
 
-A rank stands still when it has made no step for HUNG_FACTOR times as long as it usually takes, and HUNG_MIN_S at least.
-In synchronous training all ranks stand still because of one. The laggard is the one with the oldest newest step; among
-equals one whose process is stopped or stuck in the kernel; else nobody can say from outside, and the lowest is named.
+A hung worker stands still; a slow worker or a lost node does not count here. A rank stands still if
+it has made no step for HUNG_FACTOR times its usual time, and for HUNG_MIN_S at least. In
+synchronous training all ranks stand still because of one, the laggard. That is the rank whose
+newest step is the oldest. Among equals it is the one whose process is stopped or stuck in the
+kernel. Otherwise it can't be seen from outside, and the lowest rank is named.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from statistics import median
 
 HUNG_FACTOR = 10.0
 HUNG_MIN_S = 5.0  # a step of milliseconds that waits for a page or a log line is no hang
-GAPS = 8  # that make what is usual
-GAPS_MIN = 3  # before which nothing is usual yet: the first steps compile and allocate
+GAPS = 8  # the usual time is the median of the last so many steps
+GAPS_MIN = 3  # with fewer steps no time is usual yet: the first steps compile and allocate
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Stall:
     """A rank that stands still.
 
     Attributes:
-        step: its newest.
-        still_s: how long it has made none.
-        usual_s: how long one usually takes.
+        rank: the rank.
+        step: its newest step.
+        still_s: seconds since that step.
+        usual_s: seconds that a step usually takes.
         stopped: whether its process is stopped, or in a system call that can't be interrupted.
     """
 
@@ -37,14 +40,14 @@ class Stall:
 
 @dataclass
 class StepProgress:
-    """The steps of one rank."""
+    """The steps of one rank, and their usual duration."""
 
     step: int = -1
     since_s: float = 0.0
     _gaps: list[float] = field(default_factory=list)
 
     def saw(self, step: int, now_s: float) -> None:
-        """The rank's newest step, as often as one looks."""
+        """Notes the rank's newest step; may be called any number of times for one step."""
         if step <= self.step:
             return
         if self.step >= 0:
@@ -53,11 +56,14 @@ class StepProgress:
 
     @property
     def usual_s(self) -> float | None:
-        """The time that a step usually takes; None if too few were seen."""
+        """Returns the seconds that a step usually takes; None if too few were seen."""
         return median(self._gaps) if len(self._gaps) >= GAPS_MIN else None
 
     def stands_still_s(self, now_s: float) -> float | None:
-        """How long there was no step, if that is too long; None if it is not, or nothing is usual yet."""
+        """Returns the seconds without a step if they are too many; None otherwise.
+
+        None also if no usual time is known yet.
+        """
         usual_s = self.usual_s
         still_s = now_s - self.since_s
         if usual_s is None or still_s <= max(HUNG_FACTOR * usual_s, HUNG_MIN_S):
@@ -66,5 +72,5 @@ class StepProgress:
 
 
 def laggard(stalls: Iterable[Stall]) -> Stall | None:
-    """Whom the others wait for; None if nobody stands still."""
+    """Returns the rank that the others wait for; None if no rank stands still."""
     return min(stalls, key=lambda stall: (stall.step, not stall.stopped, stall.rank), default=None)

@@ -1,4 +1,4 @@
-"""Which group rank each node gets in a round of the rendezvous: the one that it had, as far as that is possible.
+"""Assigns a group rank to each node in a round of the rendezvous: its previous rank if possible.
 
     round before        now come             places
     0  a                a                    0  a     kept: the same agent
@@ -6,8 +6,9 @@
     2  c                d                    2  c'    kept: the same node, under a new agent
     3  d                e   (new)            3  d     kept
 
-A node's slots hold the state of its ranks, so a node that keeps its rank reads its own memory. Ranks are always 0 … n-1,
-each once: if fewer nodes come, those whose ranks would be too high move into the holes.
+A node's slots hold the state of its ranks, so a node that keeps its rank reads its own memory.
+Ranks are always 0 … n-1, each once. If fewer nodes come, nodes whose ranks would be too high move
+into the holes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Participant:
-    """Who takes part in a round.
+    """A participant in a round.
 
     Attributes:
-        agent: tells this agent process from every other.
-        home: the node that holds its slots, which outlives the agent; empty if unknown.
+        agent: distinguishes this agent process from every other.
+        home: the node that holds the participant's slots, which outlives the agent; empty if
+            unknown.
     """
 
     agent: str
@@ -31,14 +33,14 @@ class Participant:
 
 @dataclass(frozen=True)
 class PreviousRank:
-    """Who had a rank in a round that was completed."""
+    """A rank in a completed round, and the participant that had it."""
 
     rank: int
     member: Participant
 
 
 def assign(members: Sequence[Participant], before: Sequence[PreviousRank]) -> dict[Participant, int]:
-    """A rank for each member: 0 to their number less one.
+    """Returns a rank for each member: 0 to their number less one.
 
     Args:
         members: distinct; newcomers take the holes in this order.

@@ -1,1 +1,1 @@
-"""The gaps of an iteration, and when each byte is copied."""
+"""Decides when each byte of a snapshot is copied, and finds the gaps of an iteration."""

@@ -1,13 +1,14 @@
-"""What a stage of a pipeline does in one step, in order, and when: a simulation for schedules without a closed form.
+"""Simulates what each pipeline stage does in one step, for schedules without a closed form.
 
     1F1B, 3 stages, 4 microbatches             order of stage 0: F0 F1 F2 B0 F3 B1 B2 B3
     stage 0   F F F . . . . B B F B B . B B . B B
     stage 1   . F F . . B B F B B F B B . B B . .        (backward takes twice as long as forward)
     stage 2   . . F B B F B B F B B F B B . . . .
 
-An action waits for its own stage to be free and for its input: a forward for the forward of the virtual stage before, a
-backward for the one behind, the weights' part of a backward for its own first part. Links take no time here; a measured
-run does better than any model of them (core/pipeline/profile.py).
+An action waits until its own stage is free and its input is there. A forward needs the forward of
+the previous virtual stage. A backward needs the backward of the next one. The weights' part of a
+backward needs its own first part. Links take no time here. A measured run is more exact than any
+model of links (core/pipeline/profile.py).
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from reft.errors import ConfigError
 
 
 class ActionKind(Enum):
-    """The kinds of work of one microbatch; zero-bubble schedules cut the backward pass in two."""
+    """The kinds of work of one microbatch; zero-bubble schedules split the backward pass in two."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT = "I"  # backward: the gradient of the input alone
-    WEIGHT = "W"  # backward: the gradients of the weights, any time after INPUT
+    INPUT = "I"  # backward, first part: the gradient of the input
+    WEIGHT = "W"  # backward, second part: the gradients of the weights, any time after INPUT
 
 
 class Action(NamedTuple):
     """One piece of a stage's work.
 
     Attributes:
-        part: which of the stage's parts of the model (virtual stages, model chunks), from 0 in the order of the forward.
+        kind: kind of work.
+        microbatch: number of the microbatch.
+        part: number of the stage's part of the model (virtual stage, model chunk), from 0 in
+            forward order.
     """
 
     kind: ActionKind
@@ -42,12 +46,13 @@ class Action(NamedTuple):
 
 
 class ActionTimes(NamedTuple):
-    """How long one action takes, in any one unit, the same for all stages.
+    """The duration of each kind of action, in any one unit, the same for all stages.
 
     Attributes:
         forward: one forward pass of one microbatch through one part.
         backward: the whole backward pass of it.
-        weight: what of `backward` makes the weights' gradients; it counts only where a schedule cuts it off.
+        weight: the part of `backward` that makes the weights' gradients; used only where a schedule
+            splits it off.
     """
 
     forward: float
@@ -56,11 +61,11 @@ class ActionTimes(NamedTuple):
 
     @property
     def input(self) -> float:
-        """What of `backward` makes the input's gradient."""
+        """Returns the part of `backward` that makes the input's gradient."""
         return self.backward - self.weight
 
     def of(self, kind: ActionKind) -> float:
-        """How long an action of this kind takes."""
+        """Returns the duration of an action of this kind."""
         if kind is ActionKind.FORWARD:
             return self.forward
         if kind is ActionKind.BACKWARD:
@@ -69,7 +74,7 @@ class ActionTimes(NamedTuple):
 
 
 class ActionSpan(NamedTuple):
-    """An action and when it runs, from the step's start, in the unit of the times."""
+    """An action with its start and end, from the step's start, in the unit of the times."""
 
     action: Action
     start: float
@@ -77,13 +82,13 @@ class ActionSpan(NamedTuple):
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards, both from microbatch 0 on."""
+    """Returns all forwards, then all backwards, both from microbatch 0 on."""
     forwards = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
     return (*forwards, *(Action(ActionKind.BACKWARD, m) for m in range(microbatches)))
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages behind, then one backward for each forward."""
+    """Returns one forward for each stage behind, then forwards and backwards in turn."""
     ahead = min(stages - 1 - stage, microbatches)
     forwards = [Action(ActionKind.FORWARD, m) for m in range(microbatches)]
     backwards = [Action(ActionKind.BACKWARD, m) for m in range(microbatches)]
@@ -91,16 +96,19 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """`ahead` forwards, then forward and backward in turn, then the backwards that are left."""
+    """Returns `ahead` forwards, then forward and backward in turn, then the remaining backwards."""
     pairs = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
     return (*forwards[:ahead], *pairs, *backwards[len(forwards) - ahead :])
 
 
 def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> tuple[Action, ...]:
-    """1F1B with several parts of the model a stage, which take turns after about as many microbatches as there are stages.
+    """Returns 1F1B with several parts of the model a stage.
+
+    The parts take turns after about one microbatch for each stage.
 
     Raises:
-        ConfigError: the microbatches can't be cut into equal rounds of at least as many as there are stages.
+        ConfigError: the microbatches can't be split into equal rounds with at least one microbatch
+            for each stage.
     """
     rounds = max(1, microbatches // stages)
     if microbatches % rounds:
@@ -117,8 +125,11 @@ def interleaved(stage: int, stages: int, microbatches: int, parts: int) -> tuple
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """1F1B with the backward cut in two: stage p puts off the weights' gradients by p microbatches, so that gradients of
-    inputs go back sooner and the end of the step is filled."""
+    """Returns 1F1B with the backward split in two.
+
+    Stage p delays the weights' gradients by p microbatches. So gradients of inputs go back sooner,
+    and the end of the step is filled.
+    """
     ahead = min(stages - 1 - stage, microbatches)
     order = [Action(ActionKind.FORWARD, m) for m in range(ahead)]
     put_off = 0
@@ -133,13 +144,14 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    """Zero bubble with two parts a stage, the second on the way back: stage 0 has the first part and the last.
+    """Returns zero bubble with two parts a stage: stage 0 has the first part and the last.
 
-    Made for at least 2·stages - 1 microbatches; with fewer, what belongs to the missing ones is left out.
+    The second part lies on the way back. The schedule is made for at least 2·stages - 1
+    microbatches. With fewer, the actions of the missing microbatches are left out.
     """
-    behind, many = stages - stage, max(microbatches, 2 * stages - 1)
+    behind, count = stages - stage, max(microbatches, 2 * stages - 1)
     f0, f1, i0, i1, w0, w1 = (
-        iter([Action(kind, m, part) for m in range(many)])
+        iter([Action(kind, m, part) for m in range(count)])
         for kind in (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
         for part in (0, 1)
     )
@@ -148,7 +160,7 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
         order += [next(f1), next(f0)]
     for _ in range(behind):
         order += [next(f1), next(i1), next(w1)]
-    for _ in range(many - stages):
+    for _ in range(count - stages):
         order += [*islice(f0, 1), next(i0), next(w0), next(f1), next(i1), next(w1)]
     for _ in range(stage):
         order += [next(i0), next(i1)]
@@ -160,12 +172,13 @@ def zbv(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
 def simulate(
     orders: Sequence[Sequence[Action]], times: ActionTimes, is_v_shaped: bool = False
 ) -> list[list[ActionSpan]]:
-    """When each stage does what: each as soon as its stage is free and its input is there.
+    """Returns when each stage does each action: once its stage is free and its input is there.
 
     Args:
-        orders: for each stage, what it does in one step.
-        is_v_shaped: the second half of the parts runs backwards through the stages (two parts a stage); else the last
-            stage's part 0 is followed by the first stage's part 1.
+        orders: for each stage, its actions in one step, in order.
+        times: duration of each kind of action.
+        is_v_shaped: the second half of the parts runs backwards through the stages (two parts a
+            stage). Otherwise the last stage's part 0 is followed by the first stage's part 1.
 
     Raises:
         ConfigError: the orders wait for one another, so that no run can follow them.
@@ -184,25 +197,29 @@ def simulate(
                 virtual = action.part * stages + stage
                 if is_v_shaped and action.part:
                     virtual = last - stage
-                ready = _ready(ended, action, virtual, last)
+                ready = _input_ready_at(ended, action, virtual, last)
                 if ready is None:
                     break
                 start = max(ready, done[-1].end if done else 0)
                 end = start + times.of(action.kind)
                 done.append(ActionSpan(action, start, end))
-                # A stage that waits for a gradient doesn't care whether the weights' were made with it.
+                # An action that waits for the input's gradient needs no gradients of weights.
                 kind = ActionKind.INPUT if action.kind is ActionKind.BACKWARD else action.kind
                 ended[kind, virtual, action.microbatch] = end
                 progress = True
     for stage, order in enumerate(orders):
         if len(spans[stage]) < len(order):
             stuck = order[len(spans[stage])]
-            raise ConfigError(f"stage {stage} waits for ever before {stuck.kind.value}{stuck.microbatch}.")
+            raise ConfigError(
+                f"the orders wait for one another: stage {stage} never gets to {stuck.kind.value}{stuck.microbatch}."
+            )
     return spans
 
 
-def _ready(ended: dict[tuple[ActionKind, int, int], float], action: Action, virtual: int, last: int) -> float | None:
-    """When the action's input is there; None if what makes it has not run yet."""
+def _input_ready_at(
+    ended: dict[tuple[ActionKind, int, int], float], action: Action, virtual: int, last: int
+) -> float | None:
+    """Returns when the action's input is there; None if it has not been made yet."""
     kind, microbatch = action.kind, action.microbatch
     if kind is ActionKind.FORWARD:
         return 0 if virtual == 0 else ended.get((ActionKind.FORWARD, virtual - 1, microbatch))

@@ -1,26 +1,32 @@
-"""When the bytes of a snapshot may be copied: gaps first, then beside compute, at last beside collectives. Pure.
+"""Decides when bytes are copied: in gaps, then beside compute, last beside collectives. Pure.
 
-    course     compute │ gap │ compute │ gap │ compute │ collective │      stretches, with the lengths that were measured
-    rooms                9 MB            7 MB
-     6 MB left  ·········████······································  fence  the longest gap holds it: no other
-    16 MB left  ·········████···········████·······················  fence  all of it fits into the gaps: nowhere else
-    20 MB left  ··█···█··████·█···█···█·████···█···█···············  fence  4 MB are spread over compute, evenly
-    after a gap that was shorter than it used to be, what is left is spread anew over what lies ahead
+    plan       compute │ gap │ compute │ gap │ compute │ collective │    phases, measured durations
+    room                9 MB            7 MB
+     6 MB left  ·········████······································ fence  only the longest gap
+    16 MB left  ·········████···········████······················· fence  only the gaps
+    20 MB left  ··█···█··████·█···█···█·████···█···█··············· fence  4 MB spread over compute
 
-As few gaps as hold it, the longest first: a host that copies drives what training works with out of its caches, each time.
+If a gap was shorter than usual, the remaining bytes are spread over the time that is left. As few
+gaps are used as hold the bytes, the longest first. Each copy by a host pushes training's data out
+of its caches.
 
-A `PacedCopy` is one snapshot on its way along the course, for an engine that can stop. A copying thread asks it for the next
-task; it says which, or for how long nothing is due. While a gap is open, tasks go, however long it lasts. An engine that
-enqueues ahead of its device can't take back what a gap turns out not to hold: it follows a plan (core/pipeline/pacing.py).
+A `PacedCopy` is one snapshot that is copied by a pacing plan, for an engine that can stop. A copy
+thread asks it for the next task, and gets a task or the time until one may be due. While a gap is
+open, tasks are given out, however long the gap lasts. An engine that enqueues ahead of its device
+can't take back copies that do not fit into a gap. Such an engine follows a task plan
+(core/pipeline/pacing.py).
 
-A host may have two kinds of hands. Idle ones run only while nobody else wants their core: gaps are theirs, and nothing else.
+A host may have copy threads of two priorities. Threads of priority IDLE run only while no other
+thread wants their core. They copy in gaps, and only there.
 
 Invariants
-  1. In a gap that is too short for the guard time nothing begins, nor in a stretch that is not on the course.
-  2. Parity is computed in gaps, or right after the step, where the gaps ahead have no room for it.
-  3. Idle hands get nothing once everything goes at once: a thread that waits then must not wait for them.
-  4. Once the fence asks, or training has left the course, everything may go at once: no byte waits for a gap that does
-     not come.
+  1. Nothing begins in a gap shorter than the guard time, nor in a phase that is not in the plan.
+  2. Parity is computed in gaps. Parity that the gaps ahead can't hold is computed right after the
+     step.
+  3. IDLE threads get nothing once all copies may go at once. A caller that waits then must not wait
+     for them.
+  4. Once the fence asks, or training has left the plan, all copies may go at once. No byte waits
+     for a gap that does not come.
 """
 
 from __future__ import annotations
@@ -38,25 +44,25 @@ from reft.core.pipeline.pacing import Tier
 
 
 class Phase(NamedTuple):
-    """A part of a window in which training does one thing; `seconds` is how long it is expected to last."""
+    """A part of a window in which training does one thing; `seconds` is its expected duration."""
 
     tier: Tier
     seconds: float
 
 
 class Priority(Enum):
-    """Who asks for a task."""
+    """The priority of the thread that asks for a task."""
 
-    ALL = auto()  # there is only one kind
+    ALL = auto()  # there is only one kind of thread
     IDLE = auto()
     BUSY = auto()
 
 
 class PhaseDurations:
-    """How long each stretch of a window lasts, for each of the last few kinds of window.
+    """The durations of a window's phases, for each of the last few kinds of window.
 
-    A loop that does something more now and then (logs, evaluates) has windows of two kinds; what is expected is the kind
-    that came last of those that came at least twice.
+    A loop that sometimes does something more (logs, evaluates) has windows of two kinds. The
+    expected kind is the newest one that came at least twice.
     """
 
     def __init__(self) -> None:
@@ -72,37 +78,40 @@ class PhaseDurations:
             del self._kinds[next(iter(self._kinds))]
 
     def phases(self) -> tuple[Phase, ...]:
-        """What the next window will be like; empty until two were alike."""
+        """Returns the expected phases of the next window; empty until a kind came twice."""
         for tiers, kind in reversed(self._kinds.items()):
-            if kind[0].count >= SEEN_LEAST:
+            if kind[0].count >= WINDOWS_MIN:
                 return tuple(Phase(tier, estimate.mean) for tier, estimate in zip(tiers, kind, strict=True))
         return ()
 
 
 class CopyTask(NamedTuple):
-    """What to copy next, and in which tier it counts."""
+    """The next task to copy, and the tier that its bytes count in."""
 
     number: int
     tier: Tier
 
 
-SEEN_LEAST = 2  # windows of one kind before there is an estimate
+WINDOWS_MIN = 2  # windows of one kind before there is an estimate
 KINDS_MAX = 4
-SPARE = 1.25  # times the bytes that are to be copied is what the gaps shall hold that are meant for them
-PACE = 0.9  # of the time that is left, in which what goes beside training shall be done
-LATE_FACTOR = 2.0  # a window that lasts so many times longer than expected has left its course …
-LATE_S = 1.0  # … and so many seconds longer
+GAP_MARGIN = 1.25  # the chosen gaps hold so many times the bytes to copy
+USABLE_TIME = 0.9  # copies beside training shall be done in this part of the time that is left
+# A window has left its plan if it lasts longer than LATE_FACTOR times its expected duration plus
+# LATE_S.
+LATE_FACTOR = 2.0
+LATE_S = 1.0
 
 
 @dataclass(frozen=True)
 class PacingPlan:
-    """What lies ahead in each window, as measured.
+    """The measured phases of a window, and how many bytes fit into them.
 
     Attributes:
-        phases: from the mark to the fence, in order; the first is compute, whatever follows the mark.
-        bytes_per_s: of the copying engine, in a gap.
-        beside_bytes_per_s: beside compute.
-        guard_s: what of a gap is left alone: to begin, and to stop.
+        phases: from the mark to the fence, in order; the first is compute, whatever follows the
+            mark.
+        bytes_per_s: rate of the copy engine in a gap.
+        beside_bytes_per_s: rate beside compute.
+        guard_s: part of a gap that stays unused: to begin, and to stop.
     """
 
     phases: tuple[Phase, ...]
@@ -112,7 +121,7 @@ class PacingPlan:
 
     @cached_property
     def rooms(self) -> list[int]:
-        """Bytes that fit into each stretch if it is a gap, else 0."""
+        """Returns for each phase the bytes that fit into it if it is a gap, else 0."""
         return [
             int(max(0.0, each.seconds - self.guard_s) * self.bytes_per_s) if each.tier is Tier.GAP else 0
             for each in self.phases
@@ -120,53 +129,65 @@ class PacingPlan:
 
     @cached_property
     def rooms_from(self) -> list[int]:
-        """Bytes that fit into the gaps from each stretch on; one more entry, 0, for the end."""
+        """Returns the bytes that fit into the gaps from each phase on; a 0 follows for the end."""
         return [*accumulate(reversed(self.rooms), initial=0)][::-1]
 
     def longest(self, nbytes: int) -> list[int]:
-        """The rooms of as few gaps as hold so many bytes, and some more; 0 for each other stretch."""
-        found, wanted = [0] * len(self.rooms), nbytes * SPARE
+        """Returns bytes to copy in each gap: the longest gaps first, until they hold enough.
+
+        Enough is `nbytes` times GAP_MARGIN. Phases that are not used get 0.
+        """
+        gap_bytes, bytes_wanted = [0] * len(self.rooms), nbytes * GAP_MARGIN
         for index in sorted(range(len(self.rooms)), key=lambda index: -self.rooms[index]):
-            if wanted <= 0:
+            if bytes_wanted <= 0:
                 break
-            found[index] = self.rooms[index]
-            wanted -= self.rooms[index]
-        return found
+            gap_bytes[index] = self.rooms[index]
+            bytes_wanted -= self.rooms[index]
+        return gap_bytes
 
     @cached_property
     def _seconds_from(self) -> dict[Tier, list[float]]:
-        """Seconds of a tier from each stretch on."""
+        """Returns tier → seconds of that tier from each phase on."""
         return {
-            tier: [*accumulate((s.seconds if s.tier is tier else 0.0 for s in reversed(self.phases)), initial=0.0)][
-                ::-1
-            ]
+            tier: [
+                *accumulate(
+                    (phase.seconds if phase.tier is tier else 0.0 for phase in reversed(self.phases)), initial=0.0
+                )
+            ][::-1]
             for tier in (Tier.COMPUTE, Tier.COLLECTIVE)
         }
 
     @cached_property
     def seconds(self) -> float:
-        """From the mark to the fence."""
-        return sum(stretch.seconds for stretch in self.phases)
+        """Returns the seconds from the mark to the fence."""
+        return sum(phase.seconds for phase in self.phases)
 
     def owed(self, index: int, left: int) -> float:
-        """Bytes that no gap ahead has room for and this tier must therefore take, from this stretch on."""
+        """Returns the bytes that this phase's tier must take from this phase on.
+
+        These are the bytes that no gap ahead, and for collectives no compute ahead, has room for.
+
+        Args:
+            index: number of the phase.
+            left: bytes that are left to copy.
+        """
         owed = max(0.0, left - self.rooms_from[index + 1])
         if self.phases[index].tier is Tier.COLLECTIVE:
             owed = max(0.0, owed - self._seconds_from[Tier.COMPUTE][index] * self.beside_bytes_per_s)
         return owed
 
     def ahead_s(self, index: int) -> float:
-        """Seconds of this stretch's tier from this stretch on, as far as they shall be used."""
-        return self._seconds_from[self.phases[index].tier][index] * PACE
+        """Returns the usable seconds of this phase's tier from this phase on."""
+        return self._seconds_from[self.phases[index].tier][index] * USABLE_TIME
 
 
 class PacedCopy:
-    """One snapshot on its way; see the module. Time is an argument, in seconds of any clock.
+    """One snapshot that is being copied; see the module. Times are seconds of any one clock.
 
     Args:
-        pacing_plan: None lets everything go at once.
+        pacing_plan: None lets all copies go at once.
         weights: bytes that each task moves.
-        parity: the tasks from this one on are parity.
+        parity: tasks from this number on are parity.
     """
 
     def __init__(self, pacing_plan: PacingPlan | None, weights: Sequence[int], parity: int) -> None:
@@ -174,121 +195,128 @@ class PacedCopy:
         self._weights = weights
         self._chunks = deque(range(parity))
         self._parity = deque(range(parity, len(weights)))
-        self._left = sum(weights)
-        self._after_step = 0  # bytes of parity that no gap has room for
-        self._meant: list[int] = []  # what of each stretch's room is meant to be used, …
-        self._meant_from: list[int] = []  # … and from each stretch on
+        self._bytes_left = sum(weights)
+        self._parity_bytes_after_step = 0  # bytes of parity that no gap has room for
+        self._planned_bytes: list[int] = []  # bytes meant for each phase
+        self._planned_bytes_from: list[int] = []  # bytes meant for all phases from each one on
         if pacing_plan is not None:
-            self._meant = pacing_plan.longest(self._left)
-            self._meant_from = [*accumulate(reversed(self._meant), initial=0)][::-1]
-            self._after_step = max(0, sum(weights[parity:]) - pacing_plan.rooms_from[0])
+            self._planned_bytes = pacing_plan.longest(self._bytes_left)
+            self._planned_bytes_from = [*accumulate(reversed(self._planned_bytes), initial=0)][::-1]
+            self._parity_bytes_after_step = max(0, sum(weights[parity:]) - pacing_plan.rooms_from[0])
         self._index, self._tier = 0, Tier.COMPUTE
-        self._began_s = self._since_s = 0.0
-        self._at_entry = self._left
-        self._taken_here = 0
+        self._window_began_s = self._phase_began_s = 0.0
+        self._bytes_left_at_entry = self._bytes_left
+        self._phase_bytes = 0
         self._carry = 0.0
-        self._is_lifted = pacing_plan is None
+        self._is_unpaced = pacing_plan is None
 
     @property
     def is_done(self) -> bool:
-        """Whether every task was taken."""
+        """Returns whether every task was taken."""
         return not self._chunks and not self._parity
 
     def begin(self, now_s: float) -> None:
-        """At the mark."""
-        self._began_s = self._since_s = now_s
+        """Starts the window, at the mark."""
+        self._window_began_s = self._phase_began_s = now_s
 
     def enter(self, now_s: float, index: int, tier: Tier) -> None:
-        """Training enters the stretch of that number since the mark."""
-        if not self._is_lifted:
-            self._carry = max(0.0, self._allowance(now_s) - self._taken_here)
-        self._index, self._tier, self._since_s = index, tier, now_s
-        self._at_entry, self._taken_here = self._left, 0
+        """Notes that training enters a phase; its number counts from the mark."""
+        if not self._is_unpaced:
+            self._carry = max(0.0, self._allowance(now_s) - self._phase_bytes)
+        self._index, self._tier, self._phase_began_s = index, tier, now_s
+        self._bytes_left_at_entry, self._phase_bytes = self._bytes_left, 0
         phases = self._pacing_plan.phases if self._pacing_plan else ()
         if index >= len(phases) or phases[index].tier is not tier:
-            self._is_lifted = True
+            self._is_unpaced = True
 
     def lift(self, tier: Tier | None = None) -> None:
-        """Lets everything go at once: the fence asks, or somebody waits for the snapshot."""
-        self._is_lifted = True
+        """Lets all copies go at once: the fence asks, or a caller waits for the snapshot."""
+        self._is_unpaced = True
         self._tier = tier or self._tier
 
     def abandon(self) -> None:
-        """Nothing more is to be copied."""
+        """Drops all tasks that are left."""
         self._chunks.clear()
         self._parity.clear()
 
     @property
     def wanted(self) -> frozenset[Priority]:
-        """The hands for which there may be something to do in this stretch."""
-        if self._is_lifted or self._pacing_plan is None:
+        """Returns the priorities of threads that may get a task in this phase."""
+        if self._is_unpaced or self._pacing_plan is None:
             return frozenset({Priority.ALL, Priority.BUSY})
         if self._tier is Tier.GAP:
-            return frozenset({Priority.ALL, Priority.IDLE}) if self._is_meant else frozenset()
-        owes = self._after_step > 0 or self._pacing_plan.owed(self._index, self._at_entry) > 0
+            return frozenset({Priority.ALL, Priority.IDLE}) if self._is_gap_used else frozenset()
+        owes = self._parity_bytes_after_step > 0 or self._pacing_plan.owed(self._index, self._bytes_left_at_entry) > 0
         return frozenset({Priority.ALL, Priority.BUSY}) if owes else frozenset()
 
-    def take(self, now_s: float, hands: Priority) -> CopyTask | None:
-        """The next task, if one is due for such hands; None if not now, or if there is none."""
-        if not self._is_lifted and now_s > self._late_s:
-            self._is_lifted = True
-        queue = self._due(now_s, hands)
+    def take(self, now_s: float, priority: Priority) -> CopyTask | None:
+        """Returns the next task if one is due for this priority, else None."""
+        if not self._is_unpaced and now_s > self._late_s:
+            self._is_unpaced = True
+        queue = self._due(now_s, priority)
         if queue is None:
             return None
         number = queue.popleft()
-        self._left -= self._weights[number]
-        self._taken_here += self._weights[number]
+        self._bytes_left -= self._weights[number]
+        self._phase_bytes += self._weights[number]
         return CopyTask(number, self._tier)
 
     def due_s(self, now_s: float) -> float:
-        """Seconds until a task may become due by time alone for hands that are not idle; a new stretch may come first."""
+        """Returns the seconds until time alone may make a task due for threads that are not IDLE.
+
+        A new phase may make one due sooner.
+        """
         latest = max(0.0, self._late_s - now_s)
         if self._tier is Tier.GAP or not self._chunks or self._pacing_plan is None:
             return latest
-        owed = self._pacing_plan.owed(self._index, self._at_entry)
+        owed = self._pacing_plan.owed(self._index, self._bytes_left_at_entry)
         if owed <= 0:
             return latest
-        missing = self._taken_here + self._weights[self._chunks[0]] - self._carry
+        missing = self._phase_bytes + self._weights[self._chunks[0]] - self._carry
         elapsed_s = missing / owed * self._pacing_plan.ahead_s(self._index)
         if elapsed_s > self._pacing_plan.phases[self._index].seconds:
             return latest
-        return min(latest, max(0.0, self._since_s + elapsed_s - now_s))
+        return min(latest, max(0.0, self._phase_began_s + elapsed_s - now_s))
 
     @property
     def _late_s(self) -> float:
         assert self._pacing_plan is not None
-        return self._began_s + self._pacing_plan.seconds * LATE_FACTOR + LATE_S
+        return self._window_began_s + self._pacing_plan.seconds * LATE_FACTOR + LATE_S
 
-    def _due(self, now_s: float, hands: Priority) -> deque[int] | None:
-        """The queue whose first task may go now."""
+    def _due(self, now_s: float, priority: Priority) -> deque[int] | None:
+        """Returns the queue whose first task may go now; None if no task may."""
         any_left = self._parity or self._chunks or None
-        if self._is_lifted:
-            return any_left if hands is not Priority.IDLE else None
+        if self._is_unpaced:
+            return any_left if priority is not Priority.IDLE else None
         assert self._pacing_plan is not None
         if self._tier is Tier.GAP:
-            return any_left if hands is not Priority.BUSY and self._is_meant else None
-        if hands is Priority.IDLE:
+            return any_left if priority is not Priority.BUSY and self._is_gap_used else None
+        if priority is Priority.IDLE:
             return None
-        if self._after_step > 0 and self._index == 0 and self._parity:
-            self._after_step -= self._weights[self._parity[0]]
+        if self._parity_bytes_after_step > 0 and self._index == 0 and self._parity:
+            self._parity_bytes_after_step -= self._weights[self._parity[0]]
             return self._parity
-        if self._chunks and self._taken_here + self._weights[self._chunks[0]] <= self._allowance(now_s):
+        if self._chunks and self._phase_bytes + self._weights[self._chunks[0]] <= self._allowance(now_s):
             return self._chunks
         return None
 
     @property
-    def _is_meant(self) -> bool:
-        """Whether this gap is used: one of the longest, or any if those ahead don't hold what is left."""
+    def _is_gap_used(self) -> bool:
+        """Returns whether this gap is used.
+
+        The longest gaps are used. Others are used only if the gaps ahead don't hold the bytes that
+        are left.
+        """
         assert self._pacing_plan is not None
-        is_behind = self._left > self._meant_from[self._index + 1]
-        return self._meant[self._index] > 0 or (is_behind and self._pacing_plan.rooms[self._index] > 0)
+        is_behind = self._bytes_left > self._planned_bytes_from[self._index + 1]
+        return self._planned_bytes[self._index] > 0 or (is_behind and self._pacing_plan.rooms[self._index] > 0)
 
     def _allowance(self, now_s: float) -> float:
-        """Bytes that may be copied in this stretch until now, beside what training does."""
+        """Returns the bytes that may be copied in this phase until now, beside training."""
         if self._tier is Tier.GAP or self._pacing_plan is None:
             return self._carry
-        owed = self._pacing_plan.owed(self._index, self._at_entry)
+        owed = self._pacing_plan.owed(self._index, self._bytes_left_at_entry)
         expected_s = self._pacing_plan.phases[self._index].seconds
-        elapsed_s = min(now_s - self._since_s, expected_s)
+        elapsed_s = min(now_s - self._phase_began_s, expected_s)
         ahead_s = self._pacing_plan.ahead_s(self._index)
         return min(owed, self._carry + owed * (elapsed_s / ahead_s if ahead_s > 0 else 1.0))

@@ -1,11 +1,12 @@
-"""What a stage's idle times really are: running estimates from measured ones, and how far the closed form was off.
+"""Measures a stage's idle times: running estimates, and how far the closed form was off.
 
-    each step   (place, start, end) of each idle time ─► an estimate for each place ─► gaps, for pacing
-                (kind, seconds) of each action        ─► times ─► closed form       ─► comparison
+    each step   (place, start, end) of each gap ─► an estimate for each place ─► gaps, for pacing
+                (kind, seconds) of each action  ─► times ─► closed form       ─► comparison
 
-An estimate begins as the median of its first values, since the first steps of a process are unlike all others. After that
-it follows slowly, and a single wild value moves it no further than a few deviations; if the values stay there, the deviation
-grows, and it follows. Who measures (events of a device, or a clock) is the caller's matter: nothing here knows the time.
+An estimate begins as the median of its first values, since the first steps of a process are
+unusual. After that it follows slowly. A single wild value moves the estimate by a few deviations at
+most. If the values stay there, the deviation grows, and the estimate follows. The caller measures
+the times, with events of a device or a clock.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from typing import NamedTuple
 from reft.core.pipeline.actions import Action, ActionKind, ActionTimes
 from reft.core.pipeline.bubbles import Gap
 
-FIRST = 5  # values whose median an estimate begins with
-WEIGHT = 1 / 16  # of each further value
-WILD = 4.0  # deviations by which one value may pull
-LEAST_DEVIATION = 0.01  # of the mean: values that never differ must not make the next one wild
-LEAST_S = 1e-5  # the same where the mean is 0: a gap that was never there must be found when it comes
+FIRST_VALUES = 5  # an estimate begins with the median of so many values
+WEIGHT = 1 / 16  # weight of each further value
+DEVIATIONS_MAX = 4.0  # one value pulls by so many deviations at most
+LEAST_DEVIATION = 0.01  # fraction of the mean; without it, equal values would make the next one wild
+LEAST_S = 1e-5  # least deviation where the mean is 0, so that a new gap is found
 
 
 @dataclass
 class Estimate:
-    """A running mean and mean absolute deviation of one quantity: seconds, or anything much greater, such as bytes per second.
+    """A running mean and mean absolute deviation of one quantity.
+
+    The unit is seconds, or one with much greater values, such as bytes per second.
 
     Attributes:
-        count: how many values were observed.
+        mean: the estimate.
+        deviation: mean absolute deviation.
+        count: number of observed values.
     """
 
     mean: float = 0.0
@@ -39,17 +44,17 @@ class Estimate:
     _first: list[float] = field(default_factory=list)
 
     def observe(self, value: float) -> None:
-        """Takes one value."""
+        """Takes one value into account."""
         self.count += 1
-        if self.count <= FIRST:
+        if self.count <= FIRST_VALUES:
             self._first.append(value)
             self.mean = statistics.median(self._first)
             self.deviation = statistics.fmean(abs(each - self.mean) for each in self._first)
-            if self.count == FIRST:  # one wild value among the first must not make all others look tame
+            if self.count == FIRST_VALUES:  # one wild value among the first must not inflate the deviation
                 self.deviation = statistics.median(abs(each - self.mean) for each in self._first)
             return
         error = value - self.mean
-        most = WILD * max(self.deviation, LEAST_DEVIATION * abs(self.mean), LEAST_S)
+        most = DEVIATIONS_MAX * max(self.deviation, LEAST_DEVIATION * abs(self.mean), LEAST_S)
         if abs(error) > most:
             error = most if error > 0 else -most
         self.mean += WEIGHT * error
@@ -57,7 +62,7 @@ class Estimate:
 
 
 class GapDifference(NamedTuple):
-    """One idle time as foreseen and as measured, in seconds; 0 where there was none."""
+    """The expected and the measured length of one idle time, in seconds; 0 where there was none."""
 
     place: int
     foreseen: float
@@ -65,12 +70,13 @@ class GapDifference(NamedTuple):
 
 
 class GapComparison(NamedTuple):
-    """How far foreseen gaps were off.
+    """The difference between expected and measured gaps.
 
     Attributes:
-        differences: by place, of every gap that was foreseen or measured.
-        worst: the largest |measured - foreseen| / foreseen of all that were foreseen; 0 if none was.
-        total: the same of all idle time together, with what nobody foresaw.
+        differences: by place, of every gap that was expected or measured.
+        worst: the largest |measured - foreseen| / foreseen of all expected gaps; 0 if there were
+            none.
+        total: the same for the sum of all idle time, gaps that were not expected included.
     """
 
     differences: tuple[GapDifference, ...]
@@ -87,9 +93,10 @@ class StageProfile:
     _actions: dict[ActionKind, Estimate] = field(default_factory=dict)
 
     def observe(self, place: int, start: float, end: float) -> None:
-        """Takes one idle time; see `Gap` for what its place is.
+        """Takes one idle time into account; `Gap` explains its place.
 
         Args:
+            place: see `Gap`.
             start: seconds from the start of the step.
             end: not before `start`; equal if the stage did not have to wait here.
         """
@@ -97,28 +104,30 @@ class StageProfile:
         self._lengths.setdefault(place, Estimate()).observe(end - start)
 
     def observe_action(self, kind: ActionKind, seconds: float) -> None:
-        """Takes the time of one action."""
+        """Takes the duration of one action into account."""
         self._actions.setdefault(kind, Estimate()).observe(seconds)
 
     def length(self, place: int) -> Estimate:
-        """The estimate of one idle time, seconds; one that counts nothing if it was never measured."""
+        """Returns the estimate of one idle time in seconds; its count is 0 if never measured."""
         return self._lengths.get(place, Estimate())
 
     def gaps(self, order: Sequence[Action] = (), least: float = 0.0) -> tuple[Gap, ...]:
-        """The measured idle times that are longer than `least` seconds, in order.
+        """Returns the measured idle times that are longer than `least` seconds, in order.
 
         Args:
-            order: what the stage does in a step, to name the action before each gap; empty if it is not known.
+            order: the stage's actions in a step, to name the action before each gap; empty if not
+                known.
+            least: seconds.
         """
-        found = []
+        gaps = []
         for place, length in sorted(self._lengths.items()):
             after = order[place - 1] if 0 < place <= len(order) else None
             if length.mean > least:
-                found.append(Gap(place, after, self._starts[place].mean, length.mean))
-        return tuple(found)
+                gaps.append(Gap(place, after, self._starts[place].mean, length.mean))
+        return tuple(gaps)
 
     def times(self) -> ActionTimes | None:
-        """What the actions take, for a closed form; None until forwards and backwards were measured."""
+        """Returns the durations of actions; None until forwards and backwards were measured."""
         means = {kind: each.mean for kind, each in self._actions.items()}
         if ActionKind.FORWARD not in means:
             return None
@@ -131,7 +140,7 @@ class StageProfile:
 
 
 def compare(foreseen: Iterable[Gap], measured: Iterable[Gap]) -> GapComparison:
-    """Holds a closed form against what was measured, place by place."""
+    """Compares the gaps of a closed form with the measured gaps, place by place."""
     a, b = ({gap.place: gap.length for gap in gaps} for gaps in (foreseen, measured))
     differences = tuple(GapDifference(place, a.get(place, 0.0), b.get(place, 0.0)) for place in sorted({*a, *b}))
     worst = max(

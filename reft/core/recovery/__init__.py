@@ -1,1 +1,1 @@
-"""What can come back after a loss, and how."""
+"""Decides which version can be restored after a loss, and how."""

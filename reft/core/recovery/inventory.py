@@ -1,11 +1,13 @@
-"""What the daemons hold of a job, and what follows from it: which history counts, and what its nodes are called.
+"""Combines what the daemons hold of a job: which history is in force, and how its nodes are named.
 
-    one NodeInventory a node that answered ─► Inventory ─► histories in force ─► one: recovery.plan
-                                                                              └► several: a person must choose
+    one NodeInventory a node ─► Inventory ─► histories ─► one: recovery.plan
+      that answered                          in force  └► several: a person must choose
 
 Invariants
-  1. The same inventories give the same answers on every rank; the order of the nodes does not matter.
-  2. A node that holds another job of the same name says nothing of this one: its manifest has another token.
+  1. The same inventories give the same answers on every rank. The order of the nodes does not
+     matter.
+  2. A node that holds another job of the same name does not count for this job. Its manifest has
+     another token.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class ManifestNode:
     """A node as a manifest names it.
 
     Attributes:
-        name: that a person gave it; empty: none.
-        domain: label of its failure domain; empty: it fails alone.
+        id: id of the node.
+        name: the name that a person gave the node; empty: none.
+        domain: label of its failure domain; empty: the node fails alone.
     """
 
     id: str
@@ -39,11 +42,12 @@ class ManifestNode:
 
 @dataclass(frozen=True)
 class ManifestFacts:
-    """What decisions need of a manifest.
+    """The parts of a manifest that decisions need.
 
     Attributes:
-        token: of the job.
-        history: what the job had lived through when the manifest was made.
+        token: token of the job.
+        members: the nodes of the job.
+        history: failures and training time of the job, up to when the manifest was made.
     """
 
     token: bytes
@@ -53,15 +57,17 @@ class ManifestFacts:
 
 @dataclass(frozen=True)
 class NodeInventory:
-    """What the daemon of one node holds of the job.
+    """The slots and capsules of the job that one node's daemon holds.
 
     Attributes:
-        name: of the node.
-        decision: the newest that the daemon was told; None: it does not know the job.
-        held, capsules: the headers of its slots, and of the capsules that it keeps for ranks of other nodes.
-        had_whole: whether a version of the job was whole once, as far as it knows.
-        trained_s: seconds for which the job has trained under that decision.
-        failed: whether the job failed under it.
+        name: name of the node.
+        decision: the newest decision that the daemon received; None: the daemon does not know the
+            job.
+        held: the headers of the daemon's slots.
+        capsules: the headers of the capsules that the daemon keeps for ranks of other nodes.
+        had_whole: whether a version of the job was ever whole, according to this daemon.
+        trained_s: seconds that the job has trained under that decision.
+        failed: whether the job failed under that decision.
     """
 
     name: str
@@ -75,14 +81,16 @@ class NodeInventory:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What all nodes that answered hold.
+    """The slots and capsules of all nodes that answered.
 
     Attributes:
-        reports: node id → what its daemon holds.
-        manifests: the manifest under which each epoch's versions were written, as far as a node has it.
+        reports: node id → the inventory of its daemon.
+        manifests: epoch → the manifest that its versions were written under, if any node has that
+            manifest.
         silent: names of nodes of the newest manifest that did not answer.
-        before: what the same attach found before it told a decision whose base could not be loaded. Nothing was written under
-            that one, so it ends no history: the one that was in force then still says what counts.
+        before: what the same attach found earlier, before it announced a decision whose base could
+            not be loaded. Nothing was written under that decision, so it ends no history. The
+            decision in force before it still says which versions count.
     """
 
     reports: Mapping[str, NodeInventory]
@@ -92,17 +100,20 @@ class Inventory:
 
     @cached_property
     def decisions(self) -> dict[str, Decision]:
-        """Node id → the decision that its daemon remembers."""
+        """Returns node id → the decision that its daemon remembers."""
         return {node: each.decision for node, each in self.reports.items() if each.decision is not None}
 
     @property
     def decision(self) -> Decision | None:
-        """The one in force."""
+        """Returns the decision in force; None if no daemon knows the job."""
         return self.histories[0] if self.histories else None
 
     @cached_property
     def histories(self) -> list[Decision]:
-        """The decisions in force, the one that counts first; several where the job went on more than once."""
+        """Returns the decisions in force; several if the job continued in more than one history.
+
+        The first one counts.
+        """
         if self.before is not None:
             return self.before.histories
         known = {node: self.manifests.get(each.epoch) for node, each in self.decisions.items()}
@@ -114,7 +125,11 @@ class Inventory:
         return lineage.histories(self.decisions, members, lineage.written_by(self.held, self.capsules))
 
     def refuse_rivals(self, job: str) -> None:
-        """Raises AttachError if the job went on twice, each time without knowing of the other: a person must choose."""
+        """Raises AttachError if the job has more than one history.
+
+        Then the job continued twice, and neither continuation knew of the other. A person must
+        choose.
+        """
         if len(self.histories) < 2:
             return
         lines = []
@@ -124,41 +139,47 @@ class Inventory:
             upto = f", up to step {max(steps)}" if steps else ""
             lines.append(f"epoch {decision.epoch.counter} on {', '.join(sorted(holders))}{upto}")
         raise AttachError(
-            f"job {job} went on more than once, each time without nodes that knew of the other: {'; '.join(lines)}.",
-            f"reft-cli purge {job} on the nodes of what is to be given up",
+            f"job {job} went on more than once, and neither continuation knew of the other: {'; '.join(lines)}.",
+            f"reft-cli purge {job} on the nodes of the history to give up",
         )
 
     @property
     def members(self) -> set[str]:
-        """Ids of the nodes of the newest manifest and of its base's: nobody else writes what may still count."""
+        """Returns the ids of the nodes of the newest manifest and of its base's manifest.
+
+        No other node writes a version that may still count.
+        """
         return {
             member.id for epoch in self.epochs if epoch in self.manifests for member in self.manifests[epoch].members
         }
 
     @property
     def epochs(self) -> list[Epoch]:
-        """The epoch in force, and its base's: their versions may still count."""
+        """Returns the epoch in force and the epoch of its base: versions of both may count."""
         decision = self.decision
         return [each.epoch for each in (decision, decision and decision.base) if each]
 
     @cached_property
     def held(self) -> list[HeldSlot]:
-        """The headers of all slots."""
+        """Returns the headers of all slots."""
         return [slot for each in self.reports.values() for slot in each.held]
 
     @cached_property
     def capsules(self) -> list[HeldCapsule]:
-        """The headers of all capsules that nodes keep for ranks of other nodes."""
+        """Returns the headers of all capsules that nodes keep for ranks of other nodes."""
         return [copy for each in self.reports.values() for copy in each.capsules]
 
     @property
     def had_whole(self) -> bool:
-        """Whether a version of the job was whole once: it must be found, or its loss be said."""
+        """Returns whether a version of the job was ever whole.
+
+        If so, attach must find one, or report the loss.
+        """
         return any(each.had_whole for each in self.reports.values())
 
     @property
     def history(self) -> FailureHistory:
-        """What the job has lived through, the epoch in force included."""
+        """Returns failures and training time of the job, the epoch in force included."""
         if self.before is not None:
             return self.before.history
         decision = self.decision
@@ -170,7 +191,10 @@ class Inventory:
 
     @cached_property
     def nodes(self) -> dict[str, ManifestNode]:
-        """Every node that a manifest names or that answered, by its id; the newest manifest says last what it is."""
+        """Returns node id → node, for every node that a manifest names or that answered.
+
+        Where manifests differ, the newest one counts.
+        """
         known = {
             member.id: member
             for epoch in sorted(self.manifests, key=lambda epoch: epoch.counter)
@@ -180,7 +204,7 @@ class Inventory:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Id → what a person calls the node: its name, and a piece of its id where two have the same."""
+        """Returns node id → name for people; a part of the id follows an ambiguous name."""
         count = Counter(node.name for node in self.nodes.values())
         return {
             ident: node.name if node.name and count[node.name] == 1 else f"{node.name}#{ident[:6]}"
@@ -189,14 +213,17 @@ class Inventory:
 
     @property
     def domains(self) -> dict[str, str]:
-        """Name of each node that knows the job → its failure domain."""
+        """Returns node name → failure domain, for each node that knows the job."""
         return {self.names[node]: self.nodes[node].domain or f"node {self.names[node]}" for node in self.decisions}
 
     def nodes_of(self, unit: str) -> list[str]:
-        """The node of this name, and the nodes of the failure domain that is labelled so; empty if there are none."""
+        """Returns the nodes that have this name or failure domain; empty if there are none."""
         return [name for ident, name in self.names.items() if unit in (name, self.nodes[ident].domain)]
 
     def absent(self, here: Collection[str]) -> list[str]:
-        """Ids of the nodes of any manifest that are not in `here` and did not answer: they may still hold something."""
+        """Returns the ids of nodes of any manifest that are not in `here` and did not answer.
+
+        Such nodes may still hold slots or capsules.
+        """
         named = {member.id for manifest in self.manifests.values() for member in manifest.members}
         return sorted(named - set(here) - set(self.reports))

@@ -1,21 +1,27 @@
-"""Which history of a job counts, where daemons remember unlike decisions.
+"""Decides which history of a job counts if daemons remember different decisions.
 
-    decision, epoch 4 ── knows 3, 2, 1 ── what they wrote is over, but for the base           daemons on a, b
-    decision, epoch 3 ── knows 2, 1                                                           a daemon on c, back late
+    decision, epoch 4 ── knows 3, 2, 1 ── ends their versions,         daemons on a, b
+                                          except its base
+    decision, epoch 3 ── knows 2, 1                                    a daemon on c, back late
 
-Nobody writes under a decision before the daemons of all its nodes have it, and a daemon only takes greater ones. So one that a
-daemon of its own nodes lacks, which has a lower one or another of the same counter, was never carried out: its attach died
-while it was told. It must not outrank the history that went on without the node that heard of it.
+A rank writes under a decision only after the daemons of all nodes of that decision have it. A
+daemon accepts only greater decisions. Suppose a daemon of the decision's own nodes has a lower
+decision, or another of the same counter. Then the decision was never carried out: its attach died
+while announcing it. It must not outrank the history that continued without the node that received
+it.
 
-Counters say nothing of two decisions that know nothing of each other: each was made while the node that remembers the other was
-silent, and one of them was perhaps told to a single node. What was written under them decides.
+Counters do not order two decisions that do not know each other. Each was made while all daemons
+that remember the other one were silent, and one may have reached a single node only. The versions
+written under them decide.
 
 Invariants
-  1. The same inputs give the same history on every rank; the order of the inputs does not matter.
-  2. A decision ends those that it knew of.
-  3. One that does not know of another outranks it only if nothing was written under the other, and the first knew of the
-     history that the other goes back to. So no version is dropped that the deciding ranks had never heard of.
-  4. Where two have written, neither knowing of the other, a person must choose.
+  1. The same inputs give the same history on every rank. The order of the inputs does not matter.
+  2. A decision ends the decisions that it knew of.
+  3. A decision outranks another one that it does not know only under two conditions. Nothing was
+     written under the other one, and the first knew of the history that the other one goes back to.
+     So a version is never dropped by a decision that did not know of it.
+  4. If versions were written under two decisions, and neither knows the other, a person must
+     choose.
 """
 
 from __future__ import annotations
@@ -30,11 +36,13 @@ from reft.core.recovery.recovery import HeldCapsule, HeldSlot
 def histories(
     remembered: Mapping[str, Decision], members: Mapping[Epoch, Collection[str]], written: Collection[Epoch]
 ) -> list[Decision]:
-    """The decision in force; then those of other histories that none of them may outrank, if there are any.
+    """Returns the decision in force, and the decisions of other histories that it may not outrank.
+
+    Returns more than one decision only if none of them may outrank the others.
 
     Args:
-        remembered: node id → what its daemon remembers.
-        members: epoch → ids of the nodes that its decision was for, as far as they still hold the same job.
+        remembered: node id → the decision that its daemon remembers.
+        members: epoch → ids of the nodes of its decision that still hold the same job.
         written: the epochs of which a slot or a capsule is left.
     """
 
@@ -42,42 +50,45 @@ def histories(
         others = (remembered.get(node, decision).epoch for node in members.get(decision.epoch, ()))
         return any(epoch != decision.epoch and epoch.counter <= decision.epoch.counter for epoch in others)
 
-    def last(decision: Decision) -> Epoch | None:
-        """Of which epoch the newest bytes of its history are."""
+    def newest_epoch(decision: Decision) -> Epoch | None:
+        """Returns the epoch of the newest bytes in the history of a decision."""
         if decision.epoch in written:
             return decision.epoch
         return decision.base.epoch if decision.base else None
 
     def may_outrank(decision: Decision, other: Decision) -> bool:
-        theirs = last(other)
-        return theirs is None or theirs == last(decision) or decision.ends(theirs)
+        other_epoch = newest_epoch(other)
+        return other_epoch is None or other_epoch == newest_epoch(decision) or decision.ends(other_epoch)
 
-    every = set(remembered.values())
-    carried = {each for each in every if not is_torn(each)} or every
-    newest = [each for each in carried if not any(other.ends(each.epoch) for other in carried)]
+    decisions = set(remembered.values())
+    carried_out = {each for each in decisions if not is_torn(each)} or decisions
+    newest = [each for each in carried_out if not any(other.ends(each.epoch) for other in carried_out)]
     leading = [each for each in newest if all(may_outrank(each, other) for other in newest)]
     return sorted(leading, key=_order)[-1:] or sorted(newest, key=_order, reverse=True)
 
 
 def _order(decision: Decision) -> tuple[object, ...]:
-    """Of those that go back to one history: the newest base first, so that nothing is dropped which another had kept."""
+    """Sorts decisions of one history by their base.
+
+    The newest base wins, so that no version is dropped which another decision kept.
+    """
     base = () if decision.base is None else (decision.base.order, decision.base.epoch.ident)
     return (base, decision.epoch.counter, decision.epoch.ident)
 
 
 def written_by(held: Iterable[HeldSlot], copies: Iterable[HeldCapsule]) -> set[Epoch]:
-    """The epochs of which a slot or a capsule is left."""
+    """Returns the epochs of which a slot or a capsule is left."""
     return {slot.version.epoch for slot in held if slot.version is not None} | {copy.version.epoch for copy in copies}
 
 
 def next_epoch(decisions: Iterable[Decision], held: Iterable[HeldSlot], ident: bytes) -> Epoch:
-    """An epoch above all that were ever seen, those of decisions that were never carried out included."""
+    """Returns an epoch above all epochs ever seen, also those of decisions never carried out."""
     counters = [decision.epoch.counter for decision in decisions]
     counters += [slot.version.epoch.counter for slot in held if slot.version is not None]
     return Epoch(max(counters, default=0) + 1, ident)
 
 
 def known_to(decisions: Iterable[Decision]) -> tuple[Epoch, ...]:
-    """What a decision knows that is made where these are remembered."""
+    """Returns the epochs that a decision knows if it is made where `decisions` are remembered."""
     known = {epoch for decision in decisions for epoch in (decision.epoch, *decision.known)}
     return tuple(sorted(known, key=lambda epoch: (epoch.counter, epoch.ident), reverse=True)[:KNOWN_MAX])

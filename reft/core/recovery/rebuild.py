@@ -1,16 +1,20 @@
-"""SlotAllocator the slots of lost ranks again, shard by shard, from the slots that are left.
+"""Rebuilds the slots of lost ranks, shard by shard, from the slots that are left.
 
     stripe of a lane, k = 2, f = 2, slot of member 1 lost      columns a..b of each packet:
 
-      member      0    (1)    2     3                          read    data 0 ─┐          ┌─► data 1    ─► the new slot
-      shard     data 0 [data 1] P0   [P1 elsewhere]            read    P0     ─┴─ decode ─┘     │
-                                                               made: what member 1 had of this stripe, data or parity
+      member      0    (1)    2     3                       read  data 0 ─┐
+      shard     data 0 [data 1] P0   [P1 elsewhere]         read  P0     ─┴─ decode ─► data 1
+                                                            made: member 1's shard of this stripe,
+                                                                  data or parity, in the new slot
 
 Invariants
-  1. Every block of a lost rank is made, each from k surviving shards of its stripe; nothing else is read.
-  2. Data at hand is never decoded; parity is made from data, read or decoded.
-  3. Memory is bounded by the band: all registers of one band take about BAND_BYTES, however large a shard is.
-  4. The bytes are those that the lost slot had: padding and absent leaves are zeros in the surviving shards too.
+  1. Every block of a lost rank is rebuilt from k surviving shards of its stripe. Nothing else is
+     read.
+  2. Data at hand is never decoded. Parity is computed from data, which was read or decoded.
+  3. Memory is bounded by the slice: all registers of one slice take about SLICE_BYTES, whatever the
+     shard size.
+  4. The rebuilt bytes equal the lost ones. Padding and absent leaves are zeros in the surviving
+     shards too.
 """
 
 from __future__ import annotations
@@ -26,17 +30,17 @@ from reft.core.coding.erasure import Packet, XorProgram, decode_program, encode_
 from reft.core.coding.placement import Lane, Placement, RankPlacement
 from reft.core.recovery.gather import stripe_reads
 
-BAND_BYTES = 128 << 20  # all registers of a band
-RANGE_MAX = 2 << 20  # bytes of one packet in a band: more would not be faster
+SLICE_BYTES = 128 << 20  # all registers of a slice
+RANGE_MAX = 2 << 20  # bytes of one packet in a slice: more would not be faster
 RANGE_UNIT = 64  # bytes: a cache line
-CACHE_BYTES = 512 << 10  # registers at work: half of a core's second cache
-COLUMNS_MIN = 8 << 10  # below this the calls cost more than the work
+CACHE_BYTES = 512 << 10  # registers in use: half of a core's second-level cache
+COLUMNS_MIN = 8 << 10  # below this the calls cost more than the XOR
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class StripeShard(NamedTuple):
-    """One shard of a stripe, and where its rank's slot has it: an offset in the slot's data, in bytes."""
+    """One shard of a stripe, and its offset in bytes in the data of its rank's slot."""
 
     shard: int
     rank: int
@@ -45,7 +49,7 @@ class StripeShard(NamedTuple):
 
 @dataclass(frozen=True)
 class StripeRebuild:
-    """What is read and made of one stripe.
+    """The shards that one stripe reads and rebuilds.
 
     Attributes:
         lane: index in the placement.
@@ -72,14 +76,14 @@ class RebuildSlice(NamedTuple):
 
 @dataclass
 class RebuildCost:
-    """What it takes to make again what some ranks' slots had of a cell; all in bytes.
+    """Bytes read and computed to rebuild what the slots of some ranks had of a cell.
 
     Attributes:
         cell: index of the cell in the division.
-        read: rank → what is read of its slot.
-        copied: data that another slot holds too.
-        decoded: data that is computed.
-        parity: parity that is computed.
+        read: rank → bytes read of its slot.
+        copied: bytes of data that another slot holds too.
+        decoded: bytes of data that is computed.
+        parity: bytes of parity that is computed.
     """
 
     cell: int
@@ -90,12 +94,12 @@ class RebuildCost:
 
 
 def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) -> Iterator[StripeRebuild]:
-    """The stripes of which lost ranks had a shard.
+    """Yields the stripes of which lost ranks had a shard.
 
     Args:
         placement: of the epoch that wrote the version.
         have: ranks whose slot is at hand.
-        lost: ranks whose slots are to be made; none of them in `have`.
+        lost: ranks whose slots are rebuilt; none of them in `have`.
 
     Raises:
         ValueError: a stripe can't be decoded from these slots.
@@ -103,23 +107,25 @@ def stripes(placement: Placement, have: Collection[int], lost: Collection[int]) 
     offsets: dict[int, dict[tuple[int, int, int], int]] = {}
 
     def piece(lane: int, stripe: int, shard: int) -> StripeShard:
-        it = placement.lanes[lane]
-        rank = it.members[it.member_of(stripe, shard)]
+        lane_layout = placement.lanes[lane]
+        rank = lane_layout.members[lane_layout.member_of(stripe, shard)]
         if rank not in offsets:
             blocks = placement.part(rank).blocks
             offsets[rank] = {(block.lane, block.stripe, block.shard): block.offset for block in blocks}
         return StripeShard(shard, rank, offsets[rank][lane, stripe, shard])
 
     for lane in _lanes_of(placement, lost):
-        it = placement.lanes[lane]
+        lane_layout = placement.lanes[lane]
         for read in stripe_reads(placement, lane, have):
-            mine = [
-                shard for shard in range(it.code.k + it.code.f) if it.members[it.member_of(read.stripe, shard)] in lost
+            lost_shards = [
+                shard
+                for shard in range(lane_layout.code.k + lane_layout.code.f)
+                if lane_layout.members[lane_layout.member_of(read.stripe, shard)] in lost
             ]
-            if mine:
-                taken = tuple(piece(lane, read.stripe, shard) for shard in read.shards)
-                made = tuple(piece(lane, read.stripe, shard) for shard in mine)
-                yield StripeRebuild(lane, read.stripe, taken, read.lost, made)
+            if lost_shards:
+                shards_read = tuple(piece(lane, read.stripe, shard) for shard in read.shards)
+                made = tuple(piece(lane, read.stripe, shard) for shard in lost_shards)
+                yield StripeRebuild(lane, read.stripe, shards_read, read.lost, made)
 
 
 def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
@@ -130,11 +136,14 @@ def _lanes_of(placement: Placement, ranks: Collection[int]) -> list[int]:
 
 
 def costs(placement: Placement, have: Collection[int], lost: Collection[int]) -> list[RebuildCost]:
-    """What it takes to make the slots of `lost`, by cells, ascending; arguments and errors as of `stripes`."""
-    found: dict[int, RebuildCost] = {}
+    """Returns the cost to rebuild the slots of `lost`, one entry a cell, ascending.
+
+    Arguments and errors are those of `stripes`.
+    """
+    by_cell: dict[int, RebuildCost] = {}
     for each in stripes(placement, have, lost):
         lane = placement.lanes[each.lane]
-        cost = found.setdefault(lane.cell, RebuildCost(lane.cell))
+        cost = by_cell.setdefault(lane.cell, RebuildCost(lane.cell))
         for piece in each.read:
             cost.read[piece.rank] = cost.read.get(piece.rank, 0) + lane.shard_bytes
         for piece in each.made:
@@ -144,11 +153,14 @@ def costs(placement: Placement, have: Collection[int], lost: Collection[int]) ->
                 cost.decoded += lane.shard_bytes
             else:
                 cost.parity += lane.shard_bytes
-    return [found[cell] for cell in sorted(found)]
+    return [by_cell[cell] for cell in sorted(by_cell)]
 
 
-def bands(placement: Placement, stripe: StripeRebuild, limit: int = BAND_BYTES) -> Iterator[RebuildSlice]:
-    """The stripe cut so that all registers of a band take at most `limit` bytes, as far as RANGE_UNIT allows."""
+def bands(placement: Placement, stripe: StripeRebuild, limit: int = SLICE_BYTES) -> Iterator[RebuildSlice]:
+    """Cuts a stripe into slices whose registers take at most `limit` bytes.
+
+    A slice is never narrower than RANGE_UNIT.
+    """
     lane = placement.lanes[stripe.lane]
     shards = len(stripe.read) + len({*stripe.lost, *(piece.shard for piece in stripe.made)}) + 1
     width = min(limit // (shards * lane.code.w), RANGE_MAX) // RANGE_UNIT * RANGE_UNIT
@@ -159,7 +171,7 @@ def bands(placement: Placement, stripe: StripeRebuild, limit: int = BAND_BYTES) 
 
 @dataclass
 class ShardRebuilder:
-    """Computes bands, and remembers the programs; may be used by several threads.
+    """Computes slices of lost shards and caches the XOR programs; several threads may use it.
 
     Args:
         placement: of the epoch that wrote the version.
@@ -168,17 +180,18 @@ class ShardRebuilder:
     placement: Placement
     _programs: dict[tuple[object, ...], XorProgram] = field(default_factory=dict)
 
-    def make(self, band: RebuildSlice, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
-        """Fills the band of the shards that are made.
+    def make(self, shard_slice: RebuildSlice, read: Mapping[Packet, Bytes], made: Mapping[Packet, Bytes]) -> None:
+        """Fills one slice of the shards that are rebuilt.
 
         Args:
+            shard_slice: the slice.
             read: (shard, packet) → the columns that were read, for all of `stripe.read`.
-            made: (shard, packet) → where they belong, for all of `stripe.made`.
+            made: (shard, packet) → where the rebuilt columns belong, for all of `stripe.made`.
         """
-        stripe = band.stripe
+        stripe = shard_slice.stripe
         lane = self.placement.lanes[stripe.lane]
         registers = dict(read)
-        width = band.end - band.begin
+        width = shard_slice.end - shard_slice.begin
         if stripe.lost:
             parities = tuple(piece.shard - lane.code.k for piece in stripe.read if piece.shard >= lane.code.k)
             self._run(self._decoding(lane, stripe.lost, parities), registers, made, width)
@@ -204,13 +217,13 @@ class ShardRebuilder:
             )
 
     def _decoding(self, lane: Lane, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
-        return self._remembered(lane, (lost, parities), lambda: decode_program(lane.code, lost, parities))
+        return self._cached(lane, (lost, parities), lambda: decode_program(lane.code, lost, parities))
 
     def _encoding(self, lane: Lane, parity: int) -> XorProgram:
-        return self._remembered(lane, (parity,), lambda: encode_program(lane.code, parity))
+        return self._cached(lane, (parity,), lambda: encode_program(lane.code, parity))
 
-    def _remembered(self, lane: Lane, what: tuple[object, ...], make: Any) -> XorProgram:
-        # Not the code itself: its tables are thousands of entries to hash.
+    def _cached(self, lane: Lane, what: tuple[object, ...], make: Any) -> XorProgram:
+        # The key has no ErasureCode: hashing its tables means hashing thousands of entries.
         key = (lane.code.kind, lane.code.k, lane.code.f, lane.code.w, *what)
         if key not in self._programs:
             self._programs[key] = make()
@@ -218,5 +231,8 @@ class ShardRebuilder:
 
 
 def lane_at(part: RankPlacement, offset: int) -> int | None:
-    """The lane whose shard lies at, or first after, an offset of a slot's data; None behind the last of them."""
+    """Returns the lane whose shard lies at an offset of a slot's data, or first after it.
+
+    Returns None behind the last shard.
+    """
     return next((block.lane for block in part.blocks if offset < block.offset + block.nbytes), None)

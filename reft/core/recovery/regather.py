@@ -1,19 +1,25 @@
-"""What travels while the state is brought into another shape: one list, of which every rank makes what it has a part in.
+"""Lists the transfers that bring a job's state into another shape.
 
-    slot of old rank q     | shard | shard | … | parity | kept |     windows of at most Sizes.piece bytes, of all slots in turn
-      window               ├──────────────┤                          its reader sends to each set of ranks one parcel:
-        parcel             ▓▓  ▓▓▓   ▓                               the bytes that they need, packed
-    capsule of q           | rider | rider |                         the same, of bytes laid end to end
-    lost slot of q         bands: columns of the shards that decode it ─► a rebuilder, which has q's bytes then, a band at a
-                           time, compares them with q's digests, and sends parcels of them
+Each rank makes its own part of the list.
+
+    slot of old rank q   | shard | shard | … | parity | unreplicated |
+      window             ├──────────────┤     at most TransferSizes.piece bytes; all slots in turn
+        message          ▓▓  ▓▓▓   ▓          from the slot's reader to each set of ranks:
+                                              the bytes that they need, packed
+    capsule of q         | inline leaf | inline leaf |    the same, of leaves laid end to end
+    lost slot of q       slices: columns of the shards that decode the slot ─► a rebuilder
+
+A rebuilder has the bytes of q one slice at a time. It compares them with the digests of q, and
+sends messages of them.
 
 Invariants
-  1. The list is a function of needs, placement, slots at hand and readers: the same for all ranks. Its order is that of windows,
-     then of old ranks; so a rank leaves out what concerns others without knowing how much that is.
-  2. A rank that takes its part in an entry has done so, or is doing so, for all entries before it. The first entry that is not
-     done can therefore always be done: nobody waits in a circle.
-  3. Each needed byte comes to each rank that needs it once: from memory that it reads itself if it lies there, else from one
-     sender.
+  1. The list follows from needs, placement, slots at hand and readers: it is the same on all ranks.
+     Its order is that of windows, then of old ranks. So a rank can leave out the entries of others
+     without counting them.
+  2. A rank that works on an entry has finished or begun all its entries before that one. So the
+     first unfinished entry can always be finished: ranks never wait in a circle.
+  3. Each needed byte reaches each rank that needs it once. It comes from memory that the rank reads
+     itself if the byte lies there, else from one sender.
 """
 
 from __future__ import annotations
@@ -35,12 +41,12 @@ from reft.core.recovery.shard_matching import PieceSource, PieceTransfer
 
 @dataclass(frozen=True)
 class TransferSizes:
-    """How much is on its way at a time, in bytes; the same on all ranks.
+    """How many bytes are in transfer at a time; the same on all ranks.
 
     Attributes:
-        piece: of what is read, packed and sent at a time.
-        band: of all shards that a lost one is decoded from.
-        window: of messages under way.
+        piece: bytes read, packed and sent at a time.
+        band: bytes of all shards that one slice of a lost shard is decoded from.
+        window: bytes of messages under way.
     """
 
     piece: int = 4 << 20
@@ -49,7 +55,7 @@ class TransferSizes:
 
 
 class NeededRange(NamedTuple):
-    """Bytes begin..end of a piece, which lie from `at` on in the source, as far as a need wants them."""
+    """Bytes begin..end of a piece that one need takes; they lie from `at` on in the source."""
 
     need: PieceTransfer
     at: int
@@ -58,21 +64,24 @@ class NeededRange(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are wanted."""
+        """Returns how many bytes the need takes."""
         return self.need.copy.bytes_within(self.begin, self.end)
 
 
 @dataclass(frozen=True)
 class TransferMessage:
-    """What one rank gives to one set of ranks, itself perhaps among them.
+    """The bytes that one rank gives to one set of ranks, which may include itself.
 
     Attributes:
-        where: SLOT: the slot of old rank `owner`, by `at`; CAPSULE: its riders, end to end; CELL: what was decoded of its slot.
-        begin, end: what is read of the source.
+        where: the source. SLOT: the slot of old rank `owner`, by `at`. CAPSULE: its inline leaves,
+            end to end. CELL: the decoded bytes of its slot.
+        owner: the old rank.
+        begin: where reading begins in the source.
+        end: where reading ends in the source.
         parts: in the order of the source.
         sender: new rank.
         receivers: new ranks, ascending.
-        nbytes: of all parts.
+        nbytes: sum over all parts.
     """
 
     where: PieceSource
@@ -87,16 +96,18 @@ class TransferMessage:
 
 @dataclass(frozen=True)
 class LostShardSlice:
-    """Columns begin..end of every packet of one lost shard, and where they are decoded.
+    """Columns begin..end of every packet of one lost shard, and the rank that decodes them.
 
     Attributes:
-        owner: the old rank that lost it.
-        block: of its slot.
-        lane: of the block.
-        read: which shards are taken, and which are decoded from them.
+        owner: the old rank that lost the shard.
+        block: the block of its slot.
+        lane: the lane of the block.
+        read: the shards that are read, and the shards that are decoded from them.
+        begin: first column.
+        end: column behind the last.
         inputs: for each of read.shards: the old rank whose slot has it, and its offset there.
         rebuilder: new rank.
-        parcels: of what was decoded.
+        parcels: messages with the decoded bytes.
     """
 
     owner: int
@@ -111,12 +122,15 @@ class LostShardSlice:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The band in the shard, in the order of its bytes."""
+        """Returns the slice as byte ranges of the shard, ascending."""
         return bands(self.lane, self.begin, self.end)
 
 
 class SourceExtent(NamedTuple):
-    """Bytes begin..end of a source: bytes of a piece from `first` on. `takes` says which new ranks take it from here."""
+    """Bytes begin..end of a source, which are the bytes of a piece from `first` on.
+
+    `takes` says which new ranks take the bytes from here.
+    """
 
     begin: int
     end: int
@@ -125,26 +139,30 @@ class SourceExtent(NamedTuple):
     takes: Callable[[int], bool]
 
 
-def _all(rank: int) -> bool:
+def _any_rank(rank: int) -> bool:
     return True
 
 
 def bands(lane: Lane, begin: int, end: int) -> list[tuple[int, int]]:
-    """Columns begin..end of every packet of a shard, as ranges of its bytes."""
+    """Returns columns begin..end of every packet of a shard, as byte ranges of the shard."""
     if (begin, end) == (0, lane.packet_bytes):
-        return [(0, lane.shard_bytes)]  # packets one after the other are one range
+        return [(0, lane.shard_bytes)]  # whole packets in sequence form one range
     return [(r * lane.packet_bytes + begin, r * lane.packet_bytes + end) for r in range(lane.code.w)]
 
 
 def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], world: int) -> dict[int, int]:
-    """Who reads each slot, where the new job may have fewer ranks than the old: old rank → new rank.
+    """Assigns one reading rank to each slot; the new job may have fewer ranks than the old one.
 
-    As `gather.readers`; what lies on a node that nobody runs on is shared out among all ranks.
+    Works like `gather.assign_readers`. Slots on a node where no rank runs are shared out among all
+    ranks.
 
     Args:
         sources: old rank → id of the node that has its slot.
         nodes: id of each node → the ranks that run there now.
         world: how many ranks there are now.
+
+    Returns:
+        Old rank → new rank.
     """
     near = assign_readers({rank: node for rank, node in sources.items() if node in nodes}, nodes)
     load = dict.fromkeys(range(world), 0)
@@ -158,45 +176,46 @@ def readers_of(sources: Mapping[int, str], nodes: Mapping[str, Sequence[int]], w
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Needs, by where they are taken from, in the order of their places there.
+    """Needs, grouped by source, in the order of their offsets there.
 
     Attributes:
-        cells: cell → offset in it → the needs of the piece there.
+        cells: cell → offset in the cell → the needs of the piece there.
         offsets: cell → these offsets.
-        kept: old rank → offset in its slot → the needs of the kept piece there.
-        riding: old rank → name → the needs of that rider.
+        unreplicated: old rank → offset in its slot → the needs of the unreplicated piece there.
+        inline: old rank → name → the needs of that inline leaf.
     """
 
     cells: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
     offsets: Mapping[int, Sequence[int]]
-    kept: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
-    riding: Mapping[int, Mapping[str, Sequence[PieceTransfer]]]
+    unreplicated: Mapping[int, Mapping[int, Sequence[PieceTransfer]]]
+    inline: Mapping[int, Mapping[str, Sequence[PieceTransfer]]]
 
     @classmethod
     def of(cls, needs: Iterable[PieceTransfer]) -> _Wanted:
-        found: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
+        by_source: dict[PieceSource, dict[int, dict[Any, list[PieceTransfer]]]] = {where: {} for where in PieceSource}
         for need in needs:
             where, owner, offset = need.seat
             key = need.piece.name if where is PieceSource.CAPSULE else offset
-            found[where].setdefault(owner, {}).setdefault(key, []).append(need)
-        cells, kept, riding = (
-            {owner: dict(sorted(found[where][owner].items())) for owner in sorted(found[where])}
+            by_source[where].setdefault(owner, {}).setdefault(key, []).append(need)
+        cells, unreplicated, inline = (
+            {owner: dict(sorted(by_source[where][owner].items())) for owner in sorted(by_source[where])}
             for where in (PieceSource.CELL, PieceSource.SLOT, PieceSource.CAPSULE)
         )
-        return cls(cells, {cell: list(places) for cell, places in cells.items()}, kept, riding)
+        return cls(cells, {cell: list(places) for cell, places in cells.items()}, unreplicated, inline)
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Makes the list.
+    """Makes the list of transfers.
 
     Args:
-        needs: what goes where.
+        needs: which bytes go to which leaves.
         placement: under which the slots were written.
         reader_of: old rank → new rank that reads its slot, for all slots at hand.
-        keeper_of: old rank → new rank that has its capsule, and decodes its slot if that is lost.
-        node_of: for each new rank what its node is called.
-        sizes: of pieces and bands.
+        keeper_of: old rank → new rank that has its capsule, and decodes its slot if the slot is
+            lost.
+        node_of: for each new rank the name of its node.
+        sizes: of pieces and slices.
     """
 
     needs: Sequence[PieceTransfer]
@@ -206,52 +225,56 @@ class ReshardPlan:
     node_of: Sequence[str]
     sizes: TransferSizes
     _reads: dict[int, list[StripeRead]] = field(default_factory=dict)
-    _places: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
+    _block_offsets: dict[int, dict[tuple[int, int, int], int]] = field(default_factory=dict)
 
     def entries(self, rank: int) -> Iterator[TransferMessage | LostShardSlice]:
-        """What a new rank has a part in, in the order of the list; perhaps a few entries more.
+        """Yields the entries that a new rank takes part in, in list order; perhaps a few more.
 
         Raises:
             ValueError: a stripe can't be decoded from the slots at hand.
         """
-        taken = _Wanted.of(need for need in self.needs if rank in need.receivers)
-        slots = [self._slot(old, self._whole if new == rank else taken) for old, new in self.reader_of.items()]
+        own_needs = _Wanted.of(need for need in self.needs if rank in need.receivers)
+        slots = [self._slot(old, self._all_needs if new == rank else own_needs) for old, new in self.reader_of.items()]
         inline_leaves = []
-        for old in self._whole.riding:
+        for old in self._all_needs.inline:
             keeper = self.keeper_of[old]
-            extents = self.inline_leaves(old, self._whole if keeper == rank else taken)
+            extents = self.inline_leaves(old, self._all_needs if keeper == rank else own_needs)
             inline_leaves.append(self._windows(PieceSource.CAPSULE, old, extents, keeper))
         for turn in (slots, inline_leaves):
-            yield from (parcel for _, parcel in merge(*turn, key=itemgetter(0)))
+            yield from (message for _, message in merge(*turn, key=itemgetter(0)))
         lost = [old for old in range(len(self.placement.domains)) if old not in self.reader_of]
         for row in zip_longest(
-            *(self._lost(old, self._whole if self.keeper_of[old] == rank else taken) for old in lost)
+            *(self._lost(old, self._all_needs if self.keeper_of[old] == rank else own_needs) for old in lost)
         ):
-            yield from (band for band in row if band is not None)
+            yield from (shard_slice for shard_slice in row if shard_slice is not None)
 
     def inline_leaves(self, owner: int, wanted: _Wanted | None = None) -> list[SourceExtent]:
-        """The riders of an old rank that somebody needs, end to end in the order of their names, and who needs them.
+        """Returns the needed inline leaves of an old rank, end to end in the order of their names.
 
         Args:
-            wanted: only the needs that are in it; None: all.
+            owner: the old rank.
+            wanted: returns only leaves with a need in it; None: all.
         """
-        found, at = [], 0
-        some = (wanted or self._whole).riding.get(owner, {})
-        for name, needs in self._whole.riding[owner].items():
+        extents, at = [], 0
+        wanted_needs = (wanted or self._all_needs).inline.get(owner, {})
+        for name, needs in self._all_needs.inline[owner].items():
             nbytes = needs[0].piece.nbytes
-            if name in some:
-                found.append(SourceExtent(at, at + nbytes, 0, some[name], _all))
+            if name in wanted_needs:
+                extents.append(SourceExtent(at, at + nbytes, 0, wanted_needs[name], _any_rank))
             at += nbytes
-        return found
+        return extents
 
     def is_rebuilt(self, owner: int) -> bool:
-        """Whether an old rank's slot is lost, and there are not copies of all that it held of the cells."""
+        """Returns whether an old rank's slot is lost and must be decoded.
+
+        That is not so if other slots have copies of all its cell data.
+        """
         part = self.placement.part(owner)
         lanes = [self.placement.lanes[block.lane] for block in part.blocks[: part.data_blocks]]
         return owner not in self.reader_of and any(lane.code.k > 1 for lane in lanes)
 
     @cached_property
-    def _whole(self) -> _Wanted:
+    def _all_needs(self) -> _Wanted:
         return _Wanted.of(self.needs)
 
     # Slots at hand
@@ -259,21 +282,22 @@ class ReshardPlan:
     def _slot(self, owner: int, wanted: _Wanted) -> Iterator[tuple[int, TransferMessage]]:
         part = self.placement.part(owner)
         blocks = [self._block(block, self._takes(block, owner), wanted) for block in part.blocks[: part.data_blocks]]
-        kept = (
-            SourceExtent(at, at + needs[0].piece.nbytes, 0, needs, _all)
-            for at, needs in wanted.kept.get(owner, {}).items()
+        unreplicated = (
+            SourceExtent(at, at + needs[0].piece.nbytes, 0, needs, _any_rank)
+            for at, needs in wanted.unreplicated.get(owner, {}).items()
         )
-        # Copies that are numbered as parity hold data too: their reader needs no message for it.
+        # With k = 1, parity blocks are copies of the data. Their reader takes the data without a
+        # message.
         copies = [
             self._block(block, self._takes(block, owner), wanted)
             for block in part.blocks[part.data_blocks :]
             if self.placement.lanes[block.lane].code.k == 1
         ]
-        extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), kept)
+        extents = chain(chain.from_iterable(blocks), chain.from_iterable(copies), unreplicated)
         yield from self._windows(PieceSource.SLOT, owner, extents, self.reader_of[owner])
 
     def _block(self, block: ShardBlock, takes: Callable[[int], bool], wanted: _Wanted) -> Iterator[SourceExtent]:
-        """What somebody needs of a block of data, in the order of its bytes."""
+        """Yields the extents of a data block that some rank needs, in the order of its bytes."""
         lane = self.placement.lanes[block.lane]
         if lane.cell not in wanted.cells:
             return
@@ -289,10 +313,14 @@ class ReshardPlan:
                 yield SourceExtent(at, at + last - first, first - offset, needs[offset], takes)
 
     def _takes(self, block: ShardBlock, owner: int) -> Callable[[int], bool]:
-        """Which new ranks take a block from this slot: of copies each takes its own, else one of its node, else the first."""
+        """Returns which new ranks take a block from this slot.
+
+        If several slots have a copy, a rank takes the copy that it reads itself. Second choice is a
+        copy on its node, third the first copy.
+        """
         lane = self.placement.lanes[block.lane]
         if lane.code.k > 1 or not lane.code.f:
-            return _all
+            return _any_rank
         holders = [lane.members[lane.member_of(block.stripe, shard)] for shard in range(lane.code.f + 1)]
         at_hand = [old for old in holders if old in self.reader_of]
         by_rank: dict[int, int] = {}
@@ -302,48 +330,48 @@ class ReshardPlan:
             by_node.setdefault(self.node_of[self.reader_of[old]], old)
         return lambda rank: by_rank.get(rank, by_node.get(self.node_of[rank], at_hand[0])) == owner
 
-    # Parcels
+    # Messages
 
     def _windows(
         self, where: PieceSource, owner: int, extents: Iterable[SourceExtent], sender: int
     ) -> Iterator[tuple[int, TransferMessage]]:
-        """Extents in their order, as parcels of what lies within each window, with its number."""
+        """Cuts extents at window boundaries; yields each message with its window number."""
         window, parts = -1, dict[tuple[int, ...], list[NeededRange]]()
         for extent in extents:
             at = extent.begin
             while at < extent.end:
                 number = at // self.sizes.piece
                 if number != window:
-                    yield from ((window, parcel) for parcel in self._parcels(where, owner, parts, sender))
+                    yield from ((window, message) for message in self._messages(where, owner, parts, sender))
                     window, parts = number, {}
                 end = min(extent.end, (number + 1) * self.sizes.piece)
-                self._cut(extent, at, end, parts)
+                self._split(extent, at, end, parts)
                 at = end
-        yield from ((window, parcel) for parcel in self._parcels(where, owner, parts, sender))
+        yield from ((window, message) for message in self._messages(where, owner, parts, sender))
 
-    def _cut(self, extent: SourceExtent, at: int, end: int, parts: dict[tuple[int, ...], list[NeededRange]]) -> None:
-        """Adds what is needed of bytes at..end of the source, by who needs it."""
+    def _split(self, extent: SourceExtent, at: int, end: int, parts: dict[tuple[int, ...], list[NeededRange]]) -> None:
+        """Adds the needed ranges of bytes at..end of the source, grouped by receivers."""
         begin = extent.first + at - extent.begin
         for need in extent.needs:
             receivers = need.receivers
-            if extent.takes is not _all:
+            if extent.takes is not _any_rank:
                 receivers = tuple(rank for rank in receivers if extent.takes(rank))
             part = NeededRange(need, at, begin, begin + end - at)
             if receivers and part.nbytes:
                 parts.setdefault(receivers, []).append(part)
 
-    def _parcels(
+    def _messages(
         self, where: PieceSource, owner: int, parts: Mapping[tuple[int, ...], Sequence[NeededRange]], sender: int
     ) -> Iterator[TransferMessage]:
-        for receivers, found in parts.items():
-            begin, end = found[0].at, max(part.at + part.end - part.begin for part in found)
-            nbytes = sum(part.nbytes for part in found)
-            yield TransferMessage(where, owner, begin, end, tuple(found), sender, receivers, nbytes)
+        for receivers, group in parts.items():
+            begin, end = group[0].at, max(part.at + part.end - part.begin for part in group)
+            nbytes = sum(part.nbytes for part in group)
+            yield TransferMessage(where, owner, begin, end, tuple(group), sender, receivers, nbytes)
 
     # Lost slots
 
     def _lost(self, owner: int, wanted: _Wanted) -> Iterator[LostShardSlice]:
-        """The data shards of a lost slot; nothing if there are copies of them all."""
+        """Yields the slices of a lost slot's data shards; none if all of them have copies."""
         if not self.is_rebuilt(owner):
             return
         part = self.placement.part(owner)
@@ -351,27 +379,31 @@ class ReshardPlan:
         for block in blocks:
             lane, read = self.placement.lanes[block.lane], self._read(block)
             inputs = tuple(self._input(block, shard) for shard in read.shards)
-            # One after the other, so that the columns of all packets that are read fit into Sizes.band.
+            # The columns of all packets that are read fit into TransferSizes.band.
             width = self.sizes.band // ((lane.code.k + len(read.lost)) * lane.code.w)
             width = max(min(width, self.sizes.piece // lane.code.w) // ALIGNMENT, 1) * ALIGNMENT
             for begin in range(0, lane.packet_bytes, width):
                 end = min(begin + width, lane.packet_bytes)
-                band = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
-                yield replace(band, parcels=tuple(self._decoded(band, wanted)))
+                shard_slice = LostShardSlice(owner, block, lane, read, begin, end, inputs, self.keeper_of[owner], ())
+                yield replace(shard_slice, parcels=tuple(self._decoded(shard_slice, wanted)))
 
-    def _decoded(self, band: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
-        """What somebody needs of a band."""
-        if band.lane.code.k == 1:  # a copy, which its reader sends: here it is only compared with its digests
+    def _decoded(self, shard_slice: LostShardSlice, wanted: _Wanted) -> Iterator[TransferMessage]:
+        """Yields the messages with the needed bytes of a slice."""
+        if shard_slice.lane.code.k == 1:
+            # The reader of another copy sends these bytes. Here they are only compared with the
+            # digests.
             return
-        extents = list(self._block(band.block, _all, wanted))
-        cut = []
-        for begin, end in band.ranges:
-            at, upto = band.block.offset + begin, band.block.offset + end
+        extents = list(self._block(shard_slice.block, _any_rank, wanted))
+        clipped = []
+        for begin, end in shard_slice.ranges:
+            at, upto = shard_slice.block.offset + begin, shard_slice.block.offset + end
             for extent in extents:
                 if extent.begin < upto and at < extent.end:
                     first = extent.first + max(at - extent.begin, 0)
-                    cut.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
-        yield from (parcel for _, parcel in self._windows(PieceSource.CELL, band.owner, cut, band.rebuilder))
+                    clipped.append(extent._replace(begin=max(extent.begin, at), end=min(extent.end, upto), first=first))
+        yield from (
+            message for _, message in self._windows(PieceSource.CELL, shard_slice.owner, clipped, shard_slice.rebuilder)
+        )
 
     def _read(self, block: ShardBlock) -> StripeRead:
         if block.lane not in self._reads:
@@ -379,9 +411,9 @@ class ReshardPlan:
         return self._reads[block.lane][block.stripe]
 
     def _input(self, block: ShardBlock, shard: int) -> tuple[int, int]:
-        """The old rank that has another shard of the block's stripe, and its offset in the slot."""
+        """Returns the old rank that has this shard of the stripe, and the offset in its slot."""
         lane = self.placement.lanes[block.lane]
         old = lane.members[lane.member_of(block.stripe, shard)]
-        if old not in self._places:
-            self._places[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
-        return old, self._places[old][block.lane, block.stripe, shard]
+        if old not in self._block_offsets:
+            self._block_offsets[old] = {(b.lane, b.stripe, b.shard): b.offset for b in self.placement.part(old).blocks}
+        return old, self._block_offsets[old][block.lane, block.stripe, shard]

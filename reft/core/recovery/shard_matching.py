@@ -1,15 +1,19 @@
-"""Another shape: which old pieces of the state every rank of a new job needs, whatever was sharded how over how many ranks.
+"""Finds which old pieces of the state each rank of a job in another shape needs.
 
-    old ranks' leaves ─► pieces: what each is, and where it lies ┐
-                         (a cell │ a rank's slot │ its capsule)  ├─► needs: this part of that piece, to these new ranks
-    new ranks' leaves ─► wanted: what each is, and who wants it  ┘   or: what does not fit, by name
+    old ranks' leaves ─► pieces: what each is, and where it lies ┐  needs: this part of that piece
+                         (a cell │ a rank's slot │ its capsule)  ├─►      goes to these new ranks
+    new ranks' leaves ─► wanted: what each is, and for which rank┘  or: the leaves that do not fit
+
+Any sharding over any number of ranks can become any other.
 
 Invariants
-  1. Each element of each wanted leaf is taken from exactly one old piece; each element that was held is wanted by someone.
-     Else the leaf is named, and nothing is loaded.
-  2. Only a piece of the same name, dtype and global shape is taken: nothing is converted, nothing is guessed.
-  3. Bytes of a cell are the same on all its holders. Of pieces that each rank keeps for itself, a new rank takes the one of
-     the old rank of its own number; if that had none, the lowest.
+  1. Each element of each wanted leaf is taken from exactly one old piece. Each element that was
+     held is wanted by some rank. Otherwise the leaf is named, and nothing is loaded.
+  2. A piece is taken only by a leaf of the same name, dtype and global shape. Nothing is converted
+     or guessed.
+  3. Bytes of a cell are the same on all its holders. If each old rank kept its own piece, a new
+     rank takes the piece of the old rank with its own number; if that rank had none, the lowest
+     rank's.
   4. The same leaves give the same needs on every rank, in the same order.
 """
 
@@ -25,11 +29,11 @@ from reft.core.coding.placement import Placement
 from reft.core.layout.layout import Leaf
 from reft.core.layout.regions import RegionCopy, RegionIndex, overlap
 
-OPTIMIZER = "optimizer."  # what names of leaves begin with that an optimizer may not have made yet
+OPTIMIZER = "optimizer."  # prefix of leaf names; an optimizer may not have made these leaves yet
 
 
 class PieceSource(Enum):
-    """What an old piece lies in."""
+    """The kind of place that holds an old piece."""
 
     CELL = "cell"
     SLOT = "slot"
@@ -37,7 +41,13 @@ class PieceSource(Enum):
 
 
 class PieceLocation(NamedTuple):
-    """Where a piece lies: at `offset` of cell `owner`, or of the data of old rank `owner`'s slot; or in its capsule."""
+    """Where a piece lies: in a cell, in an old rank's slot, or in its capsule.
+
+    Attributes:
+        where: the kind of place.
+        owner: number of the cell, or the old rank.
+        offset: in the cell, or in the data of the slot; 0 in a capsule.
+    """
 
     where: PieceSource
     owner: int
@@ -46,11 +56,12 @@ class PieceLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class UnforeseenLeaves:
-    """What an old rank's slot or capsule says, beyond what its epoch's manifest had foreseen.
+    """How an old rank's slot or capsule differs from its epoch's manifest.
 
     Attributes:
         absent: names of foreseen leaves that did not exist.
-        others: leaves that were not foreseen, or not so, and where they lie in the slot's data; None: in the capsule.
+        others: leaves that the manifest did not foresee, or not in this form. With each: its offset
+            in the slot's data; None: it lies in the capsule.
     """
 
     absent: frozenset[str] = frozenset()
@@ -58,13 +69,16 @@ class UnforeseenLeaves:
 
     @property
     def missing(self) -> frozenset[str]:
-        """Names that do not lie where the placement says."""
+        """Returns the names that do not lie where the placement says."""
         return self.absent | {leaf.name for leaf, _ in self.others}
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One piece of one tensor of the old job, and every place where it lies; one place if that is a cell."""
+    """One piece of one tensor of the old job, and every place where it lies.
+
+    A piece in a cell has one place.
+    """
 
     leaf: Leaf
     seats: tuple[PieceLocation, ...]
@@ -72,13 +86,13 @@ class TensorPiece:
 
 @dataclass(frozen=True)
 class PieceTransfer:
-    """What goes from one old piece into one leaf of some new ranks.
+    """The bytes that go from one old piece into one leaf of some new ranks.
 
     Attributes:
         piece: the old leaf.
-        seat: where it is taken from.
-        leaf: the new one.
-        copy: which of its bytes.
+        seat: the place that the bytes are taken from.
+        leaf: the new leaf.
+        copy: which bytes of the piece, and where they go in the leaf.
         receivers: new ranks, ascending.
     """
 
@@ -91,12 +105,12 @@ class PieceTransfer:
 
 @dataclass
 class ShardMatch:
-    """How the old state becomes the new one.
+    """The transfers that turn the old state into the new one.
 
     Attributes:
         needs: in the order of the new leaves' names.
         problems: a line for each leaf that does not fit; with any, nothing may be loaded.
-        own: names of leaves of which several old ranks kept their own, perhaps unlike, copies.
+        own: names of leaves of which several old ranks each kept a copy; the copies may differ.
     """
 
     needs: list[PieceTransfer] = field(default_factory=list)
@@ -105,33 +119,34 @@ class ShardMatch:
 
 
 def is_same(old: Sequence[Iterable[Leaf]], new: Sequence[Iterable[Leaf]]) -> bool:
-    """Whether every new rank has the same pieces as the old rank of its number, so that it can take over what that had.
+    """Returns whether every new rank has the same pieces as the old rank of its number.
 
-    A leaf that only one of the two jobs has, or has in another global shape, says nothing: it is another model then, and
-    refused elsewhere.
+    Then the new rank can take over what the old rank had. A leaf that only one job has, or has in
+    another global shape, is ignored here. The model has changed then, and other code refuses it.
 
     Args:
-        old, new: the leaves of each rank; one object for ranks that have the same.
+        old: the leaves of each old rank; one object for ranks that have the same.
+        new: the leaves of each new rank, likewise.
     """
     if len(old) != len(new):
         return False
     seen: set[tuple[int, int]] = set()
-    shared = _wholes(old) & _wholes(new)
+    shared = _names_and_shapes(old) & _names_and_shapes(new)
     for before, after in zip(old, new, strict=True):
         if (id(before), id(after)) in seen:
             continue
         seen.add((id(before), id(after)))
-        if _boxes(before, shared) != _boxes(after, shared):
+        if _boxes_by_name(before, shared) != _boxes_by_name(after, shared):
             return False
     return True
 
 
-def _wholes(ranks: Sequence[Iterable[Leaf]]) -> set[tuple[str, tuple[int, ...]]]:
-    """(name, global shape) of all leaves."""
+def _names_and_shapes(ranks: Sequence[Iterable[Leaf]]) -> set[tuple[str, tuple[int, ...]]]:
+    """Returns (name, global shape) of all leaves."""
     return {(leaf.name, leaf.global_shape) for leaves in {id(each): each for each in ranks}.values() for leaf in leaves}
 
 
-def _boxes(
+def _boxes_by_name(
     leaves: Iterable[Leaf], wholes: Collection[tuple[str, tuple[int, ...]]]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     return {leaf.name: (leaf.global_offset, leaf.shape) for leaf in leaves if (leaf.name, leaf.global_shape) in wholes}
@@ -143,14 +158,14 @@ def _boxes(
 def pieces_of(
     placement: Placement, leaves_of: Callable[[int], Mapping[str, Leaf]], owns: Mapping[int, UnforeseenLeaves]
 ) -> tuple[list[TensorPiece], list[str]]:
-    """All pieces of the old job's state, and what contradicts itself, a line each.
+    """Returns all pieces of the old job's state, and its contradictions, a line each.
 
     Args:
-        placement: under which they were written.
+        placement: under which the pieces were written.
         leaves_of: old rank → its foreseen leaves, by name.
-        owns: what each old rank says of its own.
+        owns: old rank → how its slot or capsule differs from the manifest.
     """
-    found: dict[Leaf, list[PieceLocation]] = {}
+    locations: dict[Leaf, list[PieceLocation]] = {}
     problems = []
     nothing: frozenset[str] = frozenset()
     missing = [owns[rank].missing if rank in owns else nothing for rank in range(len(placement.domains))]
@@ -159,25 +174,25 @@ def pieces_of(
         for leaf, offset in zip(cell.leaves, cell.offsets, strict=True):
             without = sum(leaf.name in each for each in sets)
             if not without:
-                found.setdefault(leaf, []).append(PieceLocation(PieceSource.CELL, number, offset))
+                locations.setdefault(leaf, []).append(PieceLocation(PieceSource.CELL, number, offset))
             elif without < len(sets):
-                problems.append(f"{leaf.name}: some of the ranks that should have had it did not")
+                problems.append(f"{leaf.name}: some of its ranks did not have it")
     for rank, own in sorted(owns.items()):
         for leaf, seat in _own_pieces(placement, leaves_of(rank), rank, own):
-            found.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
-    return [TensorPiece(leaf, tuple(seats)) for leaf, seats in found.items() if leaf.nbytes], problems
+            locations.setdefault(replace(leaf, staged=False) if leaf.staged else leaf, []).append(seat)
+    return [TensorPiece(leaf, tuple(seats)) for leaf, seats in locations.items() if leaf.nbytes], problems
 
 
 def _own_pieces(
     placement: Placement, leaves: Mapping[str, Leaf], rank: int, own: UnforeseenLeaves
 ) -> Iterator[tuple[Leaf, PieceLocation]]:
-    """What only this rank's slot or capsule has."""
+    """Yields the pieces that only this rank's slot or capsule has."""
     digest = placement.division.layout_of[rank]
     missing = own.missing
-    kept = placement.division.unreplicated[digest]
-    if kept.leaves:
+    unreplicated = placement.division.unreplicated[digest]
+    if unreplicated.leaves:
         begin = placement.part(rank).unreplicated_offset
-        for leaf, offset in zip(kept.leaves, kept.offsets, strict=True):
+        for leaf, offset in zip(unreplicated.leaves, unreplicated.offsets, strict=True):
             if leaf.name not in missing:
                 yield leaf, PieceLocation(PieceSource.SLOT, rank, begin + offset)
     for name in placement.division.inline_leaves[digest]:
@@ -196,113 +211,116 @@ def _own_pieces(
 
 
 def wanted_leaves(new: Sequence[Iterable[Leaf]], pieces: Sequence[TensorPiece]) -> list[tuple[Leaf, ...]]:
-    """The leaves that each new rank is to have: all of its own, but of the optimizer's only those that were made.
+    """Returns the leaves of each new rank, without optimizer leaves that the old job lacks.
 
     Args:
-        new: the leaves that are foreseen for each new rank; one object for ranks that have the same.
-        pieces: what is held.
+        new: the foreseen leaves of each new rank; one object for ranks that have the same.
+        pieces: the pieces of the old job.
     """
     held = {piece.leaf.name for piece in pieces}
-    found: dict[int, tuple[Leaf, ...]] = {}
+    by_identity: dict[int, tuple[Leaf, ...]] = {}
     for leaves in new:
-        if id(leaves) not in found:
-            found[id(leaves)] = tuple(
+        if id(leaves) not in by_identity:
+            by_identity[id(leaves)] = tuple(
                 leaf for leaf in leaves if not leaf.name.startswith(OPTIMIZER) or leaf.name in held
             )
-    return [found[id(leaves)] for leaves in new]
+    return [by_identity[id(leaves)] for leaves in new]
 
 
 def match(
     pieces: Sequence[TensorPiece], wanted: Sequence[Sequence[Leaf]], mismatched: Collection[str] = ()
 ) -> ShardMatch:
-    """Which part of which piece goes where.
+    """Returns which part of which piece goes to which ranks.
 
     Args:
-        pieces: what is held.
+        pieces: the pieces of the old job.
         wanted: the leaves of each new rank.
-        mismatched: names of leaves, foreseen as replicas, that the old ranks were found to hold with unlike bytes.
+        mismatched: names of leaves that were foreseen as replicas, but differed between old ranks.
     """
-    done = ShardMatch()
+    shard_match = ShardMatch()
     held: dict[str, list[TensorPiece]] = {}
     for piece in pieces:
         held.setdefault(piece.leaf.name, []).append(piece)
     takers = _takers(wanted)
     fits: dict[object, _Fit] = {}
     for name in sorted(takers):
-        _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(done, fits)
+        _Tensor(name, held.get(name, []), takers[name], name in mismatched).match(shard_match, fits)
     for name in sorted(held.keys() - takers.keys()):
-        done.problems.append(f"{name}: held {held[name][0].leaf.describe()}, not in the new job")
-    return done
+        shard_match.problems.append(f"{name}: the old job held {held[name][0].leaf.describe()}, the new job has none")
+    return shard_match
 
 
 def _takers(wanted: Sequence[Sequence[Leaf]]) -> dict[str, dict[Leaf, list[int]]]:
-    """name → leaf → the new ranks that want it."""
+    """Returns name → leaf → the new ranks that want the leaf."""
     ranks: dict[int, list[int]] = {}
     for rank, leaves in enumerate(wanted):
         ranks.setdefault(id(leaves), []).append(rank)
-    found: dict[str, dict[Leaf, list[int]]] = {}
+    takers: dict[str, dict[Leaf, list[int]]] = {}
     for leaves in {id(each): each for each in wanted}.values():
         for leaf in leaves:
             whole = replace(leaf, staged=False) if leaf.staged else leaf
-            found.setdefault(leaf.name, {}).setdefault(whole, []).extend(ranks[id(leaves)])
-    return found
+            takers.setdefault(leaf.name, {}).setdefault(whole, []).extend(ranks[id(leaves)])
+    return takers
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the state, and who wants it."""
+    """One tensor of the state, its old pieces, and the new ranks that want it."""
 
     name: str
     pieces: Sequence[TensorPiece]
     takers: Mapping[Leaf, Sequence[int]]
-    is_unequal: bool
+    is_mismatched: bool
 
     def match(self, done: ShardMatch, fits: dict[object, _Fit]) -> None:
-        """Adds its needs, or what does not fit.
+        """Adds the transfers of this tensor to `done`, or its problem.
 
         Args:
-            fits: of tensors that are cut alike: a model has thousands of leaves, and few ways in which they are cut.
+            done: the result, which grows.
+            fits: cache of fits. A model has thousands of leaves, but they are cut in few ways.
         """
         problem = self._problem()
         pieces, takers = _distinct(self.pieces), list(self.takers)
         if not problem:
-            key = (tuple(_cut(piece.leaf) for piece in pieces), tuple(_cut(leaf) for leaf in takers))
+            key = (tuple(_geometry(piece.leaf) for piece in pieces), tuple(_geometry(leaf) for leaf in takers))
             if key not in fits:
                 fits[key] = _Fit.of([piece.leaf for piece in pieces], takers)
-            problem = "it is held in pieces that overlap" if fits[key].cross else ""
+            problem = "the old job held it in pieces that overlap" if fits[key].cross else ""
         if problem:
             done.problems.append(f"{self.name}: {problem}")
             return
         if any(len(piece.seats) > 1 for piece in pieces):
             done.own.append(self.name)
-        taken = [0] * len(pieces)
+        bytes_taken = [0] * len(pieces)
         for leaf, copies in zip(takers, fits[key].copies, strict=True):
             ranks = sorted(self.takers[leaf])
             for index, copy in copies:
-                taken[index] += copy.nbytes
-                for seat, receivers in _seated(pieces[index].seats, ranks):
+                bytes_taken[index] += copy.nbytes
+                for seat, receivers in _by_location(pieces[index].seats, ranks):
                     done.needs.append(PieceTransfer(pieces[index].leaf, seat, leaf, copy, receivers))
-            lack = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
-            if lack:
+            missing = leaf.nbytes - sum(copy.nbytes for _, copy in copies)
+            if missing:
                 done.problems.append(
-                    f"{self.name}: {lack} of the {leaf.nbytes} bytes of {leaf.describe()} are not held"
+                    f"{self.name}: {missing} of the {leaf.nbytes} bytes of {leaf.describe()} were not held"
                 )
-        for piece, nbytes in zip(pieces, taken, strict=True):
+        for piece, nbytes in zip(pieces, bytes_taken, strict=True):
             if nbytes < piece.leaf.nbytes:
-                lack = piece.leaf.nbytes - nbytes
-                done.problems.append(f"{self.name}: {lack} bytes of held {piece.leaf.describe()} find no rank")
+                missing = piece.leaf.nbytes - nbytes
+                done.problems.append(
+                    f"{self.name}: no new rank wants {missing} bytes of the old {piece.leaf.describe()}"
+                )
 
     def _problem(self) -> str:
-        """Why nothing of this tensor can be taken; empty if it can."""
+        """Returns why nothing of this tensor can be taken; empty if it can."""
         wanted = [leaf for leaf in self.takers if leaf.nbytes]
         if not wanted or not self.pieces:
-            return f"not held, {wanted[0].describe()} in the new job" if wanted else ""
+            return f"the old job held none, the new job has {wanted[0].describe()}" if wanted else ""
         held = [piece.leaf for piece in self.pieces]
         kinds = {(leaf.dtype, leaf.global_shape): leaf for leaf in (*held, *wanted)}
         if len(kinds) > 1:
-            return f"held {_whole(held[0])}, {_whole(wanted[-1])} in the new job"
-        if self.is_unequal and any(len(piece.seats) > 1 for piece in self.pieces):
-            return "the ranks held unlike bytes of it, and nobody can say which are right in another shape"
+            return f"the old job held {_whole(held[0])}, the new job has {_whole(wanted[-1])}"
+        if self.is_mismatched and any(len(piece.seats) > 1 for piece in self.pieces):
+            return "the old ranks held different bytes of it, so another shape can't tell which are right"
         return ""
 
 
@@ -310,31 +328,36 @@ def _whole(leaf: Leaf) -> str:
     return f"{leaf.dtype} {list(leaf.global_shape)}"
 
 
-def _seated(seats: Sequence[PieceLocation], ranks: Sequence[int]) -> Iterator[tuple[PieceLocation, tuple[int, ...]]]:
-    """Who takes a piece from which of its seats."""
+def _by_location(
+    seats: Sequence[PieceLocation], ranks: Sequence[int]
+) -> Iterator[tuple[PieceLocation, tuple[int, ...]]]:
+    """Yields the places to take a piece from, each with its receivers."""
     if len(seats) == 1:
         yield seats[0], tuple(ranks)
         return
-    mine = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
-    lowest = seats[0] if seats[0].where is PieceSource.CELL else mine[min(mine)]
+    by_owner = {seat.owner: seat for seat in sorted(seats, key=lambda seat: seat.owner, reverse=True)}
+    lowest = seats[0] if seats[0].where is PieceSource.CELL else by_owner[min(by_owner)]
     takers: dict[PieceLocation, list[int]] = {}
     for rank in ranks:
-        seat = mine.get(rank, lowest) if lowest.where is not PieceSource.CELL else lowest
+        seat = by_owner.get(rank, lowest) if lowest.where is not PieceSource.CELL else lowest
         takers.setdefault(seat, []).append(rank)
     for seat, receivers in takers.items():
         yield seat, tuple(receivers)
 
 
 def _distinct(pieces: Sequence[TensorPiece]) -> list[TensorPiece]:
-    """One piece for each box: the same in other strides is held again. In a cell first, then that of the lowest rank."""
+    """Returns one piece for each box; the same box in other strides counts as the same piece.
+
+    A piece in a cell is preferred, then the piece of the lowest rank.
+    """
     boxes: dict[object, TensorPiece] = {}
     for piece in sorted(pieces, key=lambda piece: (piece.seats[0].where is not PieceSource.CELL, piece.seats[0].owner)):
         boxes.setdefault((piece.leaf.global_offset, piece.leaf.shape), piece)
     return list(boxes.values())
 
 
-def _cut(leaf: Leaf) -> object:
-    """Leaves for which this is equal are cut, and lie, alike."""
+def _geometry(leaf: Leaf) -> object:
+    """Returns a key; leaves with the same key have the same box, strides and size."""
     return leaf.global_offset, leaf.shape, leaf.stride, leaf.nbytes
 
 
@@ -342,8 +365,8 @@ class _Fit(NamedTuple):
     """How old pieces make up new leaves.
 
     Attributes:
-        cross: whether two pieces have elements in common; then nothing else is said.
-        copies: for each new leaf what it takes of which piece.
+        cross: whether two pieces have elements in common; then `copies` is empty.
+        copies: for each new leaf: (index of a piece, bytes taken from it).
     """
 
     cross: bool
@@ -353,13 +376,14 @@ class _Fit(NamedTuple):
     def of(cls, pieces: Sequence[Leaf], takers: Sequence[Leaf]) -> _Fit:
         if not pieces:
             return cls(False, [[] for _ in takers])
-        # Disjoint pieces can't have more elements than the whole; many that lie in one place are not searched for one another.
+        # Disjoint pieces can't have more elements than the whole. The count comes first: it spares
+        # the search for overlaps where many pieces lie in one place.
         count, whole = sum(math.prod(leaf.shape) for leaf in pieces), math.prod(pieces[0].global_shape)
-        shelf = RegionIndex(dict(enumerate(pieces)))
-        if count > whole or any(len(shelf.touching(leaf)) > 1 for leaf in pieces):
+        index = RegionIndex(dict(enumerate(pieces)))
+        if count > whole or any(len(index.touching(leaf)) > 1 for leaf in pieces):
             return cls(True, [])
         copies: list[list[tuple[int, RegionCopy]]] = []
         for leaf in takers:
-            found = [(i, overlap(pieces[i], leaf)) for i in shelf.touching(leaf)] if leaf.nbytes else []
-            copies.append([(i, copy) for i, copy in found if copy is not None])
+            overlaps = [(i, overlap(pieces[i], leaf)) for i in index.touching(leaf)] if leaf.nbytes else []
+            copies.append([(i, copy) for i, copy in overlaps if copy is not None])
         return cls(False, copies)

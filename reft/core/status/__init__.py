@@ -1,1 +1,1 @@
-"""What people are told: health, protection, possible losses."""
+"""Decides what people are told: health, protection, possible losses."""

@@ -1,4 +1,4 @@
-"""Health in one word and one sentence, and what survives which loss: from facts to what `status` shows."""
+"""Turns facts about a job into what `status` shows: health, and which losses the state survives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from reft.core.commit.version import Version
 from reft.core.status.protection import Protection, ProtectionWord
 from reft.core.text import every
 
-LAG_STEPS = 3  # a step may be trained while the one before is sealed and announced; beyond this snapshots fail
-NAMES_MAX = 3  # nodes that one line names
+LAG_STEPS = 3  # one step may train while the previous is sealed and announced; more means skipped snapshots
+NAMES_MAX = 3  # one line names at most so many nodes
 
 
 class Health(Enum):
@@ -25,10 +25,12 @@ class RankFacts:
     """One rank as its daemon sees it.
 
     Attributes:
+        rank: the rank.
+        node: name of its node.
         alive: whether a trainer is attached and lives.
-        closed: whether the trainer ended its session by itself.
-        step: the newest step that the trainer reported on, sealed or void; -1 if none.
-        sealed: the newest sealed version, None if there is none.
+        closed: whether the trainer closed its session.
+        step: the newest step that the trainer reported, sealed or void; -1 if none.
+        sealed: the newest sealed version; None if there is none.
         trouble: why its last snapshot failed; empty if it did not.
     """
 
@@ -46,11 +48,15 @@ class JobFacts:
     """One job as its daemons see it.
 
     Attributes:
-        backing: "tmpfs", "memfd", or "unlinked": files of a tmpfs that somebody has removed.
-        silent_nodes: names of those that did not answer.
-        protection: what survives what now; None if it is not known.
-        is_degraded: whether it was restored after a loss, and not whole again yet.
-        mismatched: leaves whose replicas were found to differ.
+        world: number of ranks.
+        ranks: facts of each rank.
+        whole: the newest whole version; None if there is none.
+        backing: "tmpfs", "memfd", or "unlinked": files of a tmpfs that were removed.
+        silent_nodes: names of the nodes that did not answer.
+        interval: snapshots are taken every so many steps.
+        protection: what the state survives now; None if not known.
+        is_degraded: whether the job was restored after a loss, and is not whole again yet.
+        mismatched: leaves whose replicas differ.
     """
 
     world: int
@@ -65,16 +71,16 @@ class JobFacts:
 
     @property
     def word(self) -> ProtectionWord | None:
-        """How well it is protected; None if it is not known."""
+        """Returns how well the job is protected; None if not known."""
         if self.is_degraded:
             return ProtectionWord.DEGRADED
         return self.protection.word if self.protection else None
 
 
 def judge(job: JobFacts) -> tuple[Health, str]:
-    """The word, and the sentence that answers "what would I lose now?"."""
+    """Returns the health, and the sentence that answers "what would I lose now?"."""
     if job.silent_nodes:
-        return _without(job, ", ".join(job.silent_nodes))
+        return _judge_incomplete(job, ", ".join(job.silent_nodes))
     if job.whole is None:
         return Health.WARN, "nothing is whole yet: a failure now would lose all steps of this run."
     living = [rank for rank in job.ranks if rank.alive]
@@ -82,7 +88,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     newest = max((rank.step for rank in living), default=job.whole.step)
     if troubled:
         first = troubled[0]
-        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Held is step {job.whole.step}."
+        return Health.WARN, f"rank {first.rank} skips snapshots: {first.trouble} Step {job.whole.step} is held."
     if newest - job.whole.step > LAG_STEPS * job.interval:
         return Health.WARN, f"step {job.whole.step} is held, but training is at step {newest}: snapshots are skipped."
     if job.mismatched:
@@ -93,7 +99,7 @@ def judge(job: JobFacts) -> tuple[Health, str]:
             f"step {job.whole.step} is held, but its files were removed: it is gone when the daemon ends.",
         )
     if job.word is ProtectionWord.DEGRADED:
-        return Health.WARN, f"step {job.whole.step} is held, but less survives now than was asked for."
+        return Health.WARN, f"step {job.whole.step} is held, but it survives fewer losses than requested."
     if all(rank.closed for rank in job.ranks):
         return Health.OK, f"training has ended; step {job.whole.step} is still held."
     if len(living) < job.world:
@@ -102,10 +108,10 @@ def judge(job: JobFacts) -> tuple[Health, str]:
     return Health.OK, f"step {job.whole.step} is held by {every(job.world, 'rank')}."
 
 
-def _without(job: JobFacts, names: str) -> tuple[Health, str]:
-    """The verdict where some daemons do not answer."""
+def _judge_incomplete(job: JobFacts, names: str) -> tuple[Health, str]:
+    """Returns the health and the sentence if some daemons do not answer."""
     if job.protection is None:
-        return Health.WARN, f"no answer from the daemon of {names}; what it holds is not known."
+        return Health.WARN, f"no answer from the daemon of {names}; its slots are not known."
     if job.protection.version is not None:
         step = job.protection.version.step
         return Health.WARN, f"no answer from the daemon of {names}; step {step} can be restored without it."
@@ -115,7 +121,7 @@ def _without(job: JobFacts, names: str) -> tuple[Health, str]:
 
 
 def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
-    """(loss, whether the held state survives it, what is lost) for each kind of loss."""
+    """Returns (loss, whether the state survives it, what is lost) for each kind of loss."""
     held = job.whole is not None
     step = f"steps after {job.whole.step}" if job.whole else "all steps of this run"
     everything = "all steps of this run"
@@ -129,36 +135,40 @@ def survival(job: JobFacts) -> list[tuple[str, bool, str]]:
         ("any number of trainers", held, step),
         after[job.backing],
         ("daemons and trainers", held and stays, step if stays else everything),
-        *_nodes(job, step),
+        *_node_losses(job, step),
     ]
 
 
-def _nodes(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
-    """The losses of nodes, as far as they are known; nothing survives where it is not known."""
+def _node_losses(job: JobFacts, step: str) -> list[tuple[str, bool, str]]:
+    """Returns the rows for losses of nodes; a loss that is not known counts as not survived."""
     everything = "all steps of this run"
-    found = job.protection
-    if job.whole is None or found is None or found.version is None or found.tolerated < 0:
+    protection = job.protection
+    if job.whole is None or protection is None or protection.version is None or protection.tolerated < 0:
         return [("a node", False, everything)]
-    rows = [("a node", not found.fatal, step)]
-    if found.fatal:
-        safe = found.nodes - len(found.fatal)
-        which = f", if it is {_names(found.fatal)}" if safe else ""
-        rows = [("a node", False, everything + which)]
-    if found.nodes > 2 and not found.fatal:
-        rows.append(("two nodes", *_pairs(found, step, everything)))
-    if 1 < found.domains < found.nodes:
-        which = f", if it is {_names(found.fatal_domains)}" if len(found.fatal_domains) < found.domains else ""
-        lost = everything + which if found.fatal_domains else step
-        rows.append(("a failure domain", not found.fatal_domains, lost))
+    rows = [("a node", not protection.fatal, step)]
+    if protection.fatal:
+        safe = protection.nodes - len(protection.fatal)
+        condition = f", if it is {_names(protection.fatal)}" if safe else ""
+        rows = [("a node", False, everything + condition)]
+    if protection.nodes > 2 and not protection.fatal:
+        rows.append(("two nodes", *_pair_loss(protection, step, everything)))
+    if 1 < protection.domains < protection.nodes:
+        condition = (
+            f", if it is {_names(protection.fatal_domains)}"
+            if len(protection.fatal_domains) < protection.domains
+            else ""
+        )
+        lost = everything + condition if protection.fatal_domains else step
+        rows.append(("a failure domain", not protection.fatal_domains, lost))
     return rows
 
 
-def _pairs(found: Protection, step: str, everything: str) -> tuple[bool, str]:
-    """Whether any two nodes may vanish, and what is lost."""
-    if found.survives_pairs:
+def _pair_loss(protection: Protection, step: str, everything: str) -> tuple[bool, str]:
+    """Returns whether any two nodes may vanish, and what is lost."""
+    if protection.survives_pairs:
         return True, step
-    fatal = found.fatal_pairs
-    if fatal and len(fatal) < found.nodes * (found.nodes - 1) // 2:
+    fatal = protection.fatal_pairs
+    if fatal and len(fatal) < protection.nodes * (protection.nodes - 1) // 2:
         return False, f"{everything}, e.g. {' and '.join(fatal[0])}"
     return False, everything
 

@@ -1,12 +1,15 @@
-"""How well a job's state is protected now: from what daemons hold to what a person asks. Words only; `exposure` decides.
+"""Describes how well a job's state is protected now, from what daemons hold.
 
     plan (newest version that can be restored) ─┐
-    slots and capsules of that version ─────────┼─► LossAnalysis ─► Protection: groups, what may vanish now, one word
-    placement of its epoch ─────────────────────┘
+    slots and capsules of that version ─────────┼─► LossAnalysis ─► Protection: groups,
+    placement of its epoch ─────────────────────┘                   what may vanish now, one word
+
+This module only finds words; `loss_analysis` decides.
 
 Invariants
-  1. "now" counts what is gone already: after a loss the word is DEGRADED until all is as the placement meant it to be.
-  2. A job that was never meant to survive a domain is UNPROTECTED, whatever holds it.
+  1. "now" includes earlier losses. After a loss the word is DEGRADED until all bytes lie as the
+     placement says.
+  2. A job whose placement survives no lost domain is UNPROTECTED, whatever nodes hold it.
 """
 
 from __future__ import annotations
@@ -30,14 +33,15 @@ class ProtectionWord(Enum):
 
 @dataclass(frozen=True)
 class ProtectionGroup:
-    """All lanes that are coded alike among equally many domains.
+    """All lanes of one code among equally many domains.
 
     Attributes:
         scheme: "aec" (coded), "arc" (copied) or "none" (stored once).
-        domains: how many failure domains share them.
-        k, f: data and parity shards of a stripe; f of them may be lost.
-        nbytes: of the state, each byte once.
-        cells: how many.
+        domains: number of failure domains that share the lanes.
+        k: data shards of a stripe.
+        f: parity shards of a stripe; f shards may be lost.
+        nbytes: bytes of the state, each counted once.
+        cells: number of cells.
     """
 
     scheme: str
@@ -50,18 +54,20 @@ class ProtectionGroup:
 
 @dataclass(frozen=True)
 class Protection:
-    """What of a job is protected, and how.
+    """How a job is protected.
 
     Attributes:
-        version: the newest that can be restored; None if there is none.
-        meant: how many domains may vanish if everything is where it should be.
-        tolerated: how many may vanish now; -1 if nothing can be restored.
+        version: the newest version that can be restored; None if there is none.
+        groups: the lanes by code.
+        meant: how many domains may vanish if all bytes lie as placed.
+        tolerated: how many domains may vanish now; -1 if nothing can be restored.
         fatal: the nodes whose loss alone would lose the version.
         survives_pairs: whether any two nodes may vanish.
-        nodes: how many nodes hold something.
-        exposed: what is not protected as was asked for.
-        fatal_pairs: two nodes whose loss would lose the version though neither's alone would; None: too many to try them all.
-        domains: how many failure domains these nodes are.
+        nodes: number of nodes that hold something.
+        exposed: parts of the state that are not protected as requested.
+        fatal_pairs: pairs of nodes whose loss would lose the version, though neither node alone
+            would; None: too many pairs to try them all.
+        domains: number of failure domains of these nodes.
         fatal_domains: the domains whose loss alone would lose the version.
     """
 
@@ -91,81 +97,89 @@ def protection(
     decision: Decision | None,
     domains: Mapping[str, str],
 ) -> tuple[Protection, LossAnalysis | None] | None:
-    """What survives what now, by the newest version that lies as it should; if none does, by the newest that is left.
+    """Returns what the state survives now, for the newest version that is stored as placed.
 
-    While a step is being sealed, it can be restored before it is protected: it is not what a loss would cost.
+    If no version is stored as placed, the newest one that can be restored is used. A step that is
+    being sealed can be restored before it is protected, so such a step is not what a loss would
+    cost.
 
     Args:
-        held, copies, placements, decision: as of `recovery.plan`.
+        held: as of `recovery.plan`.
+        copies: as of `recovery.plan`.
+        placements: as of `recovery.plan`.
+        decision: as of `recovery.plan`.
         domains: node that answers → its failure domain.
 
     Returns:
-        None if it is not known how anything was placed; no outlook if nothing can be restored.
+        None if no placement is known. The loss analysis is None if nothing can be restored.
     """
     newest = placements.get(decision.epoch) if decision else None
     if newest is None:
         return None
-    found: list[tuple[Protection, LossAnalysis]] = []
+    candidates: list[tuple[Protection, LossAnalysis]] = []
     versions = {slot.version for slot in held if slot.version} | {copy.version for copy in copies}
     for version in sorted(versions, key=lambda version: (*version.order, version.epoch.ident), reverse=True):
         slots = [slot for slot in held if slot.version == version]
-        capsules = [copy for copy in copies if copy.version == version]
-        chosen = plan(slots, capsules, placements, decision)
-        if chosen.base is None:
+        capsules_of = [copy for copy in copies if copy.version == version]
+        recovery_plan = plan(slots, capsules_of, placements, decision)
+        if recovery_plan.base is None:
             continue
         placement = placements[version.epoch]
-        loss_analysis = _outlook(chosen, capsules, placement, domains)
-        found.append((_judged(version, placement, loss_analysis), loss_analysis))
-        if found[-1][0].tolerated >= found[-1][0].meant:
-            return found[-1]
-    if found:
-        return found[0]
+        loss_analysis = _loss_analysis(recovery_plan, capsules_of, placement, domains)
+        candidates.append((_protection_of(version, placement, loss_analysis), loss_analysis))
+        if candidates[-1][0].tolerated >= candidates[-1][0].meant:
+            return candidates[-1]
+    if candidates:
+        return candidates[0]
     return Protection(None, groups(newest), meant(newest), -1, (), False, len(domains), exposed(newest)), None
 
 
-def _judged(version: Version, placement: Placement, loss_analysis: LossAnalysis) -> Protection:
-    fatal = tuple(verdict.unit for verdict in loss_analysis.nodes() if not verdict.survives)
+def _protection_of(version: Version, placement: Placement, loss_analysis: LossAnalysis) -> Protection:
+    fatal = tuple(unit_loss.unit for unit_loss in loss_analysis.nodes() if not unit_loss.survives)
     pairs, domains = loss_analysis.pairs(), loss_analysis.each_domain()
     return Protection(
         version, groups(placement), meant(placement), loss_analysis.tolerated(), fatal, pairs.survives,
         len(loss_analysis.all_nodes), exposed(placement),
         tuple(pair for pair in pairs.fatal if not set(pair) & set(fatal)) if pairs.is_listed else None,
-        len(domains), tuple(verdict.unit for verdict in domains if not verdict.survives),
+        len(domains), tuple(unit_loss.unit for unit_loss in domains if not unit_loss.survives),
     )  # fmt: skip
 
 
-def _outlook(
-    chosen: RecoveryPlan, copies: Iterable[HeldCapsule], placement: Placement, domains: Mapping[str, str]
+def _loss_analysis(
+    recovery_plan: RecoveryPlan, copies: Iterable[HeldCapsule], placement: Placement, domains: Mapping[str, str]
 ) -> LossAnalysis:
-    found: dict[int, set[str]] = {}
-    kept: dict[int, int] = {}
+    capsule_nodes: dict[int, set[str]] = {}
+    unreplicated: dict[int, int] = {}
     for copy in copies:
-        found.setdefault(copy.rank, set()).add(copy.node)
-        kept[copy.rank] = max(copy.unreplicated_bytes, kept.get(copy.rank, 0))
+        capsule_nodes.setdefault(copy.rank, set()).add(copy.node)
+        unreplicated[copy.rank] = max(copy.unreplicated_bytes, unreplicated.get(copy.rank, 0))
     for rank, digest in enumerate(placement.division.layout_of):
-        # Nobody keeps its capsule, and so nobody says it; what was foreseen is the best that is known.
-        kept.setdefault(rank, placement.division.unreplicated_bytes[digest])
-    slots = {rank: held.node for rank, held in chosen.sources.items()}
-    return LossAnalysis(placement, slots, found, kept, domains)
+        # No node keeps a capsule of this rank, so no node reports its unreplicated bytes. The
+        # layout's prediction is the best known value.
+        unreplicated.setdefault(rank, placement.division.unreplicated_bytes[digest])
+    slots = {rank: held.node for rank, held in recovery_plan.sources.items()}
+    return LossAnalysis(placement, slots, capsule_nodes, unreplicated, domains)
 
 
 def groups(placement: Placement) -> tuple[ProtectionGroup, ...]:
-    """The lanes by how they are coded, the largest group first."""
+    """Returns the lanes grouped by code, the largest group first."""
     nbytes: dict[tuple[str, int, int, int], int] = {}
     cells: dict[tuple[str, int, int, int], set[int]] = {}
     for lane in placement.lanes:
         key = (_scheme(lane), lane.D, lane.code.k, lane.code.f)
         nbytes[key] = nbytes.get(key, 0) + lane.nbytes
         cells.setdefault(key, set()).add(lane.cell)
-    found = [ProtectionGroup(*key, nbytes[key], len(cells[key])) for key in nbytes]
-    return tuple(sorted(found, key=lambda group: (-group.nbytes, group.scheme, group.domains, group.k, group.f)))
+    protection_groups = [ProtectionGroup(*key, nbytes[key], len(cells[key])) for key in nbytes]
+    return tuple(
+        sorted(protection_groups, key=lambda group: (-group.nbytes, group.scheme, group.domains, group.k, group.f))
+    )
 
 
 def meant(placement: Placement) -> int:
-    """How many domains may vanish while everything is where the placement puts it."""
+    """Returns how many domains may vanish while all bytes lie as placed."""
     division = placement.division
     if any(division.unreplicated_bytes[digest] for digest in division.layout_of):
-        return 0  # lost with their node
+        return 0  # unreplicated leaves are lost with their node
     return min((lane.code.f for lane in placement.lanes), default=0)
 
 

@@ -16,7 +16,7 @@ from reft.client.restore.reshard_executor import ReshardExecutor
 from reft.client.restore.tensor_view import FlatTensorView
 from reft.client.restore.verified_slot import SlotSource
 from reft.core.layout.layout import pack
-from reft.core.recovery.gather import alike as lanes_alike
+from reft.core.recovery.gather import group_lanes as lanes_alike
 from reft.core.recovery.gather import undecodable
 from reft.core.recovery.regather import ReshardPlan, TransferSizes, readers_of
 from reft.core.recovery.shard_matching import ShardMatch, UnforeseenLeaves, match, pieces_of, wanted_leaves

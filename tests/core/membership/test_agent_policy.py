@@ -17,7 +17,7 @@ def test_an_unhealthy_node_restarts_workers_and_stays_a_member():
     )
 
 
-def test_lost_nodes_are_counted_out():
+def test_lost_nodes_are_removed_from_the_round():
     signs = [
         NodeReport("b", Signal.OFFLINE, "gone"),
         NodeReport("c", Signal.UNHEALTHY, "ill"),
@@ -26,5 +26,5 @@ def test_lost_nodes_are_counted_out():
     assert react("a", signs) == AgentReaction(frozenset("bd"), "OFFLINE: gone")
 
 
-def test_every_signal_has_its_row():
+def test_every_signal_has_a_row_in_the_table():
     assert {*CALM, Signal.UNHEALTHY, Signal.OFFLINE} == set(Signal)

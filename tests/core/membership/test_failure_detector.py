@@ -1,4 +1,4 @@
-"""Signals of nodes: every transition, every rule alone, and whole clusters under a simulated clock."""
+"""Tests signals of nodes: transitions, single rules, and clusters with a simulated clock."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from reft.core.membership.progress import Stall
 
 WELL = (Signal.HEALTHY, Signal.SNAP)
 TICK_S = 0.1
-KNOWN_S = 1.5  # by which every survivor must know of a loss
+KNOWN_S = 1.5  # every survivor must know of a loss by then
 
 
 class Cluster:
-    """Nodes with a daemon and an agent each, and a network, all of which can fail; time passes in ticks."""
+    """Nodes with a daemon and an agent each, and a network. All can fail; time passes in ticks."""
 
     def __init__(self, count: int, agents: bool = True, seed: int = 0) -> None:
         self.nodes = [f"n{i}" for i in range(count)]
@@ -46,7 +46,7 @@ class Cluster:
         self.still: set[str] = set()
         self.late_s: dict[str, float] = {}
         chance = random.Random(seed)
-        # Daemons beat at the same pace, each at moments of its own.
+        # Daemons beat at the same rate, but at different moments.
         self.due_s = {n: self.now_s + BEAT_S * chance.random() for n in self.nodes}
         self.agent_due_s = {n: self.now_s + BEAT_S * chance.random() for n in self.nodes}
 
@@ -107,40 +107,40 @@ class Cluster:
         return self.lookouts[observer].members[node].kind
 
     def anywhere(self, signal: Signal) -> set[tuple[str, str]]:
-        """(observer, node) of all who are seen so by somebody whose daemon runs."""
+        """Returns (observer, node) for each node that some running daemon sees in this state."""
         return {
             (o, n) for o in self.nodes if o not in self.daemon_down for n in self.nodes if self.seen(o, n) is signal
         }
 
 
-# The table
+# The table of transitions
 
 
-def test_every_transition_is_the_greater_of_two_final_signals_or_the_newest_word():
-    """The table against its dumb twin, over all pairs."""
-    for now, said in itertools.product(Signal, Signal):
-        if now.is_final or said.is_final:
-            expected = max(now, said) if now.is_final and said.is_final else now if now.is_final else said
+def test_each_transition_gives_the_greater_final_or_the_newest_signal():
+    """Compares the table with a simple rule, over all pairs."""
+    for now, judged in itertools.product(Signal, Signal):
+        if now.is_final or judged.is_final:
+            expected = max(now, judged) if now.is_final and judged.is_final else now if now.is_final else judged
         else:
-            expected = now if said is Signal.JOINING else said
-        assert AFTER[now][said] is expected, (now, said)
+            expected = now if judged is Signal.JOINING else judged
+        assert AFTER[now][judged] is expected, (now, judged)
 
 
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from([s for s in Signal if s.is_final]), min_size=1, max_size=6), st.randoms())
-def test_news_in_any_order_and_any_number_ends_the_same(said, chance):
+def test_final_reports_in_any_order_and_number_give_the_same_signal(judged, chance):
     ends = set()
     for _ in range(4):
         detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
-        order = said * 2
+        order = judged * 2
         chance.shuffle(order)
         for each in order:
             detector.told(NodeReport("b", each), 1.0)
         ends.add(detector.members["b"].signal)
-    assert ends == {max(said)}
+    assert ends == {max(judged)}
 
 
-def test_nothing_soft_is_taken_from_hearsay():
+def test_signals_that_are_not_final_are_never_passed_on():
     detector = FailureDetector("a", {"a": "a", "b": "b", "c": "c"}, 0.0)
     for signal in (Signal.JOINING, *WELL, Signal.SUSPECT):
         assert detector.spoke("b", [NodeReport("b", Signal.HEALTHY), NodeReport("c", signal)], {}, 1.0) == []
@@ -148,7 +148,7 @@ def test_nothing_soft_is_taken_from_hearsay():
     assert detector.told(NodeReport("nobody", Signal.OFFLINE), 1.0) == []
 
 
-# What a node says of itself
+# Self reports
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_nothing_soft_is_taken_from_hearsay():
         (NodeFacts(left_behind="round 1 is over."), Signal.OFFLINE, "round 1 is over."),
     ],
 )  # fmt: skip
-def test_a_nodes_own_word(facts, signal, text):
+def test_a_nodes_self_report(facts, signal, text):
     word = self_report("a", facts)
     assert word.signal is signal and text in word.reason
     assert (word.stall is not None) == (facts.stall is not None)
@@ -179,7 +179,7 @@ def test_a_nodes_own_word(facts, signal, text):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
-def test_all_is_well(count):
+def test_all_nodes_of_a_healthy_cluster_are_healthy(count):
     cluster = Cluster(count).run(5)
     for observer in cluster.nodes:
         for node in {observer, *cluster.lookouts[observer].watched()}:
@@ -199,7 +199,7 @@ def test_a_lost_node_is_known_to_all_in_time(count):
 
 @pytest.mark.parametrize(("count", "seconds"), [(2, 60), (3, 20), (4, 10)])
 def test_silent_daemons_never_make_a_node_offline(count, seconds):
-    """Any number of daemons, stopped or killed, for long: their agents speak."""
+    """Any number of daemons are stopped or killed, for long: their agents still beat."""
     nodes = [f"n{i}" for i in range(count)]
     for down in itertools.chain.from_iterable(itertools.combinations(nodes, k) for k in range(1, count)):
         cluster = Cluster(count).run(2)
@@ -224,7 +224,7 @@ def test_silent_agents_never_make_a_node_offline():
 
 
 @pytest.mark.parametrize("count", [3, 5, 8])
-def test_a_broken_link_between_two_nodes_makes_nobody_offline(count):
+def test_a_broken_link_between_two_nodes_makes_no_node_offline(count):
     cluster = Cluster(count).run(3)
     broken = cluster.lookouts["n0"].watched()[0]
     cluster.cut.add(frozenset(("n0", broken)))
@@ -237,20 +237,20 @@ def test_a_broken_link_between_two_nodes_makes_nobody_offline(count):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_cut_off_does_not_call_the_others_lost(seed):
+def test_a_node_that_is_cut_off_does_not_report_others_lost(seed):
     cluster = Cluster(4, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
     cluster.run(KNOWN_S)
     assert cluster.anywhere(Signal.OFFLINE) == {(o, "n3") for o in ("n0", "n1", "n2")}
     assert {cluster.kind("n3", n) for n in ("n0", "n1", "n2")} == {"alone"}
     cluster.run(CUT_OFF_S)
-    assert cluster.seen("n3", "n0") is Signal.OFFLINE  # in the end it has to assume so
+    assert cluster.seen("n3", "n0") is Signal.OFFLINE  # after CUT_OFF_S a cut-off node gives up the others
 
 
 @pytest.mark.parametrize("is_daemon", [True, False])
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_short_cut_nobody_else_is_lost_whoever_is_heard_first(is_daemon, seed):
-    """Connections come back one by one. The first to speak may be an agent, or a daemon that hears none of the others."""
+def test_after_a_short_cut_no_other_node_is_lost(is_daemon, seed):
+    """Connections return one by one; an agent may come first, or a daemon that hears no node."""
     cluster = Cluster(40, seed=seed).run(3 + seed / 7)
     cluster.isolate("n3")
     detector = cluster.lookouts["n3"]
@@ -269,7 +269,7 @@ def test_after_a_short_cut_nobody_else_is_lost_whoever_is_heard_first(is_daemon,
 
 
 @pytest.mark.parametrize("count", [4, 40])
-def test_after_a_cut_the_one_who_was_given_up_takes_nobody_along(count):
+def test_a_given_up_node_that_returns_makes_no_other_node_offline(count):
     cluster = Cluster(count).run(3)
     mine = cluster.lookouts["n3"].watched()
     cluster.isolate("n3")
@@ -281,7 +281,7 @@ def test_after_a_cut_the_one_who_was_given_up_takes_nobody_along(count):
     assert {(o, n) for o, n in cluster.anywhere(Signal.OFFLINE) if o != "n3"} == {(o, "n3") for o in others}
 
 
-def test_news_from_afar_do_not_keep_silent_neighbours_alive():
+def test_news_of_distant_nodes_do_not_hide_silent_neighbours():
     names = [f"n{i}" for i in range(40)]
     detector = FailureDetector("n0", {node: node for node in names}, 0.0)
     near = detector.watched()
@@ -295,7 +295,7 @@ def test_news_from_afar_do_not_keep_silent_neighbours_alive():
     assert {detector.members[node].signal for node in near} == {Signal.OFFLINE}
 
 
-def test_who_was_given_up_is_believed_about_himself_and_the_listener_alone():
+def test_a_given_up_node_is_believed_only_about_itself_and_the_listener():
     detector = FailureDetector("a", {node: node for node in "abc"}, 0.0)
     detector.told(NodeReport("b", Signal.OFFLINE), 1.0)
     detector.spoke(
@@ -308,18 +308,18 @@ def test_who_was_given_up_is_believed_about_himself_and_the_listener_alone():
     assert signals == {"a": Signal.OFFLINE, "b": Signal.COMPLETED, "c": Signal.JOINING}
 
 
-def test_whoever_was_cut_off_hears_that_he_was_given_up():
+def test_a_node_that_was_cut_off_learns_that_it_was_given_up():
     cluster = Cluster(4).run(3)
     cluster.isolate("n3")
     cluster.run(4)
     cluster.cut.clear()
-    # The others do not call it any more; it calls them, and hears it in the answer.
+    # The others do not call the node any more. The node calls them, and learns it from an answer.
     cluster.run(2)
     assert cluster.seen("n3", "n3") is Signal.OFFLINE
     assert cluster.anywhere(Signal.OFFLINE) == {(o, "n3") for o in cluster.nodes}
 
 
-def test_lost_is_who_was_not_heard_since():
+def test_a_lost_node_that_was_heard_since_is_not_listed():
     cluster = Cluster(4).run(3)
     cluster.isolate("n3")
     cluster.run(4)
@@ -339,8 +339,8 @@ def test_two_lost_at_once_in_a_job_of_three():
 
 
 @pytest.mark.parametrize("late_s", [2 * LATE_S, 60.0])
-def test_who_was_late_himself_judges_nobody(late_s):
-    """He was stopped, and so heard nobody; the others were not."""
+def test_a_late_node_judges_no_other(late_s):
+    """The node was stopped, and so heard no other; the others were not stopped."""
     cluster = Cluster(3).run(3)
     cluster.daemon_down = {"n0"}
     cluster.run(late_s)
@@ -352,7 +352,7 @@ def test_who_was_late_himself_judges_nobody(late_s):
     assert not cluster.anywhere(Signal.OFFLINE)
 
 
-def test_who_was_late_still_finds_a_lost_node():
+def test_a_late_node_still_finds_a_lost_node():
     cluster = Cluster(2).run(3)
     cluster.lose("n1")
     cluster.late_s["n0"] = 1.0
@@ -362,7 +362,7 @@ def test_who_was_late_still_finds_a_lost_node():
     assert cluster.seen("n0", "n1") is Signal.OFFLINE
 
 
-def test_who_was_late_does_not_take_his_own_patience_for_a_sign_of_life():
+def test_a_late_node_does_not_count_its_own_patience_as_a_sign_of_life():
     cluster = Cluster(2).run(3)
     cluster.daemon_down = {"n1"}
     cluster.run(2)
@@ -372,7 +372,7 @@ def test_who_was_late_does_not_take_his_own_patience_for_a_sign_of_life():
         assert cluster.seen("n0", "n1") is Signal.SUSPECT
 
 
-def test_a_slow_node_earns_patience_and_a_brisk_one_does_not():
+def test_a_slow_node_gets_more_patience_and_a_fast_one_does_not():
     slow, brisk = FailureDetector("a", {"a": "a", "b": "b"}, 0.0), FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
     for detector, gap_s in ((slow, 0.8), (brisk, BEAT_S)):
         for i in range(1, 6):
@@ -392,20 +392,20 @@ def test_without_agents_the_training_is_the_second_witness():
     assert cluster.anywhere(Signal.OFFLINE) == {("n0", "n2"), ("n1", "n2")}
 
 
-def test_ranks_that_stand_still_alone_make_nobody_offline():
+def test_stalled_ranks_alone_make_no_node_offline():
     cluster = Cluster(3, agents=False).run(3)
     cluster.still = set(cluster.nodes)
     assert not cluster.run(30).anywhere(Signal.OFFLINE)
     assert not cluster.anywhere(Signal.UNHEALTHY)
 
 
-def test_a_standing_rank_does_not_outweigh_an_agent_that_speaks():
+def test_a_stalled_rank_does_not_outweigh_a_living_agent():
     cluster = Cluster(3).run(3)
     cluster.daemon_down, cluster.still = {"n2"}, set(cluster.nodes)
     assert not cluster.run(30).anywhere(Signal.OFFLINE)
 
 
-def test_nobody_is_judged_who_was_not_heard_yet():
+def test_a_node_that_was_never_heard_is_not_judged():
     cluster = Cluster(3)
     cluster.lose("n2")
     cluster.run(JOIN_S - 1)
@@ -415,14 +415,14 @@ def test_nobody_is_judged_who_was_not_heard_yet():
 
 
 def test_a_daemon_that_was_down_when_the_round_began_stops_no_training():
-    """Its agent finds those who watch it by itself."""
+    """The node's agent finds its watchers by itself."""
     cluster = Cluster(3)
     cluster.daemon_down = {"n2"}
     cluster.run(JOIN_S + 15)
     assert cluster.seen("n0", "n2") is Signal.SUSPECT and not cluster.anywhere(Signal.OFFLINE)
 
 
-def test_a_half_open_link_is_told_from_a_silent_daemon():
+def test_a_half_open_link_is_distinguished_from_a_silent_daemon():
     detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
     healthy = [NodeReport("b", Signal.HEALTHY)]
     detector.spoke("b", healthy, {}, 1.0)
@@ -446,7 +446,7 @@ def test_a_worker_that_died_is_known_to_all_at_once():
     assert {n for _, n in cluster.anywhere(Signal.OFFLINE)} == {"n4"}
 
 
-def test_who_has_completed_may_vanish():
+def test_a_completed_node_may_vanish():
     cluster = Cluster(4).run(3)
     cluster.facts["n3"] = NodeFacts(agent=AgentPhase.FINISHED)
     cluster.run(1)
@@ -459,8 +459,8 @@ def test_who_has_completed_may_vanish():
 @settings(max_examples=4, deadline=None)
 @given(st.integers(0, 1 << 32), st.integers(6, 20))
 @example(2551, 17)
-def test_any_number_of_nodes_lost_at_any_moments_is_known_to_all_survivors(seed, count):
-    """Neighbours too: the ring closes over the gap. Nobody who lives is ever given up."""
+def test_all_survivors_learn_of_any_lost_nodes(seed, count):
+    """Also neighbours are lost: the ring closes over the gap. No living node is given up."""
     chance = random.Random(seed)
     cluster = Cluster(count, seed=seed).run(2)
     lost = chance.sample(cluster.nodes, chance.randrange(1, count - 2))

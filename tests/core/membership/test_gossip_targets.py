@@ -13,13 +13,13 @@ def test_watching_is_mutual_and_bounded(nodes):
     ring = ring_of(nodes)
     assert sorted(ring) == sorted(nodes)
     for own in ring:
-        found = neighbours(own, ring)
-        assert len(found) == min(2 * REACH, len(ring) - 1) == len(set(found)) and own not in found
-        assert all(own in neighbours(other, ring) for other in found)
+        watched = neighbours(own, ring)
+        assert len(watched) == min(2 * REACH, len(ring) - 1) == len(set(watched)) and own not in watched
+        assert all(own in neighbours(other, ring) for other in watched)
 
 
 @given(NODES)
-def test_news_reach_everybody_within_the_logarithm(nodes):
+def test_news_reach_all_nodes_within_log2_hops(nodes):
     ring = ring_of(nodes)
     reached, hops = {ring[0]}, 0
     while len(reached) < len(ring):
@@ -29,13 +29,13 @@ def test_news_reach_everybody_within_the_logarithm(nodes):
     assert len(gossip_targets(ring[0], ring)) <= 2 * (REACH + len(ring).bit_length())
 
 
-def test_a_rack_does_not_stand_together():
-    """Of 16 racks of 8 nodes each, named in order: in the order of names all neighbours would be of one rack."""
+def test_nodes_of_one_rack_are_seldom_neighbours():
+    """There are 16 racks of 8 nodes. In the order of names all neighbours would be of one rack."""
     ring = ring_of(f"rack-{i // 8:02}-{i % 8}" for i in range(128))
     together = [sum(other[:7] == own[:7] for other in neighbours(own, ring)) for own in ring]
     assert sum(together) / len(together) < 0.5 and max(together) <= REACH
 
 
-def test_the_order_does_not_depend_on_who_asks():
+def test_the_order_is_the_same_on_every_node():
     nodes = [f"n{i}" for i in range(20)]
     assert ring_of(nodes) == ring_of(reversed(nodes))

@@ -1,4 +1,4 @@
-"""Names that may become folders, and which job a process belongs to."""
+"""Tests names that may become folders, and which job a process belongs to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_good_name_is_kept(name):
     assert check_name(name) == name
 
 
-def test_a_job_without_a_name_is_called_what_its_rendezvous_calls_it_and_stays_unnamed():
+def test_an_unnamed_job_gets_the_name_of_its_rendezvous_and_stays_unnamed():
     assert who(unnamed="train-1") == JobIdentity("train-1", False)
     assert who(unnamed="train-1", run_id="run").named and who(unnamed="train-1", chosen="me") == JobIdentity("me", True)
 
@@ -46,7 +46,7 @@ def test_an_allowed_name_is_one_plain_path_component(name):
     assert name.isascii() and "/" not in name and name not in (".", "..") and 0 < len(name) <= 64
 
 
-def test_who_names_the_job():
+def test_the_order_of_the_sources_of_a_job_name():
     assert who(chosen="mine", run_id="42", slurm_job="7") == JobIdentity("mine", True)
     assert who(run_id="42", slurm_job="7") == JobIdentity("42", True)
     assert who(run_id="none", slurm_job="7") == JobIdentity("slurm-7", True)
@@ -54,13 +54,13 @@ def test_who_names_the_job():
 
 
 @pytest.mark.parametrize("name", BAD[:4])
-def test_a_chosen_bad_name_is_refused_not_mended(name):
+def test_a_chosen_bad_name_is_refused_and_not_corrected(name):
     if name:
         with pytest.raises(ConfigError):
             who(chosen=name)
 
 
-def test_without_a_name_the_launch_makes_the_job():
+def test_without_a_name_the_launch_identifies_the_job():
     first = who()
     assert first.id.startswith("train-") and first == who()
     assert who(launch="boot/1/3").id != first.id
@@ -82,6 +82,6 @@ def test_any_script_becomes_an_allowed_name(path):
 
 
 @given(st.text(min_size=1, max_size=30), st.text(min_size=1, max_size=30))
-def test_two_launchers_ids_never_meet(one, other):
+def test_two_launcher_ids_never_get_the_same_name(one, other):
     if one != other and "none" not in (one, other):
         assert who(run_id=one).id != who(run_id=other).id

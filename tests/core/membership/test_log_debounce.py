@@ -1,7 +1,4 @@
-"""What a log says of nodes: not every doubt that comes and goes.
-
-What is said of a trouble that comes and goes.
-"""
+"""Tests which changes of nodes and which recurring troubles are logged."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from reft.core.membership.log_debounce import AGAIN_S, LASTED_S, REMEMBERED_MAX,
 
 
 class Log:
-    """A node b as its neighbour a tells of it; moments in seconds."""
+    """The log lines of node a about its neighbour b; times in seconds."""
 
     def __init__(self) -> None:
         self.detector = FailureDetector("a", {"a": "a", "b": "b"}, 0.0)
@@ -34,7 +31,7 @@ def well() -> Log:
     return log
 
 
-def test_a_doubt_that_passes_is_not_said():
+def test_a_short_doubt_is_not_logged():
     log = well()
     for at_s in range(2, 20, 2):
         assert log.becomes(at_s, Signal.SUSPECT, "daemon False") == []
@@ -42,7 +39,7 @@ def test_a_doubt_that_passes_is_not_said():
     assert log.says(100.0) == []
 
 
-def test_a_doubt_that_lasts_is_said_once_also_if_its_reason_changes():
+def test_a_lasting_doubt_is_logged_once_even_if_its_reason_changes():
     log = well()
     assert log.becomes(2.0, Signal.SUSPECT, "link") == []
     assert log.becomes(2.0 + 0.9 * LASTED_S, Signal.SUSPECT, "half") == []
@@ -54,41 +51,41 @@ def test_a_doubt_that_lasts_is_said_once_also_if_its_reason_changes():
     assert log.says(70.0 + LASTED_S) == [("SUSPECT", "HEALTHY")]
 
 
-def test_what_is_final_is_said_at_once_also_amid_doubts():
+def test_a_final_signal_is_logged_at_once():
     log = well()
     assert log.becomes(2.0, Signal.SUSPECT, "daemon False") == []
     assert log.becomes(2.1, Signal.OFFLINE, "lost") == [("HEALTHY", "OFFLINE")]
     assert log.says(100.0) == []
 
 
-def test_snapshots_are_not_told():
+def test_snapshots_are_not_logged():
     log = well()
     assert log.becomes(2.0, Signal.SNAP) == []
     assert log.says(100.0) == []
 
 
-def said(trouble_log: TroubleLog, *troubles: tuple[float, str]) -> list[str]:
+def logged(trouble_log: TroubleLog, *troubles: tuple[float, str]) -> list[str]:
     return [trouble for now_s, trouble in troubles if trouble_log.heard(trouble, now_s)]
 
 
-def test_a_trouble_is_said_once_and_its_end_too():
-    assert said(TroubleLog(), (0, ""), (1, "a"), (2, "a"), (3, "b"), (4, ""), (5, "")) == ["a", "b", ""]
+def test_a_trouble_and_its_end_are_logged_once():
+    assert logged(TroubleLog(), (0, ""), (1, "a"), (2, "a"), (3, "b"), (4, ""), (5, "")) == ["a", "b", ""]
 
 
-def test_one_that_flickers_is_said_again_only_after_a_while():
+def test_a_recurring_trouble_is_logged_again_only_after_a_while():
     trouble_log = TroubleLog()
     flicker = [(float(i), "a" if i % 2 else "") for i in range(int(AGAIN_S))]
-    assert said(trouble_log, *flicker) == ["a", ""]
-    assert said(trouble_log, (AGAIN_S, "")) == []
-    assert said(trouble_log, (AGAIN_S + 1, "a"), (AGAIN_S + 2, "")) == ["a", ""]
+    assert logged(trouble_log, *flicker) == ["a", ""]
+    assert logged(trouble_log, (AGAIN_S, "")) == []
+    assert logged(trouble_log, (AGAIN_S + 1, "a"), (AGAIN_S + 2, "")) == ["a", ""]
 
 
-def test_another_trouble_between_is_not_hidden_and_its_end_is_said():
+def test_another_trouble_in_between_and_its_end_are_logged():
     trouble_log = TroubleLog()
-    assert said(trouble_log, (0, "a"), (1, ""), (2, "a"), (3, "b"), (4, "a"), (5, "")) == ["a", "", "b", ""]
+    assert logged(trouble_log, (0, "a"), (1, ""), (2, "a"), (3, "b"), (4, "a"), (5, "")) == ["a", "", "b", ""]
 
 
-def test_it_remembers_a_bounded_number():
+def test_the_number_of_remembered_troubles_is_bounded():
     trouble_log = TroubleLog()
-    said(trouble_log, *((0.0, str(i)) for i in range(10 * REMEMBERED_MAX)))
-    assert len(trouble_log._said_s) == REMEMBERED_MAX
+    logged(trouble_log, *((0.0, str(i)) for i in range(10 * REMEMBERED_MAX)))
+    assert len(trouble_log._logged_s) == REMEMBERED_MAX

@@ -11,11 +11,11 @@ def places(*members):
     return [PreviousRank(rank, member) for rank, member in enumerate(members)]
 
 
-def test_a_first_round_goes_in_order():
+def test_a_first_round_assigns_ranks_in_order():
     assert assign([A, B, C], []) == {A: 0, B: 1, C: 2}
 
 
-def test_who_was_there_keeps_his_rank_and_a_newcomer_takes_the_hole():
+def test_members_keep_their_ranks_and_a_newcomer_takes_the_hole():
     assert assign([NEW, B, C], places(A, B, C)) == {NEW: 0, B: 1, C: 2}
     assert assign([NEW, A, C], places(A, B, C)) == {A: 0, NEW: 1, C: 2}
 
@@ -25,7 +25,7 @@ def test_a_node_keeps_its_rank_under_a_new_agent():
     assert assign([again, A, B, NEW], places(A, B, C, D)) == {A: 0, B: 1, again: 2, NEW: 3}
 
 
-def test_the_agent_itself_comes_before_another_one_of_its_node():
+def test_the_same_agent_comes_before_another_agent_of_its_node():
     twin = Participant("agent-0", B.home)
     assert assign([twin, B], places(A, B)) == {B: 1, twin: 0}
 
@@ -41,11 +41,11 @@ def test_two_agents_of_one_node_take_its_two_places():
     assert assign([first, second, third, B], before) == {first: 0, B: 1, second: 2, third: 3}
 
 
-def test_when_the_job_shrinks_those_beyond_its_end_fill_the_holes_before_newcomers_do():
+def test_when_the_job_shrinks_members_with_too_high_ranks_fill_holes_first():
     assert assign([NEW, A, D], places(A, B, C, D)) == {A: 0, D: 1, NEW: 2}
 
 
-def test_an_unknown_node_is_nobodys_heir():
+def test_a_member_of_an_unknown_node_takes_over_no_rank():
     nameless = Participant("agent-0")
     assert assign([nameless, B], [PreviousRank(0, B), PreviousRank(1, Participant("gone"))]) == {B: 0, nameless: 1}
 
@@ -57,7 +57,7 @@ MEMBERS = st.lists(
 
 
 @given(MEMBERS, MEMBERS.flatmap(st.permutations))
-def test_ranks_are_a_bijection_and_no_agent_moves_that_fits(members, before):
+def test_ranks_are_a_bijection_and_fitting_agents_do_not_move(members, before):
     ranks = assign(members, places(*before))
     assert sorted(ranks.values()) == list(range(len(members)))
     for rank, member in enumerate(before):

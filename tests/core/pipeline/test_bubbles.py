@@ -1,4 +1,4 @@
-"""Closed forms of idle times, held against a simulation that knows only orders and dependencies."""
+"""Compares closed forms of idle times with a simulation of orders and dependencies."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,7 +11,7 @@ from reft.errors import ConfigError
 from reft.schedules import Custom, GPipe, Interleaved, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
 MOST_STAGES = 8
-# Whole numbers: sums and differences of them are exact, so closed forms must be equal, not close.
+# Whole numbers: their sums and differences are exact, so closed forms must be exactly equal.
 WHOLE = [ActionTimes(1, 2), ActionTimes(1, 1), ActionTimes(5, 9), ActionTimes(2, 1)]
 CUT = [
     ActionTimes(1, 2, 1),
@@ -19,26 +19,26 @@ CUT = [
     ActionTimes(1, 5, 2),
     ActionTimes(3, 4, 2),
     ActionTimes(2, 5, 3),
-]  # the backward in two parts
+]  # times with the backward in two parts
 SHAPES = [(P, M) for P in range(1, MOST_STAGES + 1) for M in range(1, 3 * P + 1)]
 Order = Callable[[int, int, int], tuple[Action, ...]]
 
 
 def total(gaps: Iterable[Gap]) -> float:
-    """The length of all gaps together."""
+    """Returns the total length of all gaps."""
     return sum(gap.length for gap in gaps)
 
 
 def simulated(order: Order, P: int, M: int, times: ActionTimes, is_v_shaped: bool = False):
-    """For each stage its gaps in the simulation."""
+    """Returns for each stage its gaps in the simulation."""
     spans = actions.simulate([order(stage, P, M) for stage in range(P)], times, is_v_shaped)
     end = max(each[-1].end for each in spans)
     return [bubbles.between(each, end) for each in spans]
 
 
 def equal(order: Order, closed: Callable[..., tuple[Gap, ...] | None], times: ActionTimes, is_v_shaped: bool = False):
-    """The shapes that have a closed form; each equals the simulation, place by place."""
-    found = set()
+    """Returns the shapes that have a closed form; checks each against the simulation."""
+    shapes = set()
     for P, M in SHAPES:
         gaps = [closed(p, P, M, times) for p in range(P)]
         if None in gaps:
@@ -46,8 +46,8 @@ def equal(order: Order, closed: Callable[..., tuple[Gap, ...] | None], times: Ac
             continue
         for p, run in enumerate(simulated(order, P, M, times, is_v_shaped)):
             assert gaps[p] == run, f"stage {p} of {P}, {M} microbatches"
-        found.add((P, M))
-    return found
+        shapes.add((P, M))
+    return shapes
 
 
 @pytest.mark.parametrize("times", WHOLE, ids=str)
@@ -64,16 +64,16 @@ def test_closed_forms_equal_the_simulation(order, closed, times):
 
 @pytest.mark.parametrize("times", WHOLE, ids=str)
 @pytest.mark.parametrize("parts", [2, 3])
-def test_the_interleaved_form_equals_the_simulation(parts, times):
+def test_the_closed_form_of_interleaved_equals_the_simulation(parts, times):
     def order(p, P, M):
-        # Microbatches that can't be cut into rounds have no order, and no closed form.
+        # Microbatches that can't be split into rounds have no order, and no closed form.
         return () if M % max(1, M // P) else actions.interleaved(p, P, M, parts)
 
-    found = equal(order, lambda p, P, M, t: bubbles.interleaved(p, P, M, parts, t), times)
+    shapes = equal(order, lambda p, P, M, t: bubbles.interleaved(p, P, M, parts, t), times)
     regular = {(P, M) for P, M in SHAPES if M % P == 0}
-    assert found == (regular if times.backward >= times.forward else set())
-    for P, M in found:
-        idle = (P - 1) * (times.forward + times.backward)  # of actions, each 1/parts of a stage's
+    assert shapes == (regular if times.backward >= times.forward else set())
+    for P, M in shapes:
+        idle = (P - 1) * (times.forward + times.backward)  # each action is 1/parts of a stage's work
         assert {total(bubbles.interleaved(p, P, M, parts, times)) for p in range(P)} == {idle}
 
 
@@ -85,7 +85,7 @@ def test_the_form_of_zb_h1_equals_the_simulation(times):
         assert {total(bubbles.zb_h1(p, 8, 16, times)) for p in range(8)} == {idle}
 
 
-def test_zb_h1_has_no_closed_form_where_its_filling_delays_what_others_wait_for():
+def test_zb_h1_has_no_closed_form_where_weight_gradients_delay_other_stages():
     times = ActionTimes(2, 4, 3)
     assert bubbles.zb_h1(0, 4, 8, times) is None
     assert ZeroBubbleH1(0, 4, 8).gaps(times) == simulated(actions.zb_h1, 4, 8, times)[0]
@@ -117,7 +117,7 @@ def test_a_schedule_has_gaps_with_and_without_a_closed_form(schedule, order):
     assert schedule.order() == order(schedule.stage, P, M)
 
 
-def test_a_schedule_that_can_not_be_is_refused():
+def test_an_impossible_schedule_is_refused():
     for wrong in (
         lambda: OneFOneB(4, 4, 8), lambda: GPipe(0, 2, 0), lambda: Interleaved(0, 4, 9), lambda: Interleaved(0, 4, 8, 1),
         lambda: Custom([(0.0, 1.0), (0.5, 1.0)]), lambda: Custom([(0.0, 0.0)]),
@@ -139,7 +139,7 @@ def test_a_gap_names_the_action_that_it_follows():
     assert [gap.after for gap in gaps[1:]] == [order[gap.place - 1] for gap in gaps[1:]]
 
 
-def test_between_steps_the_end_of_one_joins_the_start_of_the_next():
+def test_the_gap_at_the_end_of_a_step_joins_the_next_start():
     gaps = bubbles.one_f_one_b(1, 3, 4, ActionTimes(1, 2))
     joined = bubbles.steady(gaps, actions=8)
     assert [gap.length for gap in joined] == [3, 2, 1]
@@ -149,5 +149,5 @@ def test_between_steps_the_end_of_one_joins_the_start_of_the_next():
 
 def test_orders_that_wait_for_one_another_are_refused():
     orders = [(Action(ActionKind.BACKWARD, 0), Action(ActionKind.FORWARD, 0)), actions.gpipe(1, 2, 1)]
-    with pytest.raises(ConfigError, match="stage 0 waits for ever before B0"):
+    with pytest.raises(ConfigError, match="stage 0 never gets to B0"):
         actions.simulate(orders, ActionTimes(1, 2))

@@ -1,4 +1,4 @@
-"""Pacing: each task once, tiers in their order, nothing outside its window, and the overrun said."""
+"""Tests task plans: each task once, tiers in order, nothing outside windows, overruns reported."""
 
 import time
 
@@ -10,13 +10,13 @@ from reft.core.pipeline.bubbles import Gap
 from reft.core.pipeline.pacing import AT_MARK, LEFT_OVER, CopyRates, CopyWindow, Tier, plan, windows
 
 MiB = 1 << 20
-TINY = 1e-8  # what sums of floats may be off
+TINY = 1e-8  # above the rounding error of sums of floats
 rates_of = st.sampled_from([0.0, 10e6, 1e9, 20e9])
 
 
 @st.composite
 def cut_times(draw):
-    """(windows, deadline, forbidden, gaps) of a step with random idle, forbidden and collective times."""
+    """Draws (windows, deadline, forbidden, gaps) of a step with random times."""
     deadline = draw(st.floats(0.01, 2.0))
 
     def intervals(most):
@@ -36,14 +36,14 @@ def cut_times(draw):
     st.builds(CopyRates, st.sampled_from([10e6, 1e9, 20e9]), rates_of, rates_of, st.sampled_from([10e6, 1e9])),
     st.sampled_from([0.0, 0.0003, 0.01]),
 )
-def test_a_plan_keeps_what_it_promises(cut, chunks, parity, rates, guard_s):
-    found, deadline, forbidden, _ = cut
-    made = plan(chunks, parity, found, rates, guard_s, deadline)
+def test_a_plan_keeps_its_invariants(cut, chunks, parity, rates, guard_s):
+    copy_windows, deadline, forbidden, _ = cut
+    made = plan(chunks, parity, copy_windows, rates, guard_s, deadline)
     sizes = [*chunks, *parity]
     # Every task once.
-    placed = [made.tasks(window) for window in (*range(len(found)), AT_MARK, LEFT_OVER)]
+    placed = [made.tasks(window) for window in (*range(len(copy_windows)), AT_MARK, LEFT_OVER)]
     assert sorted(np.concatenate(placed).tolist()) == list(range(len(sizes)))
-    for index, window in enumerate(found):
+    for index, window in enumerate(copy_windows):
         at = window.start
         for task in placed[index].tolist():
             is_parity = task >= len(chunks)
@@ -58,18 +58,18 @@ def test_a_plan_keeps_what_it_promises(cut, chunks, parity, rates, guard_s):
 
 @settings(max_examples=40, deadline=None)
 @given(cut_times(), st.integers(0, 200), st.sampled_from([0.0, 0.001]))
-def test_a_later_tier_takes_only_what_earlier_ones_can_not(cut, count, guard_s):
-    found, deadline, *_ = cut
+def test_a_later_tier_takes_only_tasks_that_earlier_ones_do_not_hold(cut, count, guard_s):
+    copy_windows, deadline, *_ = cut
     size, rates = MiB, CopyRates(1e9, 0.5e9, 0.25e9, 1e9)
-    made = plan([size] * count, [], found, rates, guard_s, deadline)
+    made = plan([size] * count, [], copy_windows, rates, guard_s, deadline)
     room = dict.fromkeys(Tier, 0)  # chunks that each tier could hold
-    for window in found:
+    for window in copy_windows:
         seconds = window.end - window.start - (guard_s if window.tier is Tier.GAP else 0)
         room[window.tier] += max(int((seconds + TINY) * rates.of(window.tier) / size), 0)
     left = count
     for tier in (Tier.GAP, Tier.COMPUTE, Tier.COLLECTIVE):
         taken = made.bytes_by_tier([size] * count)[tier] // size
-        assert abs(taken - min(left, room[tier])) <= 1  # the sum of floats may decide about one
+        assert abs(taken - min(left, room[tier])) <= 1  # rounding may decide about one chunk
         left -= taken
     assert len(made.tasks(LEFT_OVER)) == left
 
@@ -95,7 +95,7 @@ def test_gaps_first_then_compute_then_collectives_then_the_optimizer_waits():
         assert tuple(taken[tier] // 1_000_000 for tier in Tier) == (*by_tier, left)
 
 
-def test_what_lies_beside_compute_is_spread_over_all_of_it():
+def test_copies_beside_compute_are_spread_over_all_of_it():
     found = windows([], 1.0, forbidden=[(0.4, 0.5)])
     made = plan([MiB] * 90, [], found, CopyRates(1e9, 1e9, 0, 1e9), 0.0, 1.0)
     starts = np.sort(made.start)
@@ -106,12 +106,12 @@ def test_what_lies_beside_compute_is_spread_over_all_of_it():
 def test_parity_is_computed_in_gaps_or_at_the_mark_and_before_copies():
     found = windows([Gap(1, None, 0.5, 0.1)], 1.0)
     made = plan([50_000_000] * 3, [30_000_000] * 4, found, CopyRates(1e9, 1e9, 0, 0.5e9), 0.0, 1.0)
-    assert made.tasks(1).tolist() == [3]  # 60 ms of parity; neither another one nor a copy fits behind it
+    assert made.tasks(1).tolist() == [3]  # 60 ms of parity; nothing else fits behind it
     assert made.tasks(AT_MARK).tolist() == [4, 5, 6]
     assert sorted([*made.tasks(0), *made.tasks(2)]) == [0, 1, 2]
 
 
-def test_a_task_that_no_gap_holds_does_not_keep_the_others_out():
+def test_a_task_that_no_gap_holds_does_not_block_other_tasks():
     found = windows([Gap(0, None, 0.0, 0.010)], 0.1)
     made = plan([20_000_000, 5_000_000], [], found, CopyRates(1e9, 1e9, 0, 1e9), 0.0, 0.1)
     assert made.tasks(0).tolist() == [1]
@@ -128,4 +128,4 @@ def test_a_plan_of_ten_thousand_chunks_is_made_in_milliseconds():
         made = plan(chunks, chunks[:500], found, rates, 0.0003, 2.5)
         took.append(time.process_time() - began)
     assert not len(made.tasks(LEFT_OVER))
-    assert min(took) < 0.05  # of a core; 10 ms are the goal, and a busy machine has slow cores
+    assert min(took) < 0.05  # seconds of a core; the goal is 10 ms, but cores of a busy machine are slow

@@ -1,4 +1,4 @@
-"""Estimates of idle times: what they follow, what they ignore, and the comparison with what was foreseen."""
+"""Tests estimates of idle times, and their comparison with the closed form."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 from reft.core.pipeline import actions, bubbles
 from reft.core.pipeline.actions import ActionKind, ActionTimes
 from reft.core.pipeline.bubbles import Gap
-from reft.core.pipeline.profile import FIRST, Estimate, GapComparison, GapDifference, StageProfile, compare
+from reft.core.pipeline.profile import FIRST_VALUES, Estimate, GapComparison, GapDifference, StageProfile, compare
 
 
 def noisy(mean, share, count, seed=0):
@@ -22,7 +22,7 @@ def observed(values):
     return estimate
 
 
-def test_an_estimate_comes_near_the_mean_and_the_deviation():
+def test_an_estimate_approaches_the_mean_and_the_deviation():
     estimate = observed(noisy(0.020, 0.10, 300))
     assert estimate.mean == pytest.approx(0.020, rel=0.04)
     assert estimate.deviation == pytest.approx(0.001, rel=0.5)
@@ -30,18 +30,18 @@ def test_an_estimate_comes_near_the_mean_and_the_deviation():
 
 
 @pytest.mark.parametrize("wild", [1.0, 100.0, 0.0])
-def test_single_wild_values_hardly_move_it(wild):
+def test_single_wild_values_hardly_move_an_estimate(wild):
     values = noisy(0.020, 0.05, 400)
-    for index in (0, 3, 50, 130, 131, 300):  # among the first, too
+    for index in (0, 3, 50, 130, 131, 300):  # also among the first values
         values[index] = wild
     estimate = observed(values)
     assert estimate.mean == pytest.approx(0.020, rel=0.05)
 
 
-def test_it_begins_with_the_median_of_its_first_values():
+def test_an_estimate_begins_with_the_median_of_its_first_values():
     estimate = observed([1.0, 1.1, 0.9, 1.0, 9.0])
     assert estimate.mean == 1.0
-    assert estimate.deviation <= 0.1  # the first step of a process does not make later ones look tame
+    assert estimate.deviation <= 0.1  # the first step of a process does not inflate the deviation
 
 
 def test_a_lasting_change_is_followed():
@@ -49,7 +49,7 @@ def test_a_lasting_change_is_followed():
     assert estimate.mean == pytest.approx(0.060, rel=0.05)
 
 
-def test_values_that_never_differ_do_not_lock_it():
+def test_equal_values_do_not_freeze_an_estimate():
     estimate = observed([0.020] * 100 + [0.021] * 150)
     assert estimate.mean == pytest.approx(0.021, rel=0.01)
     assert observed([0.0] * 50).mean == 0
@@ -91,7 +91,7 @@ def test_times_of_a_backward_in_two_parts():
     assert profile.times().input == 1.25
 
 
-def test_a_comparison_counts_what_nobody_foresaw():
+def test_a_comparison_counts_unforeseen_gaps():
     foreseen = [Gap(0, None, 0, 2.0), Gap(3, None, 5, 2.0)]
     measured = [Gap(0, None, 0, 2.2), Gap(4, None, 7, 0.8)]
     found = compare(foreseen, measured)
@@ -101,9 +101,9 @@ def test_a_comparison_counts_what_nobody_foresaw():
     assert compare([], measured).worst == 0
 
 
-def test_a_gap_that_was_never_measured_counts_nothing():
+def test_the_estimate_of_an_unmeasured_gap_has_count_zero():
     profile = StageProfile()
-    for _ in range(FIRST):
+    for _ in range(FIRST_VALUES):
         profile.observe(2, 1.0, 1.5)
     assert profile.length(2).mean == 0.5
     assert profile.length(3).count == 0

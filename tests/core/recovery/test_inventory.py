@@ -1,4 +1,4 @@
-"""What follows from the inventories of several nodes: which history counts, who is silent, and what nodes are called."""
+"""Tests the inventories of several nodes: which history counts, silent nodes, names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reft.errors import AttachError
 
 BASE = Version(Epoch(7, b"7" * 16), 100)
 CARRIED = Decision(Epoch(8, b"c" * 16), BASE, (BASE.epoch,))  # by b and c
-TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # of all three, and only a was told
+TORN = Decision(Epoch(8, b"t" * 16), BASE, (BASE.epoch,))  # for all three, but only a received it
 OTHER = Decision(Epoch(8, b"o" * 16), BASE, (BASE.epoch,))
 
 
@@ -30,20 +30,20 @@ def report(node: str, decision: Decision | None, *steps: int, **facts: object) -
 
 
 @pytest.mark.parametrize("order", ["abc", "cba"])
-def test_a_node_that_was_told_of_an_attach_that_died_does_not_outrank_the_others(order):
+def test_a_decision_of_an_attach_that_died_does_not_outrank_others(order):
     reports = {"a": report("a", TORN), "b": report("b", CARRIED), "c": report("c", CARRIED)}
     manifests = {TORN.epoch: facts("abc"), CARRIED.epoch: facts("bc")}
-    found = Inventory({node: reports[node] for node in order}, manifests)
-    assert found.decision == CARRIED and found.members == set("bc")
+    inventory = Inventory({node: reports[node] for node in order}, manifests)
+    assert inventory.decision == CARRIED and inventory.members == set("bc")
 
 
-def test_a_node_that_holds_another_job_of_the_same_name_says_nothing_of_this_one():
+def test_a_node_with_another_job_of_the_same_name_is_ignored():
     anew = Decision(Epoch(1, b"n" * 16), None)
     manifests = {TORN.epoch: facts("abc"), anew.epoch: facts("b", b"another token")}
     assert Inventory({"a": report("a", TORN), "b": report("b", anew)}, manifests).decision == TORN
 
 
-def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
+def test_a_job_with_two_histories_is_refused_with_the_steps_of_each():
     manifests = {OTHER.epoch: facts("ad"), CARRIED.epoch: facts("bc")}
     reports = {"a": report("a", OTHER, 103, 104), "b": report("b", CARRIED, 120), "c": report("c", CARRIED)}
     one = Inventory({node: reports[node] for node in "bc"}, manifests)
@@ -53,22 +53,22 @@ def test_a_job_that_went_on_twice_is_refused_with_what_each_has():
     assert Inventory(reports, manifests, before=one).decision == CARRIED, "what was in force before the try still is"
 
 
-def test_nodes_that_did_not_answer_are_absent_unless_they_take_part():
-    found = Inventory({"b": report("b", CARRIED)}, {CARRIED.epoch: facts("bc"), BASE.epoch: facts("abd")})
-    assert found.absent({"d"}) == ["a", "c"] and found.absent(set()) == ["a", "c", "d"]
+def test_silent_nodes_are_absent_unless_they_take_part():
+    inventory = Inventory({"b": report("b", CARRIED)}, {CARRIED.epoch: facts("bc"), BASE.epoch: facts("abd")})
+    assert inventory.absent({"d"}) == ["a", "c"] and inventory.absent(set()) == ["a", "c", "d"]
 
 
-def test_two_nodes_of_one_name_are_told_apart():
+def test_two_nodes_of_one_name_get_different_names():
     members = (ManifestNode("1" * 32, "host"), ManifestNode("2" * 32, "host", "rack"), ManifestNode("3" * 32, "other"))
-    found = Inventory(
+    inventory = Inventory(
         {members[0].id: report("host", CARRIED)}, {CARRIED.epoch: ManifestFacts(b"t", members, FailureHistory())}
     )
-    assert sorted(found.names.values()) == ["host#111111", "host#222222", "other"]
-    assert found.nodes_of("rack") == ["host#222222"] and found.nodes_of("none") == []
-    assert found.domains == {"host#111111": "node host#111111"}
+    assert sorted(inventory.names.values()) == ["host#111111", "host#222222", "other"]
+    assert inventory.nodes_of("rack") == ["host#222222"] and inventory.nodes_of("none") == []
+    assert inventory.domains == {"host#111111": "node host#111111"}
 
 
-def test_a_history_grows_by_the_longest_training_and_a_failure_that_anyone_saw():
+def test_the_history_counts_the_longest_training_and_any_seen_failure():
     manifests = {CARRIED.epoch: facts("bc", history=FailureHistory(100.0, 2))}
     reports = {"b": report("b", CARRIED, trained_s=5.0), "c": report("c", CARRIED, trained_s=7.0)}
     assert Inventory(reports, manifests).history == FailureHistory(100.0, 2).after(7.0, False)

@@ -1,4 +1,4 @@
-"""Slots made again from others, without a daemon: against what the lost ranks had."""
+"""Compares slots that are rebuilt from other slots with the lost ones, without a daemon."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ def placed(D: int, f: int, nbytes: int, scheme: str = "aec", each: int = 1) -> P
 
 
 def slots_of(placement: Placement, seed: int = 0) -> dict[int, np.ndarray]:
-    """The data of every rank's slot."""
+    """Returns the data of every rank's slot."""
     cells = [np.random.default_rng(seed).integers(0, 256, cell.nbytes, np.uint8) for cell in placement.division.cells]
-    found = {}
+    slots = {}
     for rank in range(len(placement.domains)):
         part = placement.part(rank)
-        found[rank] = np.zeros(part.data_bytes, np.uint8)
+        slots[rank] = np.zeros(part.data_bytes, np.uint8)
         for block in part.blocks:
             lane = placement.lanes[block.lane]
             padded = np.zeros(lane.begin + lane.D * lane.code.k * lane.shard_bytes, np.uint8)
             padded[: lane.begin + lane.nbytes] = cells[lane.cell][: lane.begin + lane.nbytes]
             shards = [padded[slice(*lane.data_range(block.stripe, shard))] for shard in range(lane.code.k)]
             packets = [shard.reshape(lane.code.w, -1) for shard in shards]
-            target = found[rank][block.offset : block.offset + block.nbytes].reshape(lane.code.w, -1)
+            target = slots[rank][block.offset : block.offset + block.nbytes].reshape(lane.code.w, -1)
             if block.shard < lane.code.k:
                 target[:] = packets[block.shard]
                 continue
             program = encode_program(lane.code, block.shard - lane.code.k)
             scratch = list(np.zeros((program.scratch, lane.packet_bytes), np.uint8))
             run(program, [packets[s][r] for s, r in program.inputs], list(target), scratch)
-    return found
+    return slots
 
 
 def made(
     placement: Placement, slots: dict[int, np.ndarray], lost: tuple[int, ...], limit: int, gone: tuple[int, ...] = ()
 ) -> dict[int, np.ndarray]:
-    """The slots of `lost`, made again without those that are `gone` too."""
+    """Returns the rebuilt slots of `lost`, without reading the slots of `gone`."""
     have = {rank: data for rank, data in slots.items() if rank not in (*lost, *gone)}
-    found = {rank: np.zeros_like(slots[rank]) for rank in lost}
+    rebuilt = {rank: np.zeros_like(slots[rank]) for rank in lost}
     maker = ShardRebuilder(placement)
     for stripe in stripes(placement, have, lost):
         lane = placement.lanes[stripe.lane]
@@ -64,9 +64,9 @@ def made(
             read = {
                 (p.shard, r): row for p in stripe.read for r, row in enumerate(columns(have[p.rank], p.offset))
             }  # fmt: skip
-            into = {(p.shard, r): row for p in stripe.made for r, row in enumerate(columns(found[p.rank], p.offset))}
+            into = {(p.shard, r): row for p in stripe.made for r, row in enumerate(columns(rebuilt[p.rank], p.offset))}
             maker.make(band, read, into)
-    return found
+    return rebuilt
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,24 @@ def made(
     ],
 )
 @pytest.mark.parametrize("limit", [1 << 12, 1 << 27])
-def test_any_f_lost_domains_are_made_again(D, f, scheme, each, limit):
+def test_any_f_lost_domains_are_rebuilt(D, f, scheme, each, limit):
     placement = placed(D, f, 30_003, scheme, each)
     slots = slots_of(placement)
     losses = list(itertools.combinations(range(D), f))
     for domains in losses[:: max(len(losses) // 3, 1)]:
         lost = tuple(rank for rank, domain in enumerate(placement.domains) if domain in domains)
-        found = made(placement, slots, lost, limit)
-        assert all(np.array_equal(found[rank], slots[rank]) for rank in lost)
+        rebuilt = made(placement, slots, lost, limit)
+        assert all(np.array_equal(rebuilt[rank], slots[rank]) for rank in lost)
 
 
 @pytest.mark.parametrize(("D", "f"), [(5, 2), (7, 4)])
-def test_one_of_several_that_are_gone_is_made_alone(D, f):
-    """Shards of the others are decoded on the way, and are nobody's."""
+def test_one_of_several_lost_slots_is_rebuilt_alone(D, f):
+    """Shards of the other lost slots are decoded on the way, but stored nowhere."""
     placement = placed(D, f, 30_003)
     slots = slots_of(placement)
     for gone in list(itertools.combinations(range(D), f))[::3]:
-        found = made(placement, slots, gone[:1], 1 << 12, gone[1:])
-        assert np.array_equal(found[gone[0]], slots[gone[0]])
+        rebuilt = made(placement, slots, gone[:1], 1 << 12, gone[1:])
+        assert np.array_equal(rebuilt[gone[0]], slots[gone[0]])
 
 
 DTYPES = {"bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "bool": 1, "float32": 4}
@@ -112,8 +112,8 @@ LEAVES = st.lists(
 @given(
     st.integers(2, 64), st.integers(1, 3), LEAVES, st.sampled_from(["aec", "arc"]), st.randoms(use_true_random=False)
 )
-def test_whatever_leaves_in_groups_up_to_64(D, f, rows, scheme, chance):
-    """Some stripes of some loss; each leaf's bytes, and zeros between and after them."""
+def test_any_leaves_in_groups_of_up_to_64_ranks_are_rebuilt(D, f, rows, scheme, chance):
+    """Checks some stripes of a loss: each leaf's bytes, and zeros between and after them."""
     leaves = [
         Leaf(f"leaf{i}", dtype, (count,), (1,), count * DTYPES[dtype], False, (count,), (0,))
         for i, (count, dtype) in enumerate([*rows, (5, "int8")])
@@ -133,40 +133,40 @@ def test_whatever_leaves_in_groups_up_to_64(D, f, rows, scheme, chance):
         whole = {
             piece.shard: shard_of(lane, stripe.stripe, piece.shard, state) for piece in (*stripe.read, *stripe.made)
         }
-        found = {piece.shard: np.full_like(whole[piece.shard], 0xA5) for piece in stripe.made}
+        rebuilt = {piece.shard: np.full_like(whole[piece.shard], 0xA5) for piece in stripe.made}
         for band in bands(placement, stripe):
             here = slice(band.begin, band.end)
             read = {(p.shard, r): row[here] for p in stripe.read for r, row in enumerate(whole[p.shard])}
             maker.make(
-                band, read, {(p.shard, r): row[here] for p in stripe.made for r, row in enumerate(found[p.shard])}
+                band, read, {(p.shard, r): row[here] for p in stripe.made for r, row in enumerate(rebuilt[p.shard])}
             )
-        assert all(np.array_equal(found[shard], whole[shard]) for shard in found), (D, f, lost, stripe)
+        assert all(np.array_equal(rebuilt[shard], whole[shard]) for shard in rebuilt), (D, f, lost, stripe)
 
 
 def shard_of(lane: Lane, stripe: int, shard: int, state: np.ndarray) -> np.ndarray:
-    """A shard as [packet, byte]."""
+    """Returns a shard as [packet, byte]."""
     padded = np.zeros(lane.begin + lane.D * lane.code.k * lane.shard_bytes, np.uint8)
     padded[: lane.begin + lane.nbytes] = state[: lane.begin + lane.nbytes]
     data = [padded[slice(*lane.data_range(stripe, each))].reshape(lane.code.w, -1) for each in range(lane.code.k)]
     if shard < lane.code.k:
         return data[shard]
     program = encode_program(lane.code, shard - lane.code.k)
-    found = np.zeros((lane.code.w, lane.packet_bytes), np.uint8)
+    packets = np.zeros((lane.code.w, lane.packet_bytes), np.uint8)
     run(
         program,
         [data[s][r] for s, r in program.inputs],
-        list(found),
+        list(packets),
         list(np.zeros((program.scratch, lane.packet_bytes), np.uint8)),
     )
-    return found
+    return packets
 
 
-def test_what_it_costs():
+def test_the_cost_counts_bytes_read_copied_and_computed():
     placement = placed(4, 1, 3 * 4 * 64 * 10)
     shard = placement.lanes[0].shard_bytes
-    (found,) = costs(placement, {0, 1, 3}, {2})
-    assert (found.cell, found.copied, found.decoded, found.parity) == (0, 0, 3 * shard, shard)
-    assert found.read == {0: 4 * shard, 1: 4 * shard, 3: 4 * shard}
+    (rebuilt,) = costs(placement, {0, 1, 3}, {2})
+    assert (rebuilt.cell, rebuilt.copied, rebuilt.decoded, rebuilt.parity) == (0, 0, 3 * shard, shard)
+    assert rebuilt.read == {0: 4 * shard, 1: 4 * shard, 3: 4 * shard}
     assert 4 * shard == placement.part(2).data_bytes
     in_copies = placed(4, 1, 6400, "arc")
     (copies,) = costs(in_copies, {0, 1, 3}, {2})
@@ -174,7 +174,7 @@ def test_what_it_costs():
     assert copies.copied == sum(copies.read.values()) == in_copies.part(2).data_bytes
 
 
-def test_only_what_the_lost_rank_had_is_read():
+def test_only_stripes_of_the_lost_rank_are_read():
     """With declustering a rank takes part in few stripes."""
     placement = placed(70, 2, 1 << 20)
     lane = placement.lanes[0]
@@ -183,7 +183,7 @@ def test_only_what_the_lost_rank_had_is_read():
     assert all(len(stripe.read) == lane.code.k and len(stripe.made) == 1 for stripe in mine)
 
 
-def test_more_than_f_are_refused():
+def test_more_than_f_lost_ranks_are_refused():
     placement = placed(4, 1, 6400)
     with pytest.raises(ValueError, match="it takes 3"):
         list(stripes(placement, {0, 1}, {2, 3}))

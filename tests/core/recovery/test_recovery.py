@@ -1,4 +1,4 @@
-"""The recovery plan: which version, from which slots and capsules, and what must be emptied before anyone writes."""
+"""Tests the recovery plan: the version, its slots and capsules, and the slots to empty first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FRESH = Decision(ONE, None)
 
 
 def placed(domains: Collection[int], f: int = 0, scheme: str = "none", leaves: int = 1, kb: int = 256) -> Placement:
-    """Ranks that all hold the same leaves of so many KiB."""
+    """Returns a placement of ranks that all hold the same leaves of so many KiB."""
     shape = (kb << 8,)
     layout = pack(Leaf(f"w{i}", "float32", shape, (1,), kb << 10, False, shape, (0,)) for i in range(leaves))
     division = divide({b"l": layout}, [b"l"] * len(domains))
@@ -58,7 +58,7 @@ def plan(
     erased: Collection[tuple[str, str, Version]] = (),
     copies: Collection[HeldCapsule] = (),
 ) -> RecoveryPlan:
-    """Where nothing is shared: each rank needs its own slot, or its capsule."""
+    """Plans where nothing is shared: each rank needs its own slot, or its capsule."""
     alone = placed([0] * world, leaves=0)
     return recovery.plan(slots, copies, dict.fromkeys(EPOCHS, alone), decision, erased)
 
@@ -75,24 +75,24 @@ def test_nothing_held_is_a_fresh_start():
 
 
 def test_the_newest_version_that_every_rank_sealed():
-    found = plan([*both(3), *both(4, n=1)], 2, FRESH)
-    assert found.base == at(4)
-    assert {rank: slot.slot for rank, slot in found.sources.items()} == {0: "rank-0.slot-1", 1: "rank-1.slot-1"}
-    assert found.dropped == () and found.partial == ()
+    recovery_plan = plan([*both(3), *both(4, n=1)], 2, FRESH)
+    assert recovery_plan.base == at(4)
+    assert {rank: slot.slot for rank, slot in recovery_plan.sources.items()} == {0: "rank-0.slot-1", 1: "rank-1.slot-1"}
+    assert recovery_plan.dropped == () and recovery_plan.partial == ()
 
 
-def test_a_version_that_some_lack_is_named_with_them_and_dropped():
+def test_an_incomplete_version_is_reported_with_its_ranks_and_dropped():
     slots = [*both(3), held(0, 4, n=1), held(1, 4, LANDED, n=1), held(0, 5, n=2)]
-    found = plan(slots, 2, FRESH)
-    assert found.base == at(3)
-    assert found.partial == (lacking(5, 1), lacking(4, 1))
-    assert {slot.slot for slot in found.dropped} == {"rank-0.slot-1", "rank-1.slot-1", "rank-0.slot-2"}
+    recovery_plan = plan(slots, 2, FRESH)
+    assert recovery_plan.base == at(3)
+    assert recovery_plan.partial == (lacking(5, 1), lacking(4, 1))
+    assert {slot.slot for slot in recovery_plan.dropped} == {"rank-0.slot-1", "rank-1.slot-1", "rank-0.slot-2"}
 
 
-def test_at_least_is_not_exactly():
-    """Rank 1 went on to step 5 without step 4."""
-    found = plan([*both(3), held(0, 4, n=1), held(1, 5, n=1)], 2, FRESH)
-    assert found.base == at(3)
+def test_a_later_step_does_not_replace_a_missing_one():
+    """Rank 1 continued to step 5 without step 4."""
+    recovery_plan = plan([*both(3), held(0, 4, n=1), held(1, 5, n=1)], 2, FRESH)
+    assert recovery_plan.base == at(3)
 
 
 def test_open_slots_are_dropped_whatever_their_age():
@@ -106,43 +106,43 @@ def test_older_sealed_versions_are_kept():
 
 def test_if_nothing_is_whole_everything_is_dropped():
     slots = [held(0, 3), held(1, 4)]
-    found = plan(slots, 2, FRESH)
-    assert found.base is None and found.sources == {} and found.dropped == tuple(slots)
-    assert found.partial == (lacking(4, 0), lacking(3, 1))
+    recovery_plan = plan(slots, 2, FRESH)
+    assert recovery_plan.base is None and recovery_plan.sources == {} and recovery_plan.dropped == tuple(slots)
+    assert recovery_plan.partial == (lacking(4, 0), lacking(3, 1))
 
 
-def test_what_an_older_history_wrote_after_the_base_does_not_count():
+def test_versions_that_an_older_history_wrote_after_the_base_do_not_count():
     """An orphan, or a node that comes back, still holds steps of epoch 1 that were not chosen."""
     late = both(5, n=1)
-    found = plan([*both(3), *late], 2, Decision(TWO, at(3)))
-    assert found.base == at(3) and found.dropped == tuple(late)
+    recovery_plan = plan([*both(3), *late], 2, Decision(TWO, at(3)))
+    assert recovery_plan.base == at(3) and recovery_plan.dropped == tuple(late)
 
 
-def test_what_led_to_an_older_base_does_not_count():
-    """Step 7 of epoch 1 was given up when epoch 2 began at 5; epoch 3 begins at step 8 of epoch 2."""
+def test_versions_before_an_older_base_do_not_count():
+    """Epoch 2 gave up step 7 of epoch 1 and began at 5; epoch 3 begins at step 8 of epoch 2."""
     dead, base = both(7), both(8, TWO, n=1)
     decision = Decision(THREE, at(8, TWO))
     assert plan([*dead, *base], 2, decision).base == at(8, TWO)
-    found = plan([*dead, base[0]], 2, decision)
-    assert found.base is None and set(found.dropped) == {*dead, base[0]}
+    recovery_plan = plan([*dead, base[0]], 2, decision)
+    assert recovery_plan.base is None and set(recovery_plan.dropped) == {*dead, base[0]}
 
 
 def test_a_newer_epoch_counts_even_with_a_smaller_step():
     old, new = both(3), both(2, TWO, n=1)
-    found = plan([*old, *new], 2, Decision(TWO, at(1)))
-    assert found.base == at(2, TWO) and found.dropped == ()
+    recovery_plan = plan([*old, *new], 2, Decision(TWO, at(1)))
+    assert recovery_plan.base == at(2, TWO) and recovery_plan.dropped == ()
 
 
 def test_steps_of_two_histories_are_never_combined():
     slots = [held(0, 5), held(1, 5, epoch=TWO), *both(3, n=1)]
-    found = plan(slots, 2, Decision(TWO, at(3)))
-    assert found.base == at(3)
+    recovery_plan = plan(slots, 2, Decision(TWO, at(3)))
+    assert recovery_plan.base == at(3)
     slots = [held(0, 5, epoch=TWIN), held(1, 5, epoch=TWO), *both(3, n=1)]
     assert plan(slots, 2, None).base == at(3)
 
 
 def test_the_base_stays_until_something_newer_is_whole():
-    """Epoch 2 has begun, nothing of it is whole yet: the base of epoch 1 is found again, again and again."""
+    """Epoch 2 has begun, but has no whole version: each plan finds the base of epoch 1 again."""
     slots = [*both(3), held(0, 4, epoch=TWO, n=1), held(1, 4, WRITING, TWO, n=1)]
     assert plan(slots, 2, Decision(TWO, at(3))).base == at(3)
     assert plan(both(3), 2, Decision(THREE, at(3))).base == at(3)
@@ -156,21 +156,21 @@ def test_without_a_decision_every_epoch_counts():
     assert plan([*both(3), *both(2, TWO, n=1)], 2, None).base == at(2, TWO)
 
 
-def test_what_is_left_of_the_steps_before_the_base_is_named():
-    """Of its epoch alone: a slot rather than a capsule, nothing damaged, of the base nothing."""
+def test_earlier_steps_of_the_base_epoch_are_returned():
+    """A slot is preferred to a capsule; damaged ones, other epochs and the base are left out."""
     slots = [*both(3, n=1), held(0, 2, n=2), held(1, 2, WRITING, n=2), *both(1, epoch=TWO, n=3)]
     copies = [HeldCapsule("b", rank, at(step), 0) for rank in (0, 1) for step in (1, 2, 3)]
-    found = plan(slots, 2, FRESH, {("b", "capsule-1", at(1))}, copies)
-    assert found.base == at(3)
-    assert found.earlier == {0: ((at(1), "b"), (at(2), "a")), 1: ((at(2), "b"),)}
+    recovery_plan = plan(slots, 2, FRESH, {("b", "capsule-1", at(1))}, copies)
+    assert recovery_plan.base == at(3)
+    assert recovery_plan.earlier == {0: ((at(1), "b"), (at(2), "a")), 1: ((at(2), "b"),)}
 
 
 def test_a_damaged_slot_is_an_erasure():
     slots = [*both(2), *both(3, n=1)]
     bad = {("a", "rank-1.slot-1", at(3))}
-    found = plan(slots, 2, FRESH, bad)
-    assert found.base == at(2) and found.partial == (lacking(3, 1),)
-    assert {slot.slot for slot in found.dropped} == {"rank-0.slot-1", "rank-1.slot-1"}
+    recovery_plan = plan(slots, 2, FRESH, bad)
+    assert recovery_plan.base == at(2) and recovery_plan.partial == (lacking(3, 1),)
+    assert {slot.slot for slot in recovery_plan.dropped} == {"rank-0.slot-1", "rank-1.slot-1"}
     other_version = {("a", "rank-1.slot-1", at(9))}
     assert plan(slots, 2, FRESH, other_version).base == at(3)
     all_bad = {(slot.node, slot.slot, slot.version) for slot in slots}
@@ -179,13 +179,13 @@ def test_a_damaged_slot_is_an_erasure():
 
 def test_a_rank_that_moved_is_found_on_its_old_node():
     slots = [held(0, 3, node="a"), held(1, 3, node="b")]
-    found = plan(slots, 2, FRESH)
-    assert {rank: slot.node for rank, slot in found.sources.items()} == {0: "a", 1: "b"}
+    recovery_plan = plan(slots, 2, FRESH)
+    assert {rank: slot.node for rank, slot in recovery_plan.sources.items()} == {0: "a", 1: "b"}
 
 
 def test_ranks_beyond_the_world_are_no_sources():
-    found = plan([*both(3), held(2, 3)], 2, FRESH)
-    assert sorted(found.sources) == [0, 1]
+    recovery_plan = plan([*both(3), held(2, 3)], 2, FRESH)
+    assert sorted(recovery_plan.sources) == [0, 1]
 
 
 EPOCH = st.sampled_from([ONE, TWO, TWIN])
@@ -206,7 +206,8 @@ COPIES = st.lists(
     ),
     max_size=8, unique_by=lambda copy: (copy.node, copy.rank, copy.version),
 )  # fmt: skip
-# Nothing shared; copies on every rank; a code that bears one loss of three. In three epochs, one may be unknown.
+# Three placements: nothing shared; copies on every rank; a code that survives one loss of three.
+# They belong to three epochs, of which one may be unknown.
 PLACEMENTS = st.sampled_from(
     [placed([0] * 3, leaves=0), placed([0, 1, 2], f=2, scheme="arc"), placed([0, 1, 2], f=1, scheme="aec")]
 ).flatmap(lambda each: st.sampled_from([dict.fromkeys([ONE, TWO, TWIN], each), {ONE: each, TWO: each}]))
@@ -222,7 +223,7 @@ def test_the_order_of_the_inputs_does_not_matter(slots, copies, placements, deci
 
 
 @given(HELDS, COPIES, PLACEMENTS, DECISIONS, st.integers(0, 22))
-def test_more_evidence_never_gives_an_older_base(slots, copies, placements, decision, without):
+def test_one_more_slot_or_capsule_never_gives_an_older_base(slots, copies, placements, decision, without):
     def order(found):
         return () if found.base is None else (*found.base.order, found.base.epoch.ident)
 
@@ -232,8 +233,8 @@ def test_more_evidence_never_gives_an_older_base(slots, copies, placements, deci
 
 
 @given(HELDS, COPIES, PLACEMENTS, DECISIONS)
-def test_against_a_dumb_twin(slots, copies, placements, decision):
-    """Try every version; count it only if its history is the decision's; ask stripe by stripe and rank by rank."""
+def test_the_plan_equals_a_brute_force_search(slots, copies, placements, decision):
+    """Tries every version of the decision's history, stripe by stripe and rank by rank."""
     whole = []
     for version in {each.version for each in [*slots, *copies]}:
         if decision and version.epoch != decision.epoch:
@@ -244,17 +245,21 @@ def test_against_a_dumb_twin(slots, copies, placements, decision):
         small = {copy.rank for copy in copies if copy.version == version and not copy.unreplicated_bytes}
         if version.epoch in placements and {0, 1, 2} <= have | small and decodable(placements[version.epoch], have):
             whole.append((version.epoch.counter, version.step, version.epoch.ident))
-    found = recovery.plan(slots, copies, placements, decision)
-    base = None if found.base is None else (found.base.epoch.counter, found.base.step, found.base.epoch.ident)
+    recovery_plan = recovery.plan(slots, copies, placements, decision)
+    base = (
+        None
+        if recovery_plan.base is None
+        else (recovery_plan.base.epoch.counter, recovery_plan.base.step, recovery_plan.base.epoch.ident)
+    )
     assert base == max(whole, default=None)
-    for rank, slot in found.sources.items():
-        assert slot.rank == rank and slot.version == found.base and slot.state is SEALED
-    for rank, copy in found.capsules.items():
-        assert copy.rank == rank and copy.version == found.base and not copy.unreplicated_bytes
-    assert sorted([*found.sources, *found.capsules]) == ([0, 1, 2] if base else [])
-    kept = [slot for slot in slots if slot not in found.dropped]
+    for rank, slot in recovery_plan.sources.items():
+        assert slot.rank == rank and slot.version == recovery_plan.base and slot.state is SEALED
+    for rank, copy in recovery_plan.capsules.items():
+        assert copy.rank == rank and copy.version == recovery_plan.base and not copy.unreplicated_bytes
+    assert sorted([*recovery_plan.sources, *recovery_plan.capsules]) == ([0, 1, 2] if base else [])
+    kept = [slot for slot in slots if slot not in recovery_plan.dropped]
     assert all(slot.state is SEALED for slot in kept)
-    assert all(slot.version == found.base or slot.version.is_older_than(found.base) for slot in kept)
+    assert all(slot.version == recovery_plan.base or slot.version.is_older_than(recovery_plan.base) for slot in kept)
 
 
 def decodable(placement: Placement, have: Collection[int]) -> bool:
@@ -269,7 +274,7 @@ def decodable(placement: Placement, have: Collection[int]) -> bool:
 
 
 def ring(placement: Placement, f: int, step: int = 1, lost: Collection[int] = (), kept: int = 0):
-    """One rank a node, sealed, capsules with the next f nodes; without what lay on lost nodes."""
+    """Returns slots of one rank a node and capsules on the next f nodes, without lost nodes."""
     world = len(placement.domains)
     slots = [held(rank, step, node=f"n{rank}") for rank in range(world) if rank not in lost]
     holders = [(rank, (rank + i) % world) for rank in range(world) for i in range(1, f + 1)]
@@ -280,66 +285,71 @@ CODED = [(scheme, D, f) for scheme in ("aec", "arc") for D in range(2, 9) for f 
 
 
 @pytest.mark.parametrize(("scheme", "D", "f"), CODED)
-def test_every_loss_of_f_nodes_is_survived_and_of_f_and_one_is_refused_by_name(scheme, D, f):
+def test_any_f_lost_nodes_are_survived_and_f_plus_one_are_refused_by_name(scheme, D, f):
     placement = placed(range(D), f, scheme, leaves=3)
     assert {lane.code.f for lane in placement.lanes} == {f}
     for count in range(f + 2):
         for lost in itertools.combinations(range(D), count):
-            found = recovery.plan(*ring(placement, f, lost=lost), {ONE: placement}, FRESH)
+            recovery_plan = recovery.plan(*ring(placement, f, lost=lost), {ONE: placement}, FRESH)
             if count <= f:
-                assert found.base == at(1) and found.partial == ()
-                assert sorted(found.capsules) == list(lost) and len(found.sources) == D - count
+                assert recovery_plan.base == at(1) and recovery_plan.partial == ()
+                assert sorted(recovery_plan.capsules) == list(lost) and len(recovery_plan.sources) == D - count
             elif count == D:
-                assert found == RecoveryPlan(None)
+                assert recovery_plan == RecoveryPlan(None)
             else:
-                # a copy lies on f + 1 members in a row, so apart from each other f + 1 losses may be survived
+                # A copy lies on f + 1 neighbouring members. So f + 1 losses apart from each other
+                # may be survived.
                 apart = scheme == "arc" and decodable(placement, set(range(D)) - set(lost))
                 bare = [rank for rank in lost if all((rank + i) % D in lost for i in range(1, f + 1))]
                 if apart and not bare:
-                    assert found.base == at(1)
+                    assert recovery_plan.base == at(1)
                     continue
-                assert found.base is None
-                assert found.partial == (lacking(1, *lost, lanes=() if apart else (0,), bare=bare),)
-                text = " ".join(describe(found.partial[0], placement, {rank: f"n{rank}" for rank in range(D)}))
+                assert recovery_plan.base is None
+                assert recovery_plan.partial == (lacking(1, *lost, lanes=() if apart else (0,), bare=bare),)
+                text = " ".join(describe(recovery_plan.partial[0], placement, {rank: f"n{rank}" for rank in range(D)}))
                 assert apart or "w0 and 2 more leaves can't be decoded" in text
                 assert all(f"n{rank}" in text for rank in lost)
 
 
-def test_a_torn_stale_or_damaged_slot_is_a_lost_one():
+def test_a_torn_stale_or_damaged_slot_counts_as_lost():
     placement = placed(range(4), 1, "aec")
     slots, copies = ring(placement, 1)
     for bad in (held(2, 1, WRITING, node="n2"), held(2, 0, node="n2"), held(2, 1, LANDED, node="n2")):
-        found = recovery.plan([*slots[:2], bad, slots[3]], copies, {ONE: placement}, FRESH)
-        assert found.base == at(1) and found.capsules == {2: HeldCapsule("n3", 2, at(1), 0)}
+        recovery_plan = recovery.plan([*slots[:2], bad, slots[3]], copies, {ONE: placement}, FRESH)
+        assert recovery_plan.base == at(1) and recovery_plan.capsules == {2: HeldCapsule("n3", 2, at(1), 0)}
     erased = {("n2", slots[2].slot, at(1))}
-    found = recovery.plan(slots, copies, {ONE: placement}, FRESH, erased)
-    assert found.base == at(1) and sorted(found.sources) == [0, 1, 3] and found.dropped == (slots[2],)
+    recovery_plan = recovery.plan(slots, copies, {ONE: placement}, FRESH, erased)
+    assert (
+        recovery_plan.base == at(1)
+        and sorted(recovery_plan.sources) == [0, 1, 3]
+        and recovery_plan.dropped == (slots[2],)
+    )
     erased.add(("n3", copies[2].slot, at(1)))
     assert recovery.plan(slots, copies, {ONE: placement}, FRESH, erased).partial == (lacking(1, 2),)
 
 
-def test_kept_leaves_go_with_their_slot():
+def test_unreplicated_leaves_are_lost_with_their_slot():
     placement = placed(range(4), 1, "aec")
-    found = recovery.plan(*ring(placement, 1, lost=[2], kept=9), {ONE: placement}, FRESH)
-    assert found.base is None and found.partial == (lacking(1, 2, kept=[2]),)
+    recovery_plan = recovery.plan(*ring(placement, 1, lost=[2], kept=9), {ONE: placement}, FRESH)
+    assert recovery_plan.base is None and recovery_plan.partial == (lacking(1, 2, kept=[2]),)
     assert recovery.plan(*ring(placement, 1, kept=9), {ONE: placement}, FRESH).base == at(1)
-    lines = describe(found.partial[0], placement, {2: "n2"})
+    lines = describe(recovery_plan.partial[0], placement, {2: "n2"})
     assert lines == [
         "step 1 (epoch 1): no sealed slot of rank 2 (on n2).",
-        "The slots of rank 2 held leaves that nobody else has.",
+        "The slots of rank 2 held leaves that no other rank has.",
     ]
 
 
 def test_a_version_is_read_by_the_placement_of_its_epoch():
-    """Epoch 1 copied to everyone, epoch 2 codes: what is left of the base would not do for epoch 2."""
+    """Epoch 1 copied to all ranks, epoch 2 codes: the remaining slots suffice only for copies."""
     copied, coded = placed(range(4), 3, "arc"), placed(range(4), 1, "aec")
     slots, copies = ring(copied, 3, lost=[1, 2])
     decision = Decision(TWO, at(1))
     assert recovery.plan(slots, copies, {ONE: copied, TWO: coded}, decision).base == at(1)
     assert recovery.plan(slots, copies, {ONE: coded, TWO: coded}, decision).base is None
-    found = recovery.plan(slots, copies, {TWO: coded}, decision)
-    assert found.base is None and found.partial == (Shortfall(at(1), is_placed=False),)
-    assert describe(found.partial[0], None, {}) == [
+    recovery_plan = recovery.plan(slots, copies, {TWO: coded}, decision)
+    assert recovery_plan.base is None and recovery_plan.partial == (Shortfall(at(1), is_placed=False),)
+    assert describe(recovery_plan.partial[0], None, {}) == [
         "step 1 (epoch 1): no daemon that answers knows how its bytes were placed."
     ]
 
@@ -350,8 +360,8 @@ def test_capsules_of_a_dead_history_do_not_count():
     slots += [held(rank, 5, node=f"n{rank}", n=1) for rank in (0, 1)]
     both_known = {ONE: placement, TWO: placement}
     assert recovery.plan(slots, copies, both_known, None).base == at(6)
-    found = recovery.plan(slots, copies, both_known, Decision(TWO, at(5)))
-    assert found.base == at(5) and found.partial == () and found.dropped == (slots[0],)
+    recovery_plan = recovery.plan(slots, copies, both_known, Decision(TWO, at(5)))
+    assert recovery_plan.base == at(5) and recovery_plan.partial == () and recovery_plan.dropped == (slots[0],)
 
 
 def test_nodes_may_have_other_names_and_a_rank_two_slots():
@@ -361,23 +371,23 @@ def test_nodes_may_have_other_names_and_a_rank_two_slots():
         HeldCapsule("z", 2, at(1), 0),
         HeldCapsule("x", 2, at(1), 0),
         HeldCapsule("a", 2, at(1), 9),
-    ]  # the last stands in for no slot
+    ]  # the last capsule can't replace a slot
     for given_slots, given_copies in itertools.product(itertools.permutations(slots), itertools.permutations(copies)):
-        found = recovery.plan(given_slots, given_copies, {ONE: placement}, FRESH)
-        assert found.sources == {0: slots[0], 1: slots[3]} and found.capsules == {2: copies[1]}
+        recovery_plan = recovery.plan(given_slots, given_copies, {ONE: placement}, FRESH)
+        assert recovery_plan.sources == {0: slots[0], 1: slots[3]} and recovery_plan.capsules == {2: copies[1]}
 
 
-def test_the_newest_that_can_be_decoded_beats_an_older_that_all_have():
+def test_the_newest_decodable_version_beats_an_older_complete_one():
     placement = placed(range(3), 1, "aec")
     old, _ = ring(placement, 1, step=1)
     new, copies = ring(placement, 1, step=2, lost=[1])
-    found = recovery.plan(
+    recovery_plan = recovery.plan(
         [*old, *(held(slot.rank, 2, node=slot.node, n=1) for slot in new)], copies, {ONE: placement}, FRESH
     )
-    assert found.base == at(2) and sorted(found.capsules) == [1] and found.dropped == ()
+    assert recovery_plan.base == at(2) and sorted(recovery_plan.capsules) == [1] and recovery_plan.dropped == ()
 
 
-def test_what_is_lost_is_said_in_few_words():
+def test_a_loss_is_described_in_few_words():
     placement = placed([rank // 2 for rank in range(64)], 1, "aec", leaves=2)
     shortfall = Shortfall(at(7), tuple(range(0, 64, 2)), (0,), (0, 2, 4, 5), (4, 5))
     nodes = {rank: f"n{rank // 2}" for rank in range(64)}
@@ -385,7 +395,7 @@ def test_what_is_lost_is_said_in_few_words():
         "step 7 (epoch 1): no sealed slot of ranks 0, 2, 4, 6, 8, 10, 12, 14 and 24 more "
         "(on n0, n1, n2, n3, n4, n5, n6, n7 and 24 more).",
         "the cell of w0 and 1 more leaf can't be decoded: 32 of 32 slots are gone, "
-        "and with them more than 1 of the 32 shards of a stripe.",
+        "with more than 1 of the 32 shards of a stripe.",
         "No capsule of ranks 0, 2 is left.",
-        "The slots of ranks 4-5 held leaves that nobody else has.",
+        "The slots of ranks 4-5 held leaves that no other rank has.",
     ]

@@ -1,4 +1,4 @@
-"""Old pieces and new leaves: what goes where, and what is refused by name."""
+"""Tests which old pieces go to which new leaves, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.shapes import placement_for
 
 
 def rows(name: str, begin: int, count: int, whole: int = 8, width: int = 4, dtype: str = "float32") -> Leaf:
-    """Rows of a matrix."""
+    """Returns rows of a matrix."""
     return Leaf(name, dtype, (count, width), (width, 1), 4 * count * width, False, (whole, width), (begin, 0))
 
 
@@ -37,57 +37,59 @@ def in_cell(leaf: Leaf) -> TensorPiece:
     return TensorPiece(leaf, (PieceLocation(PieceSource.CELL, 0, 0),))
 
 
-def test_rows_of_four_ranks_become_those_of_three():
+def test_rows_of_four_ranks_become_rows_of_three():
     pieces = [at(rows("w", 2 * rank, 2), rank) for rank in range(4)]
     wanted = [[rows("w", 0, 3)], [rows("w", 3, 3)], [rows("w", 6, 2)]]
-    found = match(pieces, wanted)
-    assert not found.problems and not found.own
-    assert [(need.seat.owner, need.receivers, need.copy[:3]) for need in found.needs] == [
+    shard_match = match(pieces, wanted)
+    assert not shard_match.problems and not shard_match.own
+    assert [(need.seat.owner, need.receivers, need.copy[:3]) for need in shard_match.needs] == [
         (0, (0,), (0, 0, 32)), (1, (0,), (0, 32, 16)), (1, (1,), (16, 0, 16)), (2, (1,), (0, 16, 32)), (3, (2,), (0, 0, 32)),
     ]  # fmt: skip
 
 
 def test_replicas_of_a_cell_come_from_the_cell():
-    found = match([in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]] * 3)
-    assert [(need.seat.where, need.receivers) for need in found.needs] == [(PieceSource.CELL, (0, 1, 2))]
+    shard_match = match([in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]] * 3)
+    assert [(need.seat.where, need.receivers) for need in shard_match.needs] == [(PieceSource.CELL, (0, 1, 2))]
 
 
-def test_of_own_copies_each_rank_takes_its_own_and_a_new_one_that_of_the_lowest():
-    found = match([at(rows("w", 0, 8), 2, 1, 4)], [[rows("w", 0, 8)]] * 4)
-    assert {need.receivers: need.seat.owner for need in found.needs} == {(0, 1, 3): 1, (2,): 2}
-    assert found.own == ["w"]
+def test_each_rank_takes_its_own_copy_and_a_new_rank_takes_the_lowest():
+    shard_match = match([at(rows("w", 0, 8), 2, 1, 4)], [[rows("w", 0, 8)]] * 4)
+    assert {need.receivers: need.seat.owner for need in shard_match.needs} == {(0, 1, 3): 1, (2,): 2}
+    assert shard_match.own == ["w"]
 
 
 @pytest.mark.parametrize(
     ("pieces", "wanted", "said"),
     [
-        ([], [[rows("w", 0, 8)]], "w: not held, float32 [8, 4] in the new job"),
-        ([in_cell(rows("w", 0, 8))], [[]], "w: held float32 [8, 4], not in the new job"),
-        ([in_cell(rows("w", 0, 4))], [[rows("w", 0, 8)]], "w: 64 of the 128 bytes of float32 [8, 4] are not held"),
-        ([in_cell(rows("w", 0, 8))], [[rows("w", 0, 4)]], "w: 64 bytes of held float32 [8, 4] find no rank"),
-        ([in_cell(rows("w", 0, 8, dtype="int32"))], [[rows("w", 0, 8)]], "w: held int32 [8, 4], float32 [8, 4] in the new job"),
-        ([in_cell(rows("w", 0, 9, 9))], [[rows("w", 0, 8)]], "w: held float32 [9, 4], float32 [8, 4] in the new job"),
-        ([at(rows("w", 0, 5), 0), at(rows("w", 4, 4), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
-        ([at(rows("w", 0, 3), 0), at(rows("w", 2, 3), 1)], [[rows("w", 0, 8)]], "w: it is held in pieces that overlap"),
+        ([], [[rows("w", 0, 8)]], "w: the old job held none, the new job has float32 [8, 4]"),
+        ([in_cell(rows("w", 0, 8))], [[]], "w: the old job held float32 [8, 4], the new job has none"),
+        ([in_cell(rows("w", 0, 4))], [[rows("w", 0, 8)]], "w: 64 of the 128 bytes of float32 [8, 4] were not held"),
+        ([in_cell(rows("w", 0, 8))], [[rows("w", 0, 4)]], "w: no new rank wants 64 bytes of the old float32 [8, 4]"),
+        ([in_cell(rows("w", 0, 8, dtype="int32"))], [[rows("w", 0, 8)]],
+         "w: the old job held int32 [8, 4], the new job has float32 [8, 4]"),
+        ([in_cell(rows("w", 0, 9, 9))], [[rows("w", 0, 8)]],
+         "w: the old job held float32 [9, 4], the new job has float32 [8, 4]"),
+        ([at(rows("w", 0, 5), 0), at(rows("w", 4, 4), 1)], [[rows("w", 0, 8)]], "w: the old job held it in pieces that overlap"),
+        ([at(rows("w", 0, 3), 0), at(rows("w", 2, 3), 1)], [[rows("w", 0, 8)]], "w: the old job held it in pieces that overlap"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(pieces, wanted, said):
+def test_leaves_that_do_not_fit_are_named(pieces, wanted, said):
     assert match(pieces, wanted).problems == [said]
 
 
-def test_leaves_that_were_found_unlike_are_refused_in_another_shape():
-    found = match([at(rows("w", 0, 8), 0, 1)], [[rows("w", 0, 8)]], mismatched=["w"])
-    assert "unlike bytes" in found.problems[0]
+def test_mismatched_leaves_are_refused_in_another_shape():
+    shard_match = match([at(rows("w", 0, 8), 0, 1)], [[rows("w", 0, 8)]], mismatched=["w"])
+    assert "different bytes" in shard_match.problems[0]
     assert not match([at(rows("w", 0, 8), 0)], [[rows("w", 0, 8)]], mismatched=["w"]).problems, "only one had it"
 
 
-def test_the_same_piece_in_other_strides_is_no_second_piece():
+def test_the_same_piece_in_other_strides_counts_once():
     turned = replace(rows("w", 0, 8), stride=(1, 8))
-    found = match([at(turned, 1), in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]])
-    assert not found.problems and [need.seat.where for need in found.needs] == [PieceSource.CELL]
+    shard_match = match([at(turned, 1), in_cell(rows("w", 0, 8))], [[rows("w", 0, 8)]])
+    assert not shard_match.problems and [need.seat.where for need in shard_match.needs] == [PieceSource.CELL]
 
 
-def test_empty_pieces_need_nothing_and_are_no_gap():
+def test_empty_pieces_need_no_bytes_and_leave_none_missing():
     pieces = [at(rows("w", 0, 8), 0)]
     assert not match(pieces, [[rows("w", 0, 8)], [rows("w", 8, 0)]]).problems
     assert not match([], [[rows("w", 8, 0)]]).problems
@@ -99,15 +101,15 @@ def test_optimizer_state_that_was_never_made_is_not_wanted():
     assert wanted_leaves([leaves], [in_cell(leaf) for leaf in leaves]) == [tuple(leaves)]
 
 
-def test_a_layer_that_is_new_is_wanted_and_named():
-    """Without it the layer would train on from random values, and nobody would know."""
+def test_a_new_layer_is_reported():
+    """Otherwise the layer would silently train on from random values."""
     leaves, held = [rows("model.w", 0, 8), rows("model.new", 0, 8)], [in_cell(rows("model.w", 0, 8))]
     wanted = wanted_leaves([leaves], held)
     assert wanted == [tuple(leaves)]
-    assert match(held, wanted).problems == ["model.new: not held, float32 [8, 4] in the new job"]
+    assert match(held, wanted).problems == ["model.new: the old job held none, the new job has float32 [8, 4]"]
 
 
-def test_the_same_shape_is_told_from_another():
+def test_another_shape_is_recognised():
     four = [[rows("w", 2 * rank, 2)] for rank in range(4)]
     assert is_same(four, four)
     assert not is_same(four, four[:3])
@@ -120,7 +122,7 @@ def test_the_same_shape_is_told_from_another():
 
 
 def lines_run(work: Any) -> int:
-    """How many lines of Python some work takes: what a clock would measure, without the machine's mood."""
+    """Counts the Python lines that some work runs; a clock would depend on the machine."""
     count = 0
 
     def each(frame: FrameType, event: str, _: object) -> Any:
@@ -138,7 +140,7 @@ def lines_run(work: Any) -> int:
 
 
 def grid(rows: int, columns: int) -> list[Leaf]:
-    """The blocks of a matrix of which each rank has one."""
+    """Returns the blocks of a matrix, one for each rank."""
     whole = (840, 840)
     high, wide = whole[0] // rows, whole[1] // columns
     return [
@@ -148,24 +150,24 @@ def grid(rows: int, columns: int) -> list[Leaf]:
 
 
 @pytest.mark.parametrize("shapes", [((60, 1), (84, 1)), ((6, 10), (7, 12)), ((1, 60), (1, 84))])
-def test_the_work_grows_as_the_ranks_do(shapes):
-    """Twice the ranks, twice the work: not each piece with each leaf."""
+def test_the_work_grows_linearly_with_the_ranks(shapes):
+    """Twice the ranks take twice the work: not each piece is compared with each leaf."""
 
     def work(factor: int) -> int:
         (rows, columns), (more, others) = shapes
         pieces = [at(leaf, rank) for rank, leaf in enumerate(grid(factor * rows, columns))]
         wanted = [[leaf] for leaf in grid(factor * more, others)]
-        found = match(pieces, wanted)
-        assert not found.problems and len(found.needs) >= len(pieces)
+        shard_match = match(pieces, wanted)
+        assert not shard_match.problems and len(shard_match.needs) >= len(pieces)
         return lines_run(lambda: match(pieces, wanted))
 
     assert work(2) < 2.4 * work(1)
 
 
-# What old ranks say of their own
+# Differences from the manifest
 
 
-def test_leaves_that_lie_elsewhere_than_foreseen_are_found_there():
+def test_leaves_at_other_places_than_foreseen_are_found():
     leaves = [[rows("a", 0, 8), rows("b", 0, 8), rows(f"own{rank}", 0, 8)] for rank in range(2)]
     placement = placement_for(leaves, [0, 0], "none", None, 4096)
     tables = [{leaf.name: leaf for leaf in each} for each in leaves]
@@ -176,13 +178,13 @@ def test_leaves_that_lie_elsewhere_than_foreseen_are_found_there():
     }
     pieces, problems = pieces_of(placement, lambda rank: tables[rank], owns)
     assert not problems
-    found = {piece.leaf.name: [seat[:2] for seat in piece.seats] for piece in pieces}
-    assert found == {
+    locations = {piece.leaf.name: [seat[:2] for seat in piece.seats] for piece in pieces}
+    assert locations == {
         "a": [(PieceSource.CELL, 0)], "own0": [(PieceSource.SLOT, 0)], "late": [(PieceSource.SLOT, 0), (PieceSource.CAPSULE, 1)],
     }  # fmt: skip
 
 
-def test_small_leaves_that_did_not_exist_are_in_no_capsule():
+def test_inline_leaves_that_did_not_exist_are_in_no_capsule():
     leaves = [[rows("a", 0, 8), rows(f"own{rank}", 0, 8), rows(f"more{rank}", 0, 8)] for rank in range(2)]
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
     tables = [{leaf.name: leaf for leaf in each} for each in leaves]
@@ -192,17 +194,17 @@ def test_small_leaves_that_did_not_exist_are_in_no_capsule():
     assert capsules == {"more0", "own1", "more1"}
 
 
-def test_a_replica_that_some_holders_did_not_have_is_a_contradiction():
+def test_a_replica_that_some_holders_lack_is_reported():
     leaves = [[rows("a", 0, 8)]] * 2
     placement = placement_for(leaves, [0, 1], "none", None, 4096)
     _, problems = pieces_of(placement, lambda rank: {}, {0: UnforeseenLeaves(frozenset({"a"})), 1: UnforeseenLeaves()})
-    assert problems == ["a: some of the ranks that should have had it did not"]
+    assert problems == ["a: some of its ranks did not have it"]
 
 
 # Readers
 
 
-def test_slots_are_read_where_they_lie_and_else_shared_out():
+def test_slots_are_read_on_their_node_or_shared_out():
     sources = {0: "a", 1: "a", 2: "b", 3: "gone", 4: "gone", 5: "gone"}
     assert readers_of(sources, {"a": [0], "b": [1]}, 2) == {0: 0, 1: 0, 2: 1, 3: 1, 4: 0, 5: 1}
     assert set(readers_of(sources, {"new": [0, 1]}, 2).values()) == {0, 1}

@@ -1,4 +1,4 @@
-"""The one word and the one sentence of `status`."""
+"""Tests the word and the sentence of `status`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ GOOD = JobFacts(2, RANKS, at(10), "tmpfs")
 
 
 def ranks(**changes: object) -> tuple[RankFacts, ...]:
-    """The good ranks, the second one changed."""
+    """Returns healthy ranks, the second one changed."""
     return (RANKS[0], replace(RANKS[1], **changes))
 
 
-def test_all_is_well():
+def test_a_protected_job_is_ok():
     assert judge(GOOD) == (Health.OK, "step 10 is held by all 2 ranks.")
 
 
@@ -40,10 +40,10 @@ def test_nothing_whole_yet():
 def test_a_rank_in_trouble_is_named_with_its_reason():
     word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.")))
     assert word is Health.WARN
-    assert sentence == "rank 1 skips snapshots: no room. Held is step 10."
+    assert sentence == "rank 1 skips snapshots: no room. Step 10 is held."
 
 
-def test_the_trouble_of_a_dead_rank_is_not_its_epitaph():
+def test_the_trouble_of_a_dead_rank_is_not_shown():
     word, sentence = judge(replace(GOOD, ranks=ranks(trouble="no room.", alive=False)))
     assert word is Health.WARN and "trainers gone: 1 of 2; step 10 is held." in sentence
 
@@ -57,17 +57,17 @@ def test_lag_is_measured_in_snapshots():
         assert word is Health.WARN and f"training is at step {edge + 1}" in sentence
 
 
-def test_the_end_of_training_is_well():
+def test_the_end_of_training_is_ok():
     closed = tuple(replace(rank, alive=False, closed=True) for rank in RANKS)
     assert judge(replace(GOOD, ranks=closed)) == (Health.OK, "training has ended; step 10 is still held.")
 
 
-def test_all_dead_is_a_warning_that_says_what_is_held():
+def test_no_living_trainer_is_a_warning_with_the_held_step():
     dead = tuple(replace(rank, alive=False) for rank in RANKS)
     assert judge(replace(GOOD, ranks=dead)) == (Health.WARN, "trainers gone: 2 of 2; step 10 is held.")
 
 
-def test_what_survives_which_loss():
+def test_which_losses_are_survived():
     held = {loss: survives for loss, survives, _ in survival(GOOD)}
     assert held == {
         "any number of trainers": True, "a daemon, trainers alive": True, "daemons and trainers": True, "a node": False,

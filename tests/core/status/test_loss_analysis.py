@@ -1,4 +1,4 @@
-"""What may be lost now: every verdict against what the recovery plan finds after that loss."""
+"""Compares every result of the loss analysis with the recovery plan after that loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ VERSION = Version(EPOCH, 1)
 
 
 def placed(domains: Collection[int], f: int | None, scheme: str = "aec", stages: int = 1) -> Placement:
-    """Rank r holds the leaf of stage r mod stages, so a cell has every so many-th rank."""
+    """Returns a placement in which rank r holds the leaf of stage r mod stages.
+
+    So a cell has every `stages`-th rank.
+    """
     layouts = [
         pack([Leaf(f"w{i}", "float32", (1 << 16,), (1,), 1 << 18, False, (1 << 16,), (0,))]) for i in range(stages)
     ]
@@ -34,7 +37,7 @@ def placed(domains: Collection[int], f: int | None, scheme: str = "aec", stages:
 
 
 def intact(per_node: int, nodes: int, f: int, scheme: str = "aec", racks: int = 1, stages: int = 1) -> LossAnalysis:
-    """All that a job has; so many nodes a rack, and capsules with f holders."""
+    """Returns the analysis of an intact job: so many nodes a rack, capsules with f holders."""
     domain = [node // racks for node in range(nodes)]
     placement = placed([domain[rank // per_node] for rank in range(nodes * per_node)], f, scheme, stages)
     slots = {rank: f"n{rank // per_node}" for rank in range(nodes * per_node)}
@@ -43,7 +46,7 @@ def intact(per_node: int, nodes: int, f: int, scheme: str = "aec", racks: int = 
 
 
 def by_plan(it: LossAnalysis, lost: Collection[str]) -> bool:
-    """Whether recovery finds the version after that loss."""
+    """Returns whether recovery finds the version after that loss."""
     held = [HeldSlot(n, r, f"{r}", SlotState.SEALED, VERSION) for r, n in it.slots.items() if n not in lost]
     copies = [
         HeldCapsule(n, r, VERSION, it.unreplicated.get(r, 0))
@@ -55,7 +58,7 @@ def by_plan(it: LossAnalysis, lost: Collection[str]) -> bool:
 
 
 def check(it: LossAnalysis) -> None:
-    """Everything that is said of it, by brute force."""
+    """Checks all results by brute force."""
     assert {verdict.unit: verdict.survives for verdict in it.nodes()} == {n: by_plan(it, {n}) for n in it.all_nodes}
     fatal = tuple(pair for pair in itertools.combinations(it.all_nodes, 2) if not by_plan(it, pair))
     assert it.pairs() == PairLosses(not fatal, fatal, True)
@@ -89,14 +92,14 @@ def test_intact_jobs(shape):
     check(intact(*shape))
 
 
-def test_what_an_intact_job_bears_is_what_was_asked_for():
+def test_an_intact_job_tolerates_the_requested_losses():
     for nodes, f in [(3, 1), (6, 2), (8, 3)]:
         assert intact(2, nodes, f).tolerated() == f
     assert intact(1, 6, 1, racks=2).tolerated() == 1
     assert intact(2, 2, 0, "none").tolerated() == 0
 
 
-def test_after_a_loss_less_is_borne():
+def test_after_a_loss_fewer_losses_are_tolerated():
     it = intact(1, 6, 2)
     after = LossAnalysis(it.placement, {r: n for r, n in it.slots.items() if r != 2}, it.copies, {}, it.domains)
     check(after)
@@ -106,7 +109,7 @@ def test_after_a_loss_less_is_borne():
     assert gone.tolerated() == -1 and not any(verdict.survives for verdict in gone.nodes())
 
 
-def test_kept_leaves_and_missing_capsules_are_named():
+def test_unreplicated_leaves_and_missing_capsules_are_named():
     it = intact(1, 4, 1)
     check(kept := LossAnalysis(it.placement, it.slots, it.copies, {2: 9}, it.domains))
     assert [v.words for v in kept.nodes()] == ["", "", "leaves that only rank 2 held are gone", ""]
@@ -120,11 +123,10 @@ def test_kept_leaves_and_missing_capsules_are_named():
     assert bare.what_if(["n0"]) is None
 
 
-def test_verdicts_count_what_is_lost():
+def test_results_count_the_lost_lanes_and_ranks():
     it = intact(2, 2, 0, "none", stages=2)
     assert (
-        it.nodes()[0].words
-        == "w0 and what else lies in 2 parts can't be decoded; no capsule of rank 0 and 1 more is left"
+        it.nodes()[0].words == "w0 and other leaves (2 lanes) can't be decoded; no capsule of rank 0 and 1 more is left"
     )
     assert it.nodes()[0].words == it.what_if(["n0"]).words
 
@@ -140,13 +142,13 @@ NAMES = st.sampled_from(["n0", "n1", "n2", "n3", "n4"])
     st.dictionaries(st.integers(0, 5), st.sampled_from([0, 0, 0, 7]), max_size=2),
     st.dictionaries(NAMES, st.sampled_from(["r0", "r1", "r2"]), max_size=3),
 )
-def test_whatever_lies_wherever(code, slots, copies, kept, domains):
-    """Also slots of several domains on one node, as nobody places them."""
+def test_any_arrangement_of_slots_and_capsules(code, slots, copies, kept, domains):
+    """Also tries slots of several domains on one node, which no placement makes."""
     check(LossAnalysis(placed(range(6), *code), slots, copies, kept, domains))
 
 
 def test_wide_stripes():
-    """Wider than a stripe: two losses far apart are survived, two near each other are not, with f = 1."""
+    """Tests groups wider than a stripe, with f = 1: only two losses near each other are fatal."""
     it = intact(1, 70, 1)
     lane = it.placement.lanes[0]
     assert lane.code.k + lane.code.f == 64 < lane.D

@@ -1,4 +1,4 @@
-"""How well a job is protected, in one word, by what daemons hold."""
+"""Tests how well a job is protected, in one word, from what daemons hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def placed(domains: int, f: int | None, scheme: str = "aec") -> Placement:
 
 
 def holdings(domains: int, f: int, step: int, ranks: set[int]) -> tuple[list[HeldSlot], list[HeldCapsule]]:
-    """Rank r of node r has sealed a step, and its capsules lie where they should."""
+    """Returns slots and capsules of a step: rank r of node r has sealed, capsules lie as placed."""
     version = Version(EPOCH, step)
     held = [HeldSlot(f"n{r}", r, f"rank-{r}.slot-{step % 3}", SlotState.SEALED, version) for r in sorted(ranks)]
     holders = {r: capsule_holders(r, list(range(domains)), f) for r in ranks}
@@ -40,21 +40,26 @@ def judged(
     domains = {f"n{r}": f"node n{r}" for r in range(len(placement.domains)) if f"n{r}" not in lost}
     held = [slot for slot in held if slot.node not in lost]
     copies = [copy for copy in copies if copy.node not in lost]
-    found = protection(held, copies, {EPOCH: placement}, DECISION, domains)
-    assert found is not None
-    return found[0]
+    protected = protection(held, copies, {EPOCH: placement}, DECISION, domains)
+    assert protected is not None
+    return protected[0]
 
 
 def test_intact():
-    found = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))))
-    assert (found.word, found.tolerated, found.meant, found.fatal) == (ProtectionWord.PROTECTED, 1, 1, ())
-    assert found.version == Version(EPOCH, 7) and found.nodes == 4 and not found.survives_pairs
-    assert found.groups == (ProtectionGroup("aec", 4, 3, 1, SIZE, 1),) and found.exposed == ()
+    protected = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))))
+    assert (protected.word, protected.tolerated, protected.meant, protected.fatal) == (
+        ProtectionWord.PROTECTED,
+        1,
+        1,
+        (),
+    )
+    assert protected.version == Version(EPOCH, 7) and protected.nodes == 4 and not protected.survives_pairs
+    assert protected.groups == (ProtectionGroup("aec", 4, 3, 1, SIZE, 1),) and protected.exposed == ()
 
 
 def test_after_a_loss_less_survives():
-    found = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))), lost={"n2"})
-    assert (found.word, found.tolerated) == (ProtectionWord.DEGRADED, 0) and len(found.fatal) == 3
+    protected = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))), lost={"n2"})
+    assert (protected.word, protected.tolerated) == (ProtectionWord.DEGRADED, 0) and len(protected.fatal) == 3
     six = judged(placed(6, 2), *holdings(6, 2, 7, set(range(6))), lost={"n2"})
     assert (six.word, six.tolerated, six.fatal, six.survives_pairs) == (ProtectionWord.DEGRADED, 1, (), False)
 
@@ -62,9 +67,9 @@ def test_after_a_loss_less_survives():
 def test_pairs_and_domains_are_named():
     placement = placed(4, 1)
     racked = {f"n{i}": f"rack{i // 2}" for i in range(4)}
-    found = judged(placement, *holdings(4, 1, 7, set(range(4))))
-    assert found.fatal_pairs == tuple(itertools.combinations(("n0", "n1", "n2", "n3"), 2))
-    assert (found.domains, found.fatal_domains) == (4, ())
+    protected = judged(placement, *holdings(4, 1, 7, set(range(4))))
+    assert protected.fatal_pairs == tuple(itertools.combinations(("n0", "n1", "n2", "n3"), 2))
+    assert (protected.domains, protected.fatal_domains) == (4, ())
     held, copies = holdings(4, 1, 7, set(range(4)))
     racks = protection(held, copies, {EPOCH: placement}, DECISION, racked)
     assert racks is not None and (racks[0].domains, racks[0].fatal_domains) == (2, ("rack0", "rack1"))
@@ -74,27 +79,27 @@ def test_pairs_and_domains_are_named():
     assert gone.fatal_pairs == (), "each of them is fatal alone"
 
 
-def test_one_more_than_may_be_lost():
-    found = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))), lost={"n2", "n3"})
-    assert (found.word, found.tolerated, found.version) == (ProtectionWord.DEGRADED, -1, None)
+def test_one_loss_too_many():
+    protected = judged(placed(4, 1), *holdings(4, 1, 7, set(range(4))), lost={"n2", "n3"})
+    assert (protected.word, protected.tolerated, protected.version) == (ProtectionWord.DEGRADED, -1, None)
 
 
-def test_a_step_that_is_being_sealed_is_no_loss():
-    """It could be restored already, but would not survive a node: the step before it is what is protected."""
+def test_a_step_that_is_being_sealed_does_not_count():
+    """The step could be restored, but not after a lost node; so the step before it counts."""
     old, new = holdings(4, 1, 7, set(range(4))), holdings(4, 1, 8, {0, 1, 2})
     copies = [HeldCapsule("n0", 3, Version(EPOCH, 8), 0)]
-    found = judged(placed(4, 1), old[0] + new[0], old[1] + new[1] + copies)
-    assert found.version == Version(EPOCH, 7) and found.word is ProtectionWord.PROTECTED
+    protected = judged(placed(4, 1), old[0] + new[0], old[1] + new[1] + copies)
+    assert protected.version == Version(EPOCH, 7) and protected.word is ProtectionWord.PROTECTED
 
 
 @pytest.mark.parametrize(("domains", "f", "scheme"), [(1, None, "aec"), (4, 0, "aec")])
-def test_what_was_never_protected_is_said_so(domains, f, scheme):
-    found = judged(placed(domains, f, scheme), *holdings(domains, 0, 7, set(range(domains))))
-    assert found.word is ProtectionWord.UNPROTECTED if domains > 1 else found.meant == 0
-    assert found.exposed
+def test_a_job_without_protection_is_unprotected(domains, f, scheme):
+    protected = judged(placed(domains, f, scheme), *holdings(domains, 0, 7, set(range(domains))))
+    assert protected.word is ProtectionWord.UNPROTECTED if domains > 1 else protected.meant == 0
+    assert protected.exposed
 
 
-def test_without_a_placement_nothing_is_said():
+def test_without_a_placement_protection_is_unknown():
     held, copies = holdings(2, 1, 7, {0, 1})
     assert protection(held, copies, {}, DECISION, {}) is None
     assert protection(held, copies, {}, None, {}) is None

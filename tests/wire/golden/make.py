@@ -1,8 +1,8 @@
 """Makes the golden slot files of format 2.0, one for each state: python tests/wire/golden/make.py
 
-They are kept gzipped, since a slot has a megabyte of room for its capsule. A test makes them again and compares them byte
-for byte, so a change of the format shows as a failure, not as a file that nobody can read any more. Of format 1.0, which
-is refused, one file is left.
+The files are gzipped, since a slot has a megabyte of space for its capsule. A test makes the files
+again and compares them byte for byte. So a change of the format shows as a failure, not as a file
+that can't be read any more. One file of format 1.0 is left, which readers refuse.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ JOB, RANK = "golden-job.1", 5
 TREE = {"step": 1234, "random": (1, 2, -3.5), "seed": b"\x00\xff", "order": np.arange(4, dtype="<i8")}
 
 
-PLACES = {"model.0.running_mean": 2, "model.0.shared": 1}  # pb.RIDER, pb.CELL; the others are kept
+# pb.INLINE, pb.CELL; the other leaves are UNREPLICATED.
+PLACES = {"model.0.running_mean": 2, "model.0.shared": 1}
 
 
 def layout() -> Layout:
-    """Four leaves: two are kept, of two chunks and a bit; one rides in the capsule; one lies in a cell."""
-    kept = [
+    """Returns four leaves: two unreplicated (two chunks and a bit), one inline, one in a cell."""
+    unreplicated = [
         Leaf("model.0.bias", "float32", (16,), (1,), 64, True, (16,), (0,)),
         Leaf("model.0.weight", "bfloat16", (64, 64), (64, 1), 8192, False, (128, 64), (64, 0)),
     ]
@@ -39,7 +40,7 @@ def layout() -> Layout:
         Leaf("model.0.running_mean", "float32", (4,), (1,), 16, True, (4,), (0,)),
         Leaf("model.0.shared", "float32", (1 << 20,), (1,), 4 << 20, False, (1 << 20,), (0,)),
     )
-    packed = pack(kept)
+    packed = pack(unreplicated)
     return Layout(packed.leaves + elsewhere, (*packed.offsets, 0, 0), packed.data_bytes)
 
 
@@ -48,7 +49,7 @@ def payload() -> np.ndarray:
 
 
 def make(state: str) -> np.ndarray:
-    """The bytes of a slot in `state`, written as a trainer and a daemon write it."""
+    """Returns the bytes of a slot in `state`, written as a trainer and a daemon write it."""
     slot = np.zeros(GEOMETRY.file_bytes, np.uint8)
     map_ = SlotMap.create(slot, GEOMETRY, JOB, RANK)
     if state == "empty":
@@ -71,7 +72,7 @@ def path_of(state: str) -> Path:
 
 
 def read(state: str) -> np.ndarray:
-    """The bytes of a golden file, writable."""
+    """Returns the bytes of a golden file, writable."""
     return np.frombuffer(gzip.decompress(path_of(state).read_bytes()), np.uint8).copy()
 
 
