@@ -239,9 +239,9 @@ def _divide(
             holders.setdefault(identity, []).append((index, member))
             if member.never_shared or not all(size for _, size in runs):
                 unshared.add(identity)
-    for identity, entries in holders.items():
+    for key, entries in holders.items():
         index, member = entries[0]
-        if identity in unshared or (len(entries) == 1 and ranks[index] == 1):
+        if key in unshared or (len(entries) == 1 and ranks[index] == 1):
             yield from ((index, member.family) for index, member in entries)
         else:
             group = groups.setdefault(tuple(sorted(number for number, _ in entries)), [])

@@ -101,7 +101,7 @@ def test_every_loss_of_more_is_refused(k, f):
     code = code_for(k, f)
     for lost in itertools.combinations(range(k + f), f + 1):
         gone, have = split(code, lost)
-        with pytest.raises(ValueError, match=f"{len(gone)} data shards are lost and {len(have)} parities at hand"):
+        with pytest.raises(ValueError, match=f"{len(gone)} data shards are lost and only {len(have)} parities"):
             decode_program(code, gone, have)
 
 
@@ -250,7 +250,7 @@ def test_numbers_out_of_range_are_refused():
 def test_a_code_that_loses_data_is_refused():
     twice = (frozenset({(0, 0), (1, 0)}),)
     code = ErasureCode("xor", 2, 2, 1, (twice, twice), (frozenset(), frozenset()))
-    with pytest.raises(ValueError, match="1 packets depend on no parity at hand"):
+    with pytest.raises(ValueError, match="1 packets can.t be computed"):
         decode_program(code, [0, 1], [0, 1])
 
 
