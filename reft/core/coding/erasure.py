@@ -1,21 +1,24 @@
 """Erasure codes as tables of XOR operations: k data shards and f parity shards; any f may be lost.
 
-A shard has w packets of equal size. Packet r of parity j is the XOR of the data packets in `parity[j][r]`:
+A shard has w packets of equal size. Packet r of parity j is the XOR of the data packets in
+`parity[j][r]`:
 
-    data 0   data 1   ...   data k-1  |  parity 0   ...   parity f-1
-    ┌──────┐ ┌──────┐       ┌──────┐  |  ┌──────┐         ┌──────┐     f = 1: XOR
-    │ 0    │ │ 0    │       │ 0    │  |  │ 0    │         │ 0    │     f = 2: EVENODD, w = p - 1 for a prime p >= k
-    │ ...  │ │ ...  │       │ ...  │  |  │ ...  │         │ ...  │     f = 3: STAR, which adds the other diagonals
-    │ w-1  │ │ w-1  │       │ w-1  │  |  │ w-1  │         │ w-1  │     f > 3: Cauchy over GF(2^w), as bit matrices
-    └──────┘ └──────┘       └──────┘  |  └──────┘         └──────┘     k = 1: every parity is a copy
+    data 0   data 1  ...  data k-1  |  parity 0 ... parity f-1
+    ┌──────┐ ┌──────┐     ┌──────┐  |  ┌──────┐     ┌──────┐  f = 1: XOR
+    │ 0    │ │ 0    │     │ 0    │  |  │ 0    │     │ 0    │  f = 2: EVENODD, w = p - 1, prime p >= k
+    │ ...  │ │ ...  │     │ ...  │  |  │ ...  │     │ ...  │  f = 3: STAR, adds the other diagonals
+    │ w-1  │ │ w-1  │     │ w-1  │  |  │ w-1  │     │ w-1  │  f > 3: Cauchy over GF(2^w), bit matrices
+    └──────┘ └──────┘     └──────┘  |  └──────┘     └──────┘  k = 1: every parity is a copy
 
 Invariants:
     - Any k of the k + f shards suffice to restore all data.
     - Parity 0 is the plain XOR of the data shards.
-    - A program never writes its inputs, and writes each other register before it reads this register.
+    - A program never writes its inputs, and writes each other register before it reads this
+      register.
 
-A program names registers, not memory. So one table serves every executor: numpy here, torch in `reft.client.memory.xor`.
-Byte i of an output depends only on byte i of the inputs. So packets may be coded slice by slice.
+A program names registers, not memory. So one table serves every executor: numpy here, torch in
+`reft.client.memory.xor`. Byte i of an output depends only on byte i of the inputs. So packets may
+be coded slice by slice.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ class ErasureCode:
         f: number of parity shards.
         w: number of packets in a shard.
         parity: for each parity shard and each of its packets, the data packets that are XORed.
-        common: for each parity shard, terms that all its packets contain (the adjuster of EVENODD and STAR). Their XOR
-            is computed once.
+        common: for each parity shard, terms that all its packets contain (the adjuster of EVENODD
+            and STAR). Their XOR is computed once.
     """
 
     kind: str
@@ -148,9 +151,10 @@ def _rows(k: int, w: int) -> tuple[Terms, ...]:
 def _diagonal(k: int, f: int) -> ErasureCode:
     """Returns EVENODD (f = 2) or STAR (f = 3).
 
-    The data shards are a table of p columns. The w = p - 1 packets of a shard are rows 0..p-2 of one column. Row p-1 and the
-    columns from k on are zeros. Parity 0 is the XOR of each row. The other parities are the XOR of each diagonal, with slope
-    1 (or -1). Diagonal p-1 is not stored as a packet: it is the adjuster, which is XORed into all other diagonals.
+    The data shards are a table of p columns. The w = p - 1 packets of a shard are rows 0..p-2 of
+    one column. Row p-1 and the columns from k on are zeros. Parity 0 is the XOR of each row. The
+    other parities are the XOR of each diagonal, with slope 1 (or -1). Diagonal p-1 is not stored as
+    a packet: it is the adjuster, which is XORed into all other diagonals.
     """
     p = max(k, 3)
     while any(p % divisor == 0 for divisor in range(2, p)):
@@ -169,9 +173,10 @@ def _diagonal(k: int, f: int) -> ErasureCode:
 def _cauchy(k: int, f: int) -> ErasureCode:
     """Returns a Cauchy code: parity j is the sum of e(j, i) * data i over GF(2^w).
 
-    e(j, i) = 1 / (x_j + y_i) for distinct x and y. So every square submatrix of e has an inverse. Scaling a row or a column
-    by an element keeps this property. Columns are scaled so that parity 0 is a plain XOR. The other rows are scaled so that
-    their bit matrices have few ones. Elements are stored as logarithms to the base x.
+    e(j, i) = 1 / (x_j + y_i) for distinct x and y. So every square submatrix of e has an inverse.
+    Scaling a row or a column by an element keeps this property. Columns are scaled so that parity 0
+    is a plain XOR. The other rows are scaled so that their bit matrices have few ones. Elements are
+    stored as logarithms to the base x.
     """
     w = (k + f - 1).bit_length()
     period = (1 << w) - 1
@@ -203,7 +208,8 @@ def _cauchy(k: int, f: int) -> ErasureCode:
 class _Recorder:
     """Collects the operations of a program.
 
-    An unwritten register counts as zero. To add into such a register is a copy. To add such a register does nothing.
+    An unwritten register counts as zero. To add into such a register is a copy. To add such a
+    register does nothing.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -218,7 +224,8 @@ class _Recorder:
     def sums(self, inputs: Sequence[Packet], sums: Iterable[tuple[int, Collection[Packet]]]) -> None:
         """Adds to each target register the terms of its sum that are inputs.
 
-        The operations are ordered by input: each input is read from memory once, while the few targets stay in the cache.
+        The operations are ordered by input: each input is read from memory once, while the few
+            targets stay in the cache.
 
         Args:
             inputs: the packets of the input registers.
@@ -269,7 +276,8 @@ def encode_program(code: ErasureCode, parity: int) -> XorProgram:
 def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[int]) -> XorProgram:
     """Returns the program that computes lost data shards.
 
-    The program reads the other data shards, and one parity for each lost shard: the lowest available ones.
+    The program reads the other data shards, and one parity for each lost shard: the lowest
+        available ones.
 
     Args:
         code: the code.
@@ -277,11 +285,12 @@ def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[in
         have: available parities, 0..f-1.
 
     Returns:
-        A program whose outputs are the packets of the lost shards, ascending by shard and packet. The program is empty if no
-        shard is lost.
+        A program whose outputs are the packets of the lost shards, ascending by shard and packet.
+        The program is empty if no shard is lost.
 
     Raises:
-        ValueError: a number is out of range, or there are fewer available parities than lost shards.
+        ValueError: a number is out of range, or there are fewer available parities than lost
+            shards.
     """
     lost_shards, parities = tuple(sorted(set(lost))), tuple(sorted(set(have)))
     for noun, numbers, count in (("data shard", lost_shards, code.k), ("parity", parities, code.f)):
@@ -300,9 +309,10 @@ def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[in
 def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
     """Returns the program for sorted, valid arguments, by solving linear equations over GF(2).
 
-    Each parity packet gives an equation: the sum of its lost terms, the unknowns, equals the sum of its other terms. An
-    adjuster is one more unknown, with one more equation. So the equations stay sparse and need few operations. The known
-    terms of an equation are summed in the register of the unknown that the equation yields.
+    Each parity packet gives an equation: the sum of its lost terms, the unknowns, equals the sum of
+    its other terms. An adjuster is one more unknown, with one more equation. So the equations stay
+    sparse and need few operations. The known terms of an equation are summed in the register of the
+    unknown that the equation yields.
     """
     equations: list[set[Packet]] = []
     outputs = tuple((shard, packet) for shard in lost for packet in range(code.w))
@@ -332,15 +342,15 @@ def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...])
 def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, int]]]:
     """Solves a square system of equations over GF(2).
 
-    Eliminates forward, then substitutes backward, like LU: a dense inverse has many more terms. Each pivot is the one that
-    can create the fewest new terms (Markowitz' rule).
+    Eliminates forward, then substitutes backward, like LU: a dense inverse has many more terms.
+    Each pivot is the one that can create the fewest new terms (Markowitz' rule).
 
     Args:
         rows: the unknowns of each equation. The function changes them.
 
     Returns:
-        The unknown that each equation yields, and the additions that solve the system: pairs (equation, equation to add to
-        the first one).
+        The unknown that each equation yields, and the additions that solve the system: pairs
+        (equation, equation to add to the first one).
 
     Raises:
         ValueError: the system has no unique solution.
@@ -406,7 +416,8 @@ def registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], sc
         raise ValueError(f"{counts} inputs, outputs and scratch registers; the program has {expected_counts}")
     arrays = [*inputs, *outputs, *scratch]
     kind = (arrays[0].shape, arrays[0].dtype) if arrays else None
-    # Each attribute of each tensor is read once: reads are slow, compared with the microseconds of one slice.
+    # Each attribute of each tensor is read once: reads are slow, compared with the microseconds of
+    # one slice.
     for array in arrays:
         if (array.shape, array.dtype) != kind:
             raise ValueError(

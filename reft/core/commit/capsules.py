@@ -6,20 +6,24 @@
     rank 3 ─ void(s) ────────────────────────────────────────────► void(s) ───► the node's Round
 
 Invariants
-  1. sealed(s) of a rank enters the round only after every holder has acknowledged the rank's capsule of s. So whole(s)
-     implies that each capsule of s lies on its own node and on f nodes of f other failure domains.
+  1. sealed(s) of a rank enters the round only after every holder has acknowledged the rank's
+     capsule of s. So whole(s) implies that each capsule of s lies on its own node and on f nodes of
+     f other failure domains.
   2. void(s) enters the round at once. So does sealed(s) on a node without holders.
-  3. Capsules of decided steps are not owed: a void step needs none, a whole step has them all, and a version older than
-     a whole one is never restored.
-  4. A holder drops a version only if a newer one is known to be whole, if its step is void, or if the decision in force
-     excludes it. The decision's base is kept until a version of the new epoch is whole.
+  3. Capsules of decided steps are not owed: a void step needs none, a whole step has them all, and
+     a version older than a whole one is never restored.
+  4. A holder drops a version only if a newer one is known to be whole, if its step is void, or if
+     the decision in force excludes it. The decision's base is kept until a version of the new epoch
+     is whole.
 
-If a Keep or its acknowledgement is lost, the capsule stays owed. The node sends it again, and a holder that has it
-acknowledges again. A late or repeated acknowledgement changes nothing. If a capsule arrives after its step is decided, the
-holder acknowledges it without storing it. A Keep also carries the outcome that its sender knows. So a holder that is cut
-off from the coordinator knows which steps are whole, and never stores more undecided steps of a rank than the rank has
-slots. A restarted daemon has no record of acknowledgements: all sealed slots are owed again. The oldest step is sent
-first, so that a slow holder gets each of them in the end.
+If a Keep or its acknowledgement is lost, the capsule stays owed. The node sends it again, and a
+holder that has it acknowledges again. A late or repeated acknowledgement changes nothing. If a
+capsule arrives after its step is decided, the holder acknowledges it without storing it. A Keep
+also carries the outcome that its sender knows. So a holder that is cut off from the coordinator
+knows which steps are whole, and never stores more undecided steps of a rank than the rank has
+slots. A restarted daemon has no record of acknowledgements: all sealed slots are owed again. The
+oldest step is sent first, so that a slow holder gets each of them in the end.
+
 One `CapsuleAcks` belongs to one epoch of one node, as does the `Round` beside it.
 """
 
@@ -46,7 +50,8 @@ class CapsuleAcks:
     holders: tuple[int, ...]
     _outcome: Outcome = field(default_factory=Outcome)
     _reports: dict[int, StepReport] = field(default_factory=dict)
-    # rank → sealed step → holders that have not acknowledged the capsule; an empty set: the answer counts
+    # rank → sealed step → holders that have not acknowledged the capsule; an empty set: the answer
+    # counts
     _unacknowledged: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     _digests: dict[int, dict[int, Mapping[int, int]]] = field(default_factory=dict)
 
@@ -99,7 +104,10 @@ class CapsuleAcks:
         return reports
 
     def forget(self, rank: int, step: int) -> None:
-        """Stops sending the capsule of a step that the rank's slots no longer hold. The step stays pending."""
+        """Stops sending the capsule of a step, because the rank's slots no longer hold the step.
+
+        The step stays pending.
+        """
         self._unacknowledged.get(rank, {}).pop(step, None)
         self._digests.get(rank, {}).pop(step, None)
 

@@ -11,11 +11,13 @@ KNOWN_MAX = 64  # epochs that a decision can name
 
 @dataclass(frozen=True)
 class Decision:
-    """The result of one attach: the epoch that writes from now on, and the version that training starts from.
+    """The result of one attach.
 
     Attributes:
-        known: epochs of all earlier decisions that this attach knew of, the newest first. A full list also stands for
-            all older epochs.
+        epoch: the epoch that writes from now on.
+        base: the version that training starts from; None: training starts fresh.
+        known: epochs of all earlier decisions that this attach knew of, the newest first. A full
+            list also stands for all older epochs.
     """
 
     epoch: Epoch
@@ -23,7 +25,10 @@ class Decision:
     known: tuple[Epoch, ...] = ()
 
     def ends(self, epoch: Epoch) -> bool:
-        """Whether this attach knew of `epoch`. If so, only the base survives of what `epoch` wrote."""
+        """Whether this attach knew of `epoch`, and so ended it.
+
+        Of an ended epoch, only the versions up to the base count.
+        """
         return epoch in self.known or (len(self.known) >= KNOWN_MAX and epoch.counter < self.known[-1].counter)
 
 

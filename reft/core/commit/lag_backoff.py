@@ -1,24 +1,25 @@
 """Thins out snapshots while the round is slower than a step, so that all ranks take the same ones.
 
-    a snapshot each step, 3 slots, one rank that hears the answer 8 steps late (nothing else is wrong):
+    a snapshot each step, 3 slots, outcomes arrive 8 steps late (nothing else is wrong):
       rank 0   takes 5 6 · · 9 10 ·  ·  13 14 …     hears at once of a void: its slots free up first
       rank 1   takes · · 7 8 ·  · 11 12 ·  ·  …     no step is taken by both, so none becomes whole
     only multiples of 4:
       both     take  · · · 8 ·  ·  ·  12 ·  ·  …
 
-A slot is in use from its step until the outcome. One of the `slots` holds the newest whole version. So a rank can take
-one step out of lag ÷ (slots - 1), where the lag is the distance to the newest whole step. The step number decides which
-steps are taken: multiples of the next power of two.
+A slot is in use from its step until the outcome. One of the `slots` holds the newest whole version.
+So a rank can take one step out of lag ÷ (slots - 1), where the lag is the distance to the newest
+whole step. The step number decides which steps are taken: multiples of the next power of two.
 
 Invariants
-  1. Ranks that see different lags share steps: a multiple of the larger power is a multiple of the smaller one.
-  2. Every due step is taken as long as no sealed snapshot was lost, or outcomes arrive before the next step. A rank that
-     hears nothing, because daemons are away, does not thin out. Nor does the one rank whose snapshots succeed. So when
-     the daemons are back, the next step counts.
+  1. Ranks that see different lags share steps: a multiple of the larger power is a multiple of the
+     smaller one.
+  2. Every due step is taken as long as no sealed snapshot was lost, or outcomes arrive before the
+     next step. A rank that hears nothing, because daemons are away, does not thin out. Nor does the
+     one rank whose snapshots succeed. So when the daemons are back, the next step counts.
   3. From any step, the next step that is taken is less than SPACING_MAX due steps away.
 
-A lost or late outcome makes the lag look larger: fewer steps are taken until an outcome arrives. A repeated outcome
-changes nothing.
+A lost or late outcome makes the lag look larger: fewer steps are taken until an outcome arrives. A
+repeated outcome changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MEMORY = 4  # outcomes to remember: if outcomes are late by chance, one early ou
 class OutcomeDelays:
     """How long outcomes take, in steps, as one rank has seen it."""
 
-    # The newest step at the time when this rank last heard that a step it had sealed is void; None: never.
+    # The newest step at the time when this rank last heard that a step it had sealed is void; None:
+    # never.
     in_vain: int | None = None
     _recent: tuple[int, ...] = ()
 
@@ -45,7 +47,7 @@ class OutcomeDelays:
             self.in_vain = now
 
     def worst(self, step: int, oldest: int | None) -> int:
-        """Returns the longest delay among the last MEMORY outcomes and the outcome that is still missing.
+        """Returns the longest delay of the last MEMORY outcomes and of the missing outcome.
 
         Args:
             step: the newest step.

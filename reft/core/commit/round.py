@@ -1,31 +1,33 @@
 """The round: a small, asynchronous agreement on each snapshot. No step waits for it.
 
-    rank 0 ─┐ report: sealed {s}, until n                          whole(s), all others up to n void
-    rank 1 ─┴► node 1 ──report of its subtree──► node 0 = coordinator ──outcome──► node 1 ─► ranks 0, 1
-    rank 2 ──► node 2 ────────────────────────►     (a tree of fan-out 16; every node runs this file)
+    rank 0 ─┐ report: sealed {s}, until n                       whole(s), all others up to n void
+    rank 1 ─┴► node 1 ──report of subtree──► node 0: coordinator ──outcome──► node 1 ─► ranks 0, 1
+    rank 2 ──► node 2 ────────────────────►     (a tree of fan-out 16; every node runs this file)
 
 Invariants
-  1. A rank answers steps in ascending order, each step once: sealed or void. A report is complete: each step up to the
-     newest answer that the report does not name is void. So each message contains everything, and its size does not
-     grow with time.
-  2. whole(s) is announced only if every rank of the job sealed exactly s. "At least s" would be wrong: a rank that
-     skipped s and sealed s+1 holds nothing of s.
+  1. A rank answers steps in ascending order, each step once: sealed or void. A report is complete:
+     each step up to the newest answer that the report does not name is void. So each message
+     contains everything, and its size does not grow with time.
+  2. whole(s) is announced only if every rank of the job sealed exactly s. "At least s" would be
+     wrong: a rank that skipped s and sealed s+1 holds nothing of s.
   3. void(s) is announced as soon as one rank reports void. After that, s never becomes whole.
   4. Outcomes only permit reuse of slots. Recovery never trusts an outcome: it reads slot headers.
-  5. Ranks that hold replicas send a digest of each cell with "sealed": of the whole cell, or of a window that moves with
-     the step. If two digests differ, s is void, and so are all later steps of this epoch, because their windows may lie
-     elsewhere. Shards of replicas that differ do not make one state.
+  5. Ranks that hold replicas send a digest of each cell with "sealed": of the whole cell, or of a
+     window that moves with the step. If two digests differ, s is void, and so are all later steps
+     of this epoch, because their windows may lie elsewhere. Shards of replicas that differ do not
+     make one state.
   6. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
-     (core/commit/snapshot_interval.py). If only some ranks take a step, because others do not know a new interval yet,
-     then the others' reports on a later step make that step void.
+     (core/commit/snapshot_interval.py). If only some ranks take a step, because others do not know
+     a new interval yet, then the others' reports on a later step make that step void.
 
-Memory stays bounded, however long daemons are away: only decided steps are dropped, and only the few steps that some rank
-has sealed, or may still seal, are stored. Each sender also reports the newest step that it knows to be whole, and
-nothing about older steps, which it may have dropped. So a restarted coordinator learns what its predecessor announced.
+Undecided steps are never dropped, however long daemons are away. Memory stays bounded: a report
+names only the few undecided steps that some rank has sealed, or may still seal. Each sender also
+reports the newest step that it knows to be whole, and nothing about older steps, which it may have
+dropped. So a restarted coordinator learns what its predecessor announced.
 
-The next message repairs a lost one, because each message is complete. A late or repeated message tells less than is known,
-and the first answer to a step stays. One `Round` belongs to one epoch. The daemon refuses messages of other epochs, so
-they never reach this class.
+The next message repairs a lost one, because each message is complete. A late or repeated message
+tells less than is known, and the first answer to a step stays. One `Round` belongs to one epoch.
+The daemon refuses messages of other epochs, so they never reach this class.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from types import MappingProxyType
 from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
 FAN_OUT = 16
-# Steps of one rank that are sealed, or may still be sealed, without a decision: the limit on slots of a rank.
+# Steps of one rank that are sealed, or may still be sealed, without a decision: the limit on slots
+# of a rank.
 UNDECIDED_MAX = 32
 Digests = Mapping[int, Mapping[int, int]]  # step → cell → digest
 NO_DIGESTS: Digests = MappingProxyType({})
@@ -58,10 +61,12 @@ class StepReport:
     Each step between `since` and `until` that is neither sealed nor pending is void.
 
     Attributes:
-        since: the newest step known to be whole. The report does not cover this step and older ones. -1: none.
+        since: the newest step known to be whole. The report does not cover this step and older
+            ones. -1: none.
         until: the newest answered step; -1: none.
         sealed: steps sealed by this rank, or by all ranks of the subtree.
-        pending: steps without a full answer although a later step is answered. No rank has reported them void.
+        pending: steps without a full answer although a later step is answered. No rank has reported
+            them void.
     """
 
     since: int = -1
@@ -78,7 +83,7 @@ class StepReport:
         return StepAnswer.VOID
 
     def then(self, report: StepReport) -> StepReport:
-        """Merges a report that arrived later, and may be older. The first answer to a step counts."""
+        """Merges a report that arrived later. The first answer to a step counts."""
         sealed = self.sealed | {step for step in report.sealed if self.answer(step) is None}
         candidates = (self.pending | report.pending) - sealed
         pending = {step for step in candidates if self.answer(step) is None and report.answer(step) is None}
@@ -101,7 +106,8 @@ class Outcome:
     """The coordinator's decisions: on every step up to `until`, except the open ones.
 
     Attributes:
-        whole: the newest whole step; -1: none yet. Newer steps up to `until` are void, except the open ones.
+        whole: the newest whole step; -1: none yet. Newer steps up to `until` are void, except the
+            open ones.
         until: the newest step that a rank has answered.
         open: undecided steps newer than `whole`: some rank sealed them, no rank reported them void.
         mismatched: cells whose replicas differed at some step of this epoch.
@@ -220,7 +226,7 @@ class Round:
 
     @property
     def requested_every(self) -> int:
-        """The largest interval that a rank of the subtree requests; 0 until all ranks have a request."""
+        """The largest interval that a rank of the subtree requests; 0 until all have requests."""
         requests = self._requests.values()
         return max(requests) if requests and len(requests) == self._sources and all(requests) else 0
 

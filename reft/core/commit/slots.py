@@ -6,15 +6,17 @@
       └────decision─────┴── dropped: WRITING, or newer than the base ┘
 
 Invariants
-  1. A slot is WRITING before the first byte of a new version is written, and LANDED after the last byte.
-  2. A rank may write a slot in three cases: the slot is empty; its version is older than one that this rank *knows*
-     to be whole; its version is known to be void. The newest version known to be whole is never overwritten.
-  3. So at any moment some version is sealed on every rank. tests/core/model shows this, and shows that it fails
-     without the rule.
+  1. A slot is WRITING before the first byte of a new version is written, and LANDED after the last
+     byte.
+  2. A rank may write a slot in three cases: the slot is empty; its version is older than one that
+     this rank *knows* to be whole; its version is known to be void. The newest version known to be
+     whole is never overwritten.
+  3. So at any moment some version is sealed on every rank. tests/core/model shows this, and shows
+     that it fails without the rule.
 
-If the message "whole" is lost, the rank skips snapshots; it never overwrites. A late message permits reuse later. A
-repeated message changes nothing. If no slot may be reused, the rank answers void for that step and continues. No rank
-waits.
+If the message "whole" is lost, the rank skips snapshots; it never overwrites. A late message
+permits reuse later. A repeated message changes nothing. If no slot may be reused, the rank answers
+void for that step and continues. No rank waits.
 """
 
 from __future__ import annotations

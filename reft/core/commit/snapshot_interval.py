@@ -2,18 +2,19 @@
 
     each rank   requests an interval: stall of a snapshot ÷ (budget × time of a step), rounded up;
                 with a known MTBF at least Daly's optimum
-    the round   carries the largest request of all ranks up with the reports. When a step is whole, the coordinator
-                announces SnapshotInterval(start, every), with `start` some steps ahead, with the outcome
-    each rank   takes step s if s is a multiple of `every` and no control step; `every` is that of the newest
-                agreed interval that starts at or before s
+    the round   carries the largest request of all ranks up, with the reports; when a step is whole,
+                carries SnapshotInterval(start, every) down, with the outcome; start lies ahead
+    each rank   takes step s if s is a multiple of `every` and no control step; `every` is that of
+                the newest agreed interval that starts at or before s
 
 Invariants
   1. The number of a step and the agreed interval alone decide whether the step is due.
-  2. An agreed interval starts LEAD steps after a whole step, so that every rank hears of it in time. A rank that does
-     not hear of it seals steps that other ranks leave out. The round declares those steps void when a later step is
-     answered. So they cost snapshots, never slots.
-  3. The measured stall of each snapshot steers the interval. Control steps, which are left out by their number, only
-     bound the total cost: to see a difference of 0.1 % under 2 % of noise takes thousands of control steps.
+  2. An agreed interval starts LEAD steps after a whole step, so that every rank hears of it in
+     time. A rank that does not hear of it seals steps that other ranks leave out. The round
+     declares those steps void when a later step is answered. So they cost snapshots, never slots.
+  3. The measured stall of each snapshot steers the interval. Control steps, which are left out by
+     their number, only bound the total cost: to see a difference of 0.1 % under 2 % of noise takes
+     thousands of control steps.
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ class DueSteps:
 
     def every(self, step: int) -> int:
         """Returns the interval in force at `step`, in steps."""
-        return next(
-            (interval.every for interval in reversed(self._intervals) if interval.start <= step), self.first
-        )
+        return next((interval.every for interval in reversed(self._intervals) if interval.start <= step), self.first)
 
     def due(self, step: int) -> bool:
         """Whether to take a snapshot of `step`."""
@@ -109,8 +108,8 @@ class IntervalEstimator:
 
     Args:
         budget: the share of training time that snapshots may cost, as a fraction.
-        mtbf_s: mean time between failures of the job, in seconds, set by the user or measured (`FailureHistory`); 0 if
-            unknown.
+        mtbf_s: mean time between failures of the job, in seconds, set by the user or measured
+            (`FailureHistory`); 0 if unknown.
     """
 
     budget: float
@@ -164,8 +163,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
     Args:
         cost_s: how long one checkpoint stalls training.
-        mtbf_s: mean time between the failures from which this kind of checkpoint recovers: for snapshots, failures that
-            leave enough nodes; for checkpoints on storage, all others. The two levels don't change each other's interval.
+        mtbf_s: mean time between the failures from which this kind of checkpoint recovers: for
+            snapshots, failures that leave enough nodes; for checkpoints on storage, all others. The
+            two levels don't change each other's interval.
     """
     ratio = cost_s / (2 * mtbf_s)
     if ratio >= 1:
@@ -177,7 +177,8 @@ class FailureHistory(NamedTuple):
     """Training time and failures of a job, summed over its attaches.
 
     Attributes:
-        trained_s: seconds from each attach to its last snapshot. The time between runs does not count.
+        trained_s: seconds from each attach to its last snapshot. The time between runs does not
+            count.
         failures: attaches that ended because a trainer or a node failed.
     """
 
@@ -192,8 +193,8 @@ class FailureHistory(NamedTuple):
     def mtbf_s(self) -> float:
         """The mean time between failures, in seconds; 0 (unknown) before the first failure.
 
-        The mean of a Gamma distribution whose prior is one failure in PRIOR_S. So two failures in one bad hour do not
-        count as the usual rate.
+        The mean of a Gamma distribution whose prior is one failure in PRIOR_S. So two failures in
+        one bad hour do not count as the usual rate.
         """
         return (self.trained_s + PRIOR_S) / (self.failures + 1) if self.failures else 0.0
 

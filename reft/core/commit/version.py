@@ -1,7 +1,8 @@
 """A version of the training state: (epoch, step).
 
-Each attach issues an epoch: a counter, one above all counters seen, and a random id. The counter orders epochs. Two
-epochs are equal only if counter and id are equal. So two histories that start from one step are never mixed.
+Each attach issues an epoch: a counter, one above all counters seen, and a random id. The counter
+orders epochs. Two epochs are equal only if counter and id are equal. So two histories that start
+from one step are never mixed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ class Epoch:
 
     Attributes:
         counter: orders the epochs of a job.
-        ident: 16 random bytes; separates this epoch from all others, also from those with the same counter.
+        ident: 16 random bytes; separates this epoch from all others, also from those with the same
+            counter.
     """
 
     counter: int

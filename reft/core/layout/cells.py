@@ -5,13 +5,16 @@
                                                                   └► unreplicated leaf: all others
 
 Invariants
-  1. A leaf with bytes lies in exactly one cell, or it is inline or unreplicated on every rank that has it.
-  2. All holders of a cell have the same bytes at the mark. So each holder may write any part of the cell for the others.
-  3. The cells depend on the content of the layouts, not on the order of their leaves or on their digests.
+  1. A leaf with bytes lies in exactly one cell, or it is inline or unreplicated on every rank that
+     has it.
+  2. All holders of a cell have the same bytes at the mark. So each holder may write any part of the
+     cell for the others.
+  3. The cells depend on the content of the layouts, not on the order of their leaves or on their
+     digests.
 
-The work grows with the leaves of the tables, the shared leaves, and the sum of the cells' holders, not with ranks × leaves:
-each distinct layout is passed once, `sharing` works on families of leaves, and the leaves that only one rank has are
-listed on demand.
+The work grows with the leaves of the tables, the shared leaves, and the sum of the cells' holders,
+not with ranks × leaves: each distinct layout is passed once, `sharing` works on families of leaves,
+and the leaves that only one rank has are listed on demand.
 """
 
 from __future__ import annotations
@@ -60,8 +63,10 @@ class Division:
         layout_of: digest of each rank's layout.
         cells_of: digest → the indices of the cells that its ranks hold, ascending.
         inline_leaves: digest → names of the leaves that travel in the capsule, sorted.
-        unreplicated: digest → leaves that only the rank's own slot holds, at their offsets in its unreplicated section.
-        unreplicated_bytes: digest → bytes of the unreplicated leaves without padding. Computed without listing the leaves.
+        unreplicated: digest → leaves that only the rank's own slot holds, at their offsets in its
+            unreplicated section.
+        unreplicated_bytes: digest → bytes of the unreplicated leaves without padding. Computed
+            without listing the leaves.
     """
 
     cells: tuple[Cell, ...]
@@ -80,13 +85,15 @@ def divide(
 ) -> Division:
     """Divides the state of a job into cells, inline leaves and unreplicated leaves.
 
-    Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are equal.
+    Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are
+    equal.
 
     Args:
         layouts: digest → layout, once per distinct layout, in full or symbolic.
         layout_of: rank → digest.
         mismatched: names of leaves whose bytes may differ between their holders.
-        inline_bytes_max: the most bytes of inline leaves that a rank may have; 0 if capsules stay on their node.
+        inline_bytes_max: the most bytes of inline leaves that a rank may have; 0 if capsules stay
+            on their node.
 
     Raises:
         ValueError: `layouts` lacks the layout of a rank.
@@ -142,7 +149,7 @@ class _OnDemand(Mapping[bytes, T]):
 
 
 def _divide_own(own: OwnLeaves, free_bytes: int) -> tuple[tuple[str, ...], Layout]:
-    """Divides a rank's own leaves into the names of inline leaves and the layout of unreplicated ones.
+    """Returns the names of a rank's inline leaves, and the layout of its unreplicated leaves.
 
     Small and staged leaves are inline, the smallest first, up to `free_bytes` in total.
     """

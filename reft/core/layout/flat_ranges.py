@@ -1,17 +1,19 @@
 """Names runs of elements of flattened tensors.
 
-Some optimizers flatten parameters into a buffer and divide the buffer evenly. Each rank then holds a run of elements of
-each parameter.
+Some optimizers flatten parameters into a buffer and divide the buffer evenly. Each rank then holds
+a run of elements of each parameter.
 
-    w (4 × 3), rank 1 of 2 has rows 2–3     piece: shape (2, 3) at (2, 0)    flattened: one run, 6–11
+    w (4 × 3), rank 1 of 2 has rows 2–3     piece: shape (2, 3) at (2, 0)    flattened: run 6–11
     elements 1–3 of the flattened piece     run 7–9 of the 12 of w, for any number of ranks
 
     v (4 × 6), rank 1 of 2 has columns 3–5  piece: shape (4, 3) at (0, 3)    flattened: four runs
     elements 1–3 of the flattened piece     run 1–3 of the 12 of this piece; the tag names the piece
 
 Invariants
-  1. Two runs have the same identity (tag, whole, first) and length only if they are the same elements of the same tensor.
-  2. If the piece is one run of the whole tensor, or the whole tensor, then the identity does not name a piece.
+  1. Two runs have the same identity (tag, whole, first) and length only if they are the same
+     elements of the same tensor.
+  2. If the piece is one run of the whole tensor, or the whole tensor, then the identity does not
+     name a piece.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def flat_range(piece: Sequence[int], whole: Sequence[int], offset: Sequence[int]
     Args:
         piece: shape of the piece.
         whole: shape of the whole tensor.
-        offset: index of the piece's first element in the whole tensor, one number for each dimension.
+        offset: index of the piece's first element in the whole tensor, one number for each
+            dimension.
         first: index into the piece, flattened in row-major order.
     """
     begin = beginning(piece, whole, offset)
@@ -74,8 +77,8 @@ def placed(
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Splits off the leading axes that only number tensors: returns name, whole shape and offset.
 
-    A framework may present experts, or layers, as slices of one tensor. Each slice is a tensor of its own in training, so the
-    name gets its number: "[3 of 8]".
+    A framework may present experts, or layers, as slices of one tensor. Each slice is a tensor of
+    its own in training, so the name gets its number: "[3 of 8]".
 
     Args:
         key: the common name of the slices.

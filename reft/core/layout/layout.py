@@ -5,9 +5,9 @@ Leaves are packed in three groups, each leaf at a multiple of ALIGNMENT:
     | staged: forward mutates them | small: below SMALL_BYTES | large leaves                     |
     0                                                                                   data_bytes
 
-Staged leaves lie together because they are copied at the mark, before the window. Small leaves lie together because 2,000
-tiny leaves must not cost 2,000 copies. A leaf consists of its storage bytes, in the order of its strides. reft never
-interprets these bytes.
+Staged leaves lie together because they are copied at the mark, before the window. Small leaves lie
+together because 2,000 tiny leaves must not cost 2,000 copies. A leaf consists of its storage bytes,
+in the order of its strides. reft never interprets these bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Leaf:
     """One local tensor, as any job of the same model identifies it.
 
     Attributes:
-        name: without the prefixes of wrappers, e.g. "model.0.weight" or "optimizer.0.exp_avg.0.weight".
+        name: without the prefixes of wrappers, e.g. "model.0.weight" or
+            "optimizer.0.exp_avg.0.weight".
         dtype: torch's name without the prefix, e.g. "bfloat16".
         shape: shape of the local piece.
         stride: strides of the local piece, in elements; see `plain_strides`.
@@ -76,7 +77,7 @@ class Layout:
 
     @property
     def digest(self) -> bytes:
-        """A hash of the layout, 16 bytes. Two layouts have the same digest only if they are equal."""
+        """A hash of the layout, 16 bytes: equal only for equal layouts."""
         lines = (repr((leaf, offset)) for leaf, offset in zip(self.leaves, self.offsets, strict=True))
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
@@ -91,7 +92,8 @@ def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ..
 
     Args:
         shape: shape of the tensor.
-        order: the dimensions from the outermost in memory to the innermost; empty: in the order of the shape.
+        order: the dimensions from the outermost in memory to the innermost; empty: in the order of
+            the shape.
     """
     strides = [0] * len(shape)
     step = 1
@@ -102,10 +104,11 @@ def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ..
 
 
 def plain_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Returns the normal form of strides: equal for all strides with the same order of dense elements.
+    """Returns the normal form of strides: one form for each memory order of dense elements.
 
-    A dimension of size 1 may have any stride, so two ranks may have different strides for the same memory order. The normal
-    form is row-major if this is the same order: strides of torch's contiguous tensors do not change.
+    A dimension of size 1 may have any stride, so two ranks may have different strides for the same
+    memory order. The normal form is row-major if this is the same order: strides of torch's
+    contiguous tensors do not change.
     """
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     order = sorted(dims, key=lambda dim: -stride[dim])
@@ -120,7 +123,9 @@ def align(offset: int, to: int = ALIGNMENT) -> int:
 
 
 def pack(leaves: Iterable[Leaf]) -> Layout:
-    """Returns the layout of the leaves. The same leaves in the same order always get the same layout.
+    """Returns the layout of the leaves.
+
+    The same leaves in the same order always get the same layout.
 
     Raises:
         ValueError: two leaves have the same name, or there are more than LEAVES_MAX leaves.

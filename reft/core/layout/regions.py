@@ -1,17 +1,22 @@
-"""Regions: the bytes that two pieces of one tensor have in common. Each piece has its own cut and memory order.
+"""Regions: the bytes that two pieces of one tensor have in common.
 
-    the whole tensor       old piece, rows 2-5     in common: nested loops over runs of equal length
+Each piece has its own cut and its own memory order.
+
+    the whole tensor       old piece, rows 2-5  in common: nested loops over runs of equal length
     ┌───────────────┐      ┌───────────────┐
-    │   │new│       │      │   │▓▓▓│       │       ▓▓▓ = one run
-    │ ──┼───┼── old │      │   │▓▓▓│       │       old byte = old + Σ index × old_step   index < count,
-    │   │   │       │      └───────────────┘       new byte = new + Σ index × new_step   outermost first
+    │   │new│       │      │   │▓▓▓│       │    ▓▓▓ = one run
+    │ ──┼───┼── old │      │   │▓▓▓│       │    old byte = old + Σ index × old_step, index < count,
+    │   │   │       │      └───────────────┘    new byte = new + Σ index × new_step, outermost first
 
 Invariants
-  1. Runs are numbered in the order of their old bytes. They overlap neither in the old piece nor in the new one.
-  2. Pieces are dense in memory, in any order of their dimensions. Nothing here depends on row-major order.
-  3. The work for one byte range of a piece grows with the runs in this range, not with all runs of the piece.
-  4. The work to find the pieces, out of n, that overlap a box grows with the pieces found and with log n. A job has as many
-     pieces as ranks.
+  1. Runs are numbered in the order of their old bytes. They overlap neither in the old piece nor in
+     the new one.
+  2. Pieces are dense in memory, in any order of their dimensions. Nothing here depends on row-major
+     order.
+  3. The work for one byte range of a piece grows with the runs in this range, not with all runs of
+     the piece.
+  4. The work to find the pieces, out of n, that overlap a box grows with the pieces found and with
+     log n. A job has as many pieces as ranks.
 """
 
 from __future__ import annotations
@@ -114,9 +119,10 @@ class RegionCopy(NamedTuple):
 class RegionIndex:
     """Finds the pieces of one tensor that overlap a box.
 
-    A tree with one level for each dimension. A level is sorted by the distinct runs of its dimension. A mesh cuts a
-    dimension into runs that are equal or disjoint, so a search visits only pieces that overlap. Runs that overlap partly are
-    found, too; then a search visits all runs between the first and the last that overlap.
+    A tree with one level for each dimension. A level is sorted by the distinct runs of its
+    dimension. A mesh cuts a dimension into runs that are equal or disjoint, so a search visits only
+    pieces that overlap. Runs that overlap partly are found, too; then a search visits all runs
+    between the first and the last that overlap.
 
     Args:
         pieces: number → piece. Pieces without elements are never found.

@@ -1,10 +1,11 @@
 """Finds the leaves that symbolic layouts share, without listing the leaves of every layout.
 
-    names with the same tables and axes ──► family: one comparison of the cuts decides for all its names
-    family × the runs of its axes       ──► layouts that have them: several ─► shared │ one ─► own leaves
+    names with the same tables and axes ──► family: cuts are compared once for all its names
+    family × the runs of its axes       ──► in several layouts ─► shared │ in one ─► own leaves
 
-Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are equal. A sharded model has
-thousands of leaves and thousands of ranks, but only a few families. Leaves are listed only where they are shared.
+Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are
+equal. A sharded model has thousands of leaves and thousands of ranks, but only a few families.
+Leaves are listed only where they are shared.
 """
 
 from __future__ import annotations
@@ -117,12 +118,13 @@ class LeafSizes:
 def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched: Collection[str]) -> Sharing:
     """Finds which layouts have which leaves.
 
-    A leaf that is staged in one layout is never shared. If forward writes the leaf on one rank, the copies of other ranks are
-    no evidence for its bytes.
+    A leaf that is staged in one layout is never shared. If forward writes the leaf on one rank, the
+    copies of other ranks are no evidence for its bytes.
 
     Args:
         layouts: distinct layouts.
-        ranks: number of ranks that have each layout. A leaf is shared if at least two ranks have it.
+        ranks: number of ranks that have each layout. A leaf is shared if at least two ranks have
+            it.
         mismatched: names of leaves that are never shared.
     """
     numbers: dict[PatternTable, int] = {}
@@ -249,7 +251,7 @@ def _divide(
 
 
 def _kind(pattern: LeafPattern) -> object:
-    """Returns what must be equal in two patterns, beside name and cuts, if their leaves are the same."""
+    """Returns what the patterns of equal leaves have in common, beside name and cuts."""
     if pattern.literal is not None:
         leaf = pattern.literal
         return leaf.shape, leaf.stride, leaf.nbytes, leaf.global_offset, leaf.dtype, leaf.global_shape

@@ -1,14 +1,18 @@
 """Names the leaves of pipeline stages: one name means one tensor in every process of the job.
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                 names of the whole model: unchanged,
-    stage 1                                  layers.2.weight  head.weight    so a job with one stage has them too
+    stage 0   embed.weight  layers.0.weight  layers.1.weight                names of the whole model:
+    stage 1                                  layers.2.weight  head.weight   unchanged
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                 each stage numbers from 0: add the stage
-    stage 1   embed.weight  layers.0.weight  head.weight                     to each name, except a tied embed
+    stage 0   embed.weight  layers.0.weight  layers.1.weight                numbered from 0 in each
+    stage 1   embed.weight  layers.0.weight  head.weight                    stage: add it, except to ties
 
-If two stages have a "layers.0.weight" of the same shape, they hold two tensors, even if their bytes are equal now: both may
-come from the same seed, or be zeros. A name that two stages share means one tensor, a *tie*, only if
-  1. the first and the last stage have the name and no other stage does, with equal dtype, shape and place in the whole;
+Names of the first kind also fit a job that has the whole model in one stage.
+
+If two stages have a "layers.0.weight" of the same shape, they hold two tensors, even if their bytes
+are equal now: both may come from the same seed, or be zeros. A name that two stages share means one
+tensor, a *tie*, only if
+  1. the first and the last stage have the name and no other stage does, with equal dtype, shape and
+     place in the whole;
   2. no part of the name is a number, because elements of lists are numbered from 0 in each stage;
   3. both stages also have parameters that they do not share, and no rank has both stages;
   4. the bytes are equal, and are not one repeated value.
@@ -16,7 +20,8 @@ A tie is a proposal, like any identity: the digests of each snapshot compare tie
 
 Invariants
   1. Two tensors of different stages never get the same name, unless they are a tie.
-  2. If all parameters that stages share are ties, all other names are those of the modules, without a stage.
+  2. If all parameters that stages share are ties, all other names are those of the modules, without
+     a stage.
   3. The order of the stages does not matter.
 """
 
@@ -90,8 +95,8 @@ def naming(
     Args:
         stages: all stages of the job, by index.
         possible: the result of `candidates`.
-        values: stage → name → digest of the bytes, for each possible tie. CONSTANT precedes the digest if the bytes repeat
-            one value.
+        values: stage → name → digest of the bytes, for each possible tie. CONSTANT precedes the
+            digest if the bytes repeat one value.
     """
     digests_of: dict[str, set[str]] = {name: set() for name in possible}
     for digests in values.values():

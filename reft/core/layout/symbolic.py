@@ -1,18 +1,21 @@
-"""Symbolic layouts: one table for all ranks whose leaves differ only in the piece that each rank has.
+"""Symbolic layouts: one table for all ranks whose leaves differ only in the rank's piece.
 
-    rank 5 of 8     w  [64, 16] rows 40…47      table   axes    A: 64 elements      B: 10 elements
-                    m  [64, 16] rows 40…47              leaves  w [A, 16]   m [A, 16]   b [B]   norm [16]
-                    b  [10]     elements 10…9    rank 5  cuts    A: 40 + 8           B: 10 + 0
-                    norm [16]   whole
+    rank 5 of 8                      table    axes    A: 64 elements      B: 10 elements
+    w  [64, 16]  rows 40…47                   leaves  w [A, 16]   m [A, 16]   b [B]   norm [16]
+    m  [64, 16]  rows 40…47          rank 5   cuts    A: 40 + 8           B: 10 + 0
+    b  [10]      elements 10…9
+    norm [16]    whole
 
-An axis is a dimension of a given length that is cut among ranks. A rank's cuts name the rank's run of each axis. No mesh and
-no sharding rule is assumed: two dimensions belong to one axis if they have the same length and the rank has the same run of
-both. So one form covers even, uneven, empty and strided shards, and ranges of flat buffers. The symbolic form always expands
-to exactly the rank's leaves. A leaf that no pattern can express is stored in full.
+An axis is a dimension of a given length that is cut among ranks. A rank's cuts name the rank's run
+of each axis. No mesh and no sharding rule is assumed: two dimensions belong to one axis if they
+have the same length and the rank has the same run of both. So one form covers even, uneven, empty
+and strided shards, and ranges of flat buffers. The symbolic form always expands to exactly the
+rank's leaves. A leaf that no pattern can express is stored in full.
 
 Invariants
   1. expand(of(leaves)) == pack(leaves), for any leaves.
-  2. Ranks of one mesh share a table, except the few ranks whose runs of two axes happen to be equal.
+  2. Ranks of one mesh share a table, except the few ranks whose runs of two axes happen to be
+     equal.
 """
 
 from __future__ import annotations
@@ -46,8 +49,10 @@ class LeafPattern:
         item_bytes: bytes of one element.
         global_shape: shape of the whole tensor.
         axes: for each dimension the index of its axis in the table, or WHOLE.
-        order: the dimensions from the outermost in memory to the innermost; empty: in the order of the shape.
-        literal: the leaf itself, if no pattern can express the leaf; the same for every rank of the table. Else None.
+        order: the dimensions from the outermost in memory to the innermost; empty: in the order of
+            the shape.
+        literal: the leaf itself, if no pattern can express the leaf; the same for every rank of the
+            table. Else None.
     """
 
     name: str
@@ -68,7 +73,9 @@ class LeafPattern:
 
 
 class LocalPiece(NamedTuple):
-    """One rank's piece of a tensor. All leaves with the same shape, axes and order have equal pieces.
+    """One rank's piece of a tensor.
+
+    All leaves with the same global shape, axes and order have equal pieces.
 
     Attributes:
         shape: shape of the piece.
@@ -161,9 +168,7 @@ def _pattern(leaf: Leaf, axes: dict[tuple[int, AxisCut], int]) -> LeafPattern:
     axes_of_dims = tuple(WHOLE if cut is None else new[cut] if cut in new else axes[cut] for cut in cuts)
     count = math.prod(leaf.shape)
     item_bytes = leaf.nbytes // count if count else _item_bytes(leaf.dtype)
-    pattern = LeafPattern(
-        leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, axes_of_dims, _order(leaf)
-    )
+    pattern = LeafPattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, axes_of_dims, _order(leaf))
     if pattern.placed(_piece(pattern, [cut for _, cut in (*axes, *new)])) != leaf:
         return literal
     axes.update(new)

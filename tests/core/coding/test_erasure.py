@@ -250,7 +250,7 @@ def test_numbers_out_of_range_are_refused():
 def test_a_code_that_loses_data_is_refused():
     twice = (frozenset({(0, 0), (1, 0)}),)
     code = ErasureCode("xor", 2, 2, 1, (twice, twice), (frozenset(), frozenset()))
-    with pytest.raises(ValueError, match="1 packets can.t be computed"):
+    with pytest.raises(ValueError, match="1 packets can't be computed"):
         decode_program(code, [0, 1], [0, 1])
 
 
