@@ -5,9 +5,9 @@ A shard has w packets of equal size. Packet r of parity j is the XOR of the data
 
     data 0   data 1  ...  data k-1  |  parity 0 ... parity f-1
     ┌──────┐ ┌──────┐     ┌──────┐  |  ┌──────┐     ┌──────┐  f = 1: XOR
-    │ 0    │ │ 0    │     │ 0    │  |  │ 0    │     │ 0    │  f = 2: EVENODD, w = p - 1, prime p >= k
+    │ 0    │ │ 0    │     │ 0    │  |  │ 0    │     │ 0    │  f = 2: EVENODD, w + 1 prime, >= k
     │ ...  │ │ ...  │     │ ...  │  |  │ ...  │     │ ...  │  f = 3: STAR, adds the other diagonals
-    │ w-1  │ │ w-1  │     │ w-1  │  |  │ w-1  │     │ w-1  │  f > 3: Cauchy over GF(2^w), bit matrices
+    │ w-1  │ │ w-1  │     │ w-1  │  |  │ w-1  │     │ w-1  │  f > 3: Cauchy, as bit matrices
     └──────┘ └──────┘     └──────┘  |  └──────┘     └──────┘  k = 1: every parity is a copy
 
 Invariants:

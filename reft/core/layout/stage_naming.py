@@ -1,10 +1,10 @@
 """Names the leaves of pipeline stages: one name means one tensor in every process of the job.
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                names of the whole model:
-    stage 1                                  layers.2.weight  head.weight   unchanged
+    stage 0   embed.weight  layers.0.weight  layers.1.weight               names of the whole model:
+    stage 1                                  layers.2.weight  head.weight  unchanged
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                numbered from 0 in each
-    stage 1   embed.weight  layers.0.weight  head.weight                    stage: add it, except to ties
+    stage 0   embed.weight  layers.0.weight  layers.1.weight               each stage counts from 0:
+    stage 1   embed.weight  layers.0.weight  head.weight                   add stage, not to ties
 
 Names of the first kind also fit a job that has the whole model in one stage.
 

@@ -181,7 +181,8 @@ def test_encoding_takes_few_operations(k, f):
     if code.kind == "cauchy":
         assert count <= 1.55 * least
     else:
-        # each parity but the first: the adjuster's own sum and its addition to every packet, less what it left out
+        # each parity but the first: the adjuster's own sum and its addition to every packet, less
+        # what it left out
         assert count == least + (f - 1) * (code.w - 1)
         assert count <= 1.35 * least
 

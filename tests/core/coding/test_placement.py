@@ -38,8 +38,9 @@ def placed(nbytes: int, counts, scheme="auto", tolerate=None) -> Placement:
     return place(*cell_of(nbytes, *counts), scheme, tolerate, CHUNK)
 
 
-# Jobs at random: uneven domains whose ranks are numbered in any order, kinds of ranks either by their place in the
-# node (as tensor parallelism has them) or by chance, leaves of all sizes and dtypes that any set of kinds has.
+# Jobs at random: uneven domains whose ranks are numbered in any order, kinds of ranks either by
+# their place in the node (as tensor parallelism has them) or by chance, leaves of all sizes and
+# dtypes that any set of kinds has.
 
 COUNTS = st.one_of(
     st.lists(st.integers(1, 4), min_size=1, max_size=9),
@@ -229,7 +230,7 @@ def test_the_code_follows_from_domains_and_settings(D, scheme, tolerate, code):
 
 
 def test_a_lane_is_copied_where_padding_would_cost_more_than_a_sixteenth():
-    """D = 8, f = 2: k = 6 and w = 6, so that the lane is padded to a multiple of 8 x 6 x 6 x 8 = 2304 bytes."""
+    """D = 8, f = 2 gives k = w = 6: lanes are padded to multiples of 8 x 6 x 6 x 8 = 2304 bytes."""
     kinds = {nbytes: placed(nbytes, [1] * 8).lanes[0].code.kind for nbytes in (64, 2160, 2168, 2304, 2368, 40000)}
     assert kinds == {64: "copy", 2160: "copy", 2168: "copy", 2304: "evenodd", 2368: "copy", 40000: "evenodd"}
     assert placed(2169, [1] * 8).lanes[0].code.kind == "evenodd"  # padding of 135, a sixteenth is 135.6

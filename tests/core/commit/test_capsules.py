@@ -83,7 +83,7 @@ def test_digests_are_kept_as_long_as_the_answer():
 
 
 def test_a_step_lost_from_the_slots_counts_only_if_sealed_again():
-    """A restarted daemon lacks a memfd: the rank reports sealed first, and returns the slot later."""
+    """A restarted daemon lacks a memfd: the rank reports first, and returns the slot later."""
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, says({1: SEALED}))
     capsule_acks.forget(0, 1)

@@ -38,7 +38,7 @@ def test_silence_alone_does_not_thin_out_snapshots(lag, slots, in_vain):
 
 @given(LAGS, SLOTS)
 def test_a_failing_rank_does_not_thin_out_other_ranks(lag, slots):
-    """They hear of each void at once. So all ranks take the same step once the rank succeeds again."""
+    """They hear of each void at once. So all ranks share a step once the rank succeeds again."""
     assert backoff_interval(lag, 0, 0, slots) == 1
 
 

@@ -340,9 +340,7 @@ class Job:
     restarts=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_any_tree_announces_only_true_outcomes_and_heals(
-    fan_out, seed, nodes, ranks_a_node, slots, restarts
-):
+def test_any_tree_announces_only_true_outcomes_and_heals(fan_out, seed, nodes, ranks_a_node, slots, restarts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(round_module, "FAN_OUT", fan_out)
         chance = random.Random(seed)

@@ -55,7 +55,9 @@ def test_a_known_mtbf_asks_for_dalys_interval_if_that_is_longer():
     assert daly(0.010, hours) == pytest.approx(math.sqrt(2 * 0.010 * hours), rel=0.01)
     assert measured(0.010, 1.0, budget=0.01).requested_every() == 1
     assert measured(0.010, 1.0, budget=0.01, mtbf_s=hours).requested_every() == 15
-    assert measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).requested_every() == 100  # here the budget gives the longer interval
+    assert (
+        measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).requested_every() == 100
+    )  # here the budget gives the longer interval
     assert daly(10.0, 4.0) == 4.0  # a snapshot takes longer than the time between failures
 
 

@@ -1,4 +1,4 @@
-"""Versions: ordered by (epoch counter, step); equal only if the ids of the epochs are equal, too."""
+"""Versions: ordered by (epoch counter, step); equal only if the ids of the epochs are equal."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def own(division, rank: int) -> tuple[tuple[str, ...], list[str]]:
 
 
 def test_leaves_with_the_same_holders_form_a_cell():
-    """Two tensor-parallel pieces with two replicas; all ranks hold the norm, one holds an expert."""
+    """Two tensor-parallel pieces, two replicas; all ranks hold the norm, one holds an expert."""
     first = [leaf("weight", global_shape=(256,)), leaf("norm")]
     second = [leaf("norm"), leaf("weight", global_shape=(256,), global_offset=(128,))]
     division = job(first, second, first, [*second, leaf("expert", LARGE)])

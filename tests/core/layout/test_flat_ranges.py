@@ -44,7 +44,7 @@ def test_equal_identities_mean_equal_elements(whole):
 
 
 def test_the_same_elements_have_one_identity_for_any_number_of_ranks():
-    """Rows of a matrix over 1, 2 and 4 tensor-parallel ranks; each rank's elements over data-parallel ones."""
+    """Rows over 1, 2 and 4 tensor-parallel ranks; elements over data-parallel ranks."""
     whole, found = (8, 3), set()
     for tp in (1, 2, 4):
         rows = 8 // tp

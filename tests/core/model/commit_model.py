@@ -1,19 +1,22 @@
 """An explicit-state model of snapshots, round, crash and recovery, built on reft's own functions.
 
-R ranks with S slots each take snapshots of steps 1..V without coupling: each rank may be any number of steps ahead. At a step a rank begins a copy into the slot that `choose`
-returns, or skips, for any reason. A copy ends sealed or torn, at any later time. Answers (sealed, void) and outcomes reach
-each rank at any time or never: this covers lost, late, repeated and reordered messages. At any moment all ranks may die. The
-next attach calls `plan`, empties the dropped slots, and continues in a new epoch from the base. Orphans of the old epoch may
-keep a slot that the daemon can't empty, and may still seal this slot.
+R ranks with S slots each take snapshots of steps 1..V without coupling: each rank may be any number
+of steps ahead. At a step a rank begins a copy into the slot that `choose` returns, or skips, for
+any reason. A copy ends sealed or torn, at any later time. Answers (sealed, void) and outcomes reach
+each rank at any time or never: this covers lost, late, repeated and reordered messages. At any
+moment all ranks may die. The next attach calls `plan`, empties the dropped slots, and continues in
+a new epoch from the base. Orphans of the old epoch may keep a slot that the daemon can't empty, and
+may still seal this slot.
 
 In every reachable state:
-  1. recovery finds a version that every rank holds sealed, not older than the newest that was announced, or the base;
+  1. recovery finds a version that every rank holds sealed, not older than the newest that was
+     announced, or the base;
   2. this version is of the decision's epoch, or is the decision's base;
   3. all ranks load the same version;
   4. if every rank has answered every step and heard every outcome, every rank has a free slot.
 
-`Rules` has the rules that a test may break on purpose. Ranks are interchangeable, so states that differ only in the order of
-ranks count once.
+`Rules` has the rules that a test may break on purpose. Ranks are interchangeable, so states that
+differ only in the order of ranks count once.
 """
 
 from __future__ import annotations
@@ -38,10 +41,11 @@ EMPTY = (0, 0, 0)
 STATES = {WRITING: SlotState.WRITING, TORN: SlotState.WRITING, SEALED: SlotState.SEALED}
 EPOCHS = [Epoch(counter, bytes([counter]) * 16) for counter in range(4)]
 
-# A slot is (epoch, step, state). Sets of steps are bit masks.
-# A rank is (slots, ghost, next step, steps said sealed). Its ghost is a version that an orphan of an older epoch
-# sealed, in memory that the rank does not use. The announcements that a rank has heard are no part of the state: when a rank
-# begins a copy, it may know any part of the announcements. This covers lost, late and forgotten messages.
+# A slot is (epoch, step, state). Sets of steps are bit masks. A rank is (slots, ghost, next step,
+# steps said sealed). Its ghost is a version that an orphan of an older epoch sealed, in memory that
+# the rank does not use. The announcements that a rank has heard are no part of the state: when a
+# rank begins a copy, it may know any part of the announcements. This covers lost, late and
+# forgotten messages.
 Kept = tuple[int, int, int]
 Rank = tuple[tuple[Kept, ...], Kept, int, int]
 State = tuple[int, tuple[int, int] | None, int, tuple[Rank, ...]]  # epoch, base, steps said void by any rank, ranks

@@ -1,4 +1,4 @@
-"""All reachable states of the node-loss model keep the invariants; each broken rule violates one."""
+"""All reachable states of node loss keep the invariants; each broken rule violates one."""
 
 from __future__ import annotations
 

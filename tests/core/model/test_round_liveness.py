@@ -1,8 +1,8 @@
 """Snapshots continue, however slow the round is: a simulation in time with reft's own functions.
 
-A step lasts one unit. A copy is sealed 0.3 after its mark. A rank without a slot waits for one until
-the fence, 0.6 after the mark, and then answers void. The network of the case decides how long each
-message takes. Messages may overtake each other.
+A step lasts one unit. A copy is sealed 0.3 after its mark. A rank without a slot waits for one
+until the fence, 0.6 after the mark, and then answers void. The network of the case decides how long
+each message takes. Messages may overtake each other.
 """
 
 from __future__ import annotations
