@@ -409,15 +409,15 @@ def exposed(placement: Placement) -> tuple[Exposure, ...]:
         if key is not None:
             ranks.setdefault(key, set()).update(lane.members)
             nbytes[key] = nbytes.get(key, 0) + lane.nbytes
-    exposures = [
+    entries = [
         Exposure(_sentence(*key, nbytes[key]), tuple(sorted(ranks[key])), nbytes[key], key[0]) for key in sorted(ranks)
     ]
     unreplicated = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
     owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in unreplicated)
     if owners:
         total = sum(unreplicated[placement.division.layout_of[rank]] for rank in owners)
-        exposures.append(Exposure(_sentence("kept", 0, 0, total), owners, total, "kept"))
-    return tuple(exposures)
+        entries.append(Exposure(_sentence("kept", 0, 0, total), owners, total, "kept"))
+    return tuple(entries)
 
 
 def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | None:

@@ -100,29 +100,29 @@ def test_a_request_rises_at_once_and_falls_only_by_half():
 
 def test_an_interval_starts_ahead_and_after_the_previous_one():
     assert next_interval(SnapshotInterval(), 0, 100) == SnapshotInterval()
-    pace = next_interval(SnapshotInterval(), 5, 100)
-    assert pace == SnapshotInterval(100 + LEAD, 5)
-    assert next_interval(pace, 7, 100 + LEAD - 1) == pace  # not before the last interval has started
-    assert next_interval(pace, 5, 500) == pace
-    assert next_interval(pace, 7, 500) == SnapshotInterval(500 + LEAD, 7)
-    assert next_interval(pace, 1 << 40, 500).every == EVERY_MAX
+    interval = next_interval(SnapshotInterval(), 5, 100)
+    assert interval == SnapshotInterval(100 + LEAD, 5)
+    assert next_interval(interval, 7, 100 + LEAD - 1) == interval  # not before the last interval has started
+    assert next_interval(interval, 5, 500) == interval
+    assert next_interval(interval, 7, 500) == SnapshotInterval(500 + LEAD, 7)
+    assert next_interval(interval, 1 << 40, 500).every == EVERY_MAX
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), max_size=4), st.randoms())
 def test_ranks_with_the_same_intervals_take_the_same_steps(changes, chance):
-    paces, start = [], 0
+    intervals, start = [], 0
     for ahead, every in changes:
         start += ahead
-        paces.append(SnapshotInterval(start, every))
+        intervals.append(SnapshotInterval(start, every))
     prompt, repeated = DueSteps(1, True), DueSteps(1, True)
-    for pace in paces:
-        assert prompt.hear(pace)
-        assert repeated.hear(pace)
-        assert not repeated.hear(chance.choice(paces[: paces.index(pace) + 1]))  # late or repeated
+    for interval in intervals:
+        assert prompt.hear(interval)
+        assert repeated.hear(interval)
+        assert not repeated.hear(chance.choice(intervals[: intervals.index(interval) + 1]))  # late or repeated
     for step in range(1, 500):
         assert prompt.due(step) == repeated.due(step)
-        known = [pace.every for pace in paces if pace.start <= step]
+        known = [interval.every for interval in intervals if interval.start <= step]
         assert prompt.due(step) == is_due(step, known[-1] if known else 1)
 
 
