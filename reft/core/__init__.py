@@ -1,1 +1,1 @@
-"""What reft decides, in pure functions and small state machines: no clock, thread, socket, file or torch."""
+"""What reft decides: pure functions and state machines. No clock, thread, socket, file or torch."""

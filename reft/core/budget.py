@@ -1,4 +1,7 @@
-"""Whether an arena fits, decided before a page is touched: a daemon that is killed for memory protects nobody."""
+"""Decides whether an arena fits into memory, before the first page is touched.
+
+A daemon that the kernel kills for lack of memory protects no snapshot.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One bound on memory.
+    """One limit on memory.
 
     Attributes:
-        name: what sets it, e.g. "--memory" or "the container's memory limit".
-        free_bytes: how much of it is still free.
-        remedy: what a person can do about it.
+        name: the origin of the limit, e.g. "--memory" or "the container's memory limit".
+        free_bytes: bytes that this limit still permits to reserve.
+        remedy: what the user can do to raise the limit.
     """
 
     name: str
@@ -22,7 +25,15 @@ class MemoryLimit:
 
 
 def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slots need") -> str | None:
-    """Why `need_bytes` may not be reserved: value, limit and remedy of the tightest bound; None if they may."""
+    """Returns why `need_bytes` can't be reserved; None if they can.
+
+    The text has the value, the tightest limit and the remedy.
+
+    Args:
+        need_bytes: bytes to reserve.
+        limits: all limits that apply.
+        who: subject and verb of the message.
+    """
     tightest = min(limits, key=lambda limit: limit.free_bytes, default=None)
     if tightest is None or need_bytes <= tightest.free_bytes:
         return None
@@ -33,7 +44,7 @@ def refusal(need_bytes: int, limits: Sequence[MemoryLimit], who: str = "the slot
 
 
 def size(nbytes: int) -> str:
-    """Bytes as a person reads them: "1.4 GiB"."""
+    """Returns a number of bytes as text, such as "1.4 GiB"."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

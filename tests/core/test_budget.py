@@ -1,4 +1,4 @@
-"""A refusal names the value, the tightest limit and the remedy."""
+"""A refusal has the value, the tightest limit and the remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MACHINE = MemoryLimit("the machine's free memory", 8 * GIB, "free memory")
 FLAG = MemoryLimit("--memory", 2 * GIB, "start reft-daemon with a larger --memory")
 
 
-def test_the_tightest_bound_speaks():
+def test_the_tightest_limit_is_named():
     text = refusal(3 * GIB, [MACHINE, FLAG])
     assert text == "the slots need 3.0 GiB, but --memory leaves 2.0 GiB. Fix: start reft-daemon with a larger --memory"
 
@@ -23,18 +23,18 @@ def test_what_fits_exactly_is_allowed():
     assert refusal(2 * GIB + 1, [MACHINE, FLAG]) is not None
 
 
-def test_no_bound_refuses_nothing():
+def test_without_limits_nothing_is_refused():
     assert refusal(1 << 80, []) is None
 
 
-def test_a_bound_that_is_overdrawn_leaves_nothing():
+def test_an_exceeded_limit_leaves_zero_bytes():
     text = refusal(1, [MemoryLimit("the machine's free memory", -5 * GIB, "free memory")])
     assert "leaves 0 B" in text
     assert refusal(0, [MemoryLimit("the machine's free memory", -1, "free memory")]) is not None
 
 
 @given(st.integers(0, 1 << 70), st.lists(st.integers(-(1 << 40), 1 << 70), max_size=4))
-def test_refused_exactly_if_some_bound_is_exceeded(need, free):
+def test_refused_exactly_if_some_limit_is_exceeded(need, free):
     limits = [MemoryLimit(f"limit {i}", value, "less") for i, value in enumerate(free)]
     text = refusal(need, limits)
     assert (text is not None) == any(need > value for value in free)

@@ -1,21 +1,24 @@
-"""Erasure codes: k data shards and f parity shards, of which any f may be lost, as tables of XOR operations.
+"""Erasure codes as tables of XOR operations: k data shards and f parity shards; any f may be lost.
 
-A shard is w packets of equal size; packet r of parity j is the XOR of the data packets in `parity[j][r]`:
+A shard has w packets of equal size. Packet r of parity j is the XOR of the data packets in
+`parity[j][r]`:
 
-    data 0   data 1   ...   data k-1  |  parity 0   ...   parity f-1
-    ┌──────┐ ┌──────┐       ┌──────┐  |  ┌──────┐         ┌──────┐     f = 1: XOR
-    │ 0    │ │ 0    │       │ 0    │  |  │ 0    │         │ 0    │     f = 2: EVENODD, w = p - 1 for a prime p >= k
-    │ ...  │ │ ...  │       │ ...  │  |  │ ...  │         │ ...  │     f = 3: STAR, which adds the other diagonals
-    │ w-1  │ │ w-1  │       │ w-1  │  |  │ w-1  │         │ w-1  │     f > 3: Cauchy over GF(2^w), as bit matrices
-    └──────┘ └──────┘       └──────┘  |  └──────┘         └──────┘     k = 1: every parity is a copy
+    data 0   data 1  ...  data k-1  |  parity 0 ... parity f-1
+    ┌──────┐ ┌──────┐     ┌──────┐  |  ┌──────┐     ┌──────┐  f = 1: XOR
+    │ 0    │ │ 0    │     │ 0    │  |  │ 0    │     │ 0    │  f = 2: EVENODD, w + 1 prime, >= k
+    │ ...  │ │ ...  │     │ ...  │  |  │ ...  │     │ ...  │  f = 3: STAR, adds the other diagonals
+    │ w-1  │ │ w-1  │     │ w-1  │  |  │ w-1  │     │ w-1  │  f > 3: Cauchy, as bit matrices
+    └──────┘ └──────┘     └──────┘  |  └──────┘     └──────┘  k = 1: every parity is a copy
 
 Invariants:
-    - Any k of the k + f shards give all data back.
+    - Any k of the k + f shards suffice to restore all data.
     - Parity 0 is the plain XOR of the data shards.
-    - A program never writes its inputs, and reads no other register before it has written it.
+    - A program never writes its inputs, and writes each other register before it reads this
+      register.
 
-A program names registers, not memory. So one table drives every executor: numpy here, torch in `reft.client.memory.xor`.
-Byte i of an output depends on byte i of the inputs alone: packets may be coded slice by slice.
+A program names registers, not memory. So one table serves every executor: numpy here, torch in
+`reft.client.memory.xor`. Byte i of an output depends only on byte i of the inputs. So packets may
+be coded slice by slice.
 """
 
 from __future__ import annotations
@@ -28,27 +31,28 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-SHARDS_MAX = 128  # k + f; tables and the search for pivots grow with its cube
-PARITIES_XOR = 3  # up to here EVENODD and STAR need fewer operations than Cauchy
+SHARDS_MAX = 128  # limit of k + f; tables and the search for pivots grow with the cube of k + f
+PARITIES_XOR = 3  # up to this f, EVENODD and STAR need fewer operations than Cauchy
 
-# Primitive polynomials by their degree w: x generates all elements but 0 of GF(2^w).
+# Primitive polynomials by degree w: x generates all elements of GF(2^w) except 0.
 _PRIMITIVE = {1: 0b11, 2: 0b111, 3: 0b1011, 4: 0b10011, 5: 0b100101, 6: 0b1000011, 7: 0b10000011}
 
-Packet = tuple[int, int]  # shard, packet in it; parity j is shard k + j
+Packet = tuple[int, int]  # shard, and packet within the shard; parity j is shard k + j
 Terms = frozenset[Packet]
 
 
 @dataclass(frozen=True)
 class ErasureCode:
-    """One code.
+    """One erasure code.
 
     Attributes:
         kind: "copy" (k = 1, or no parity), "xor", "evenodd", "star" or "cauchy".
-        k: data shards.
-        f: parity shards.
-        w: packets of a shard.
-        parity: for each parity, for each packet of it, the data packets whose XOR it is.
-        common: for each parity, what all its packets share (the adjuster of EVENODD and STAR); encoded once.
+        k: number of data shards.
+        f: number of parity shards.
+        w: number of packets in a shard.
+        parity: for each parity shard and each of its packets, the data packets that are XORed.
+        common: for each parity shard, terms that all its packets contain (the adjuster of EVENODD
+            and STAR). Their XOR is computed once.
     """
 
     kind: str
@@ -60,7 +64,7 @@ class ErasureCode:
 
 
 class XorOp(NamedTuple):
-    """Register `target` becomes a copy of `source`, or is XORed with it in place."""
+    """One operation: copies register `source` to `target`, or XORs `source` into `target`."""
 
     target: int
     source: int
@@ -68,7 +72,10 @@ class XorOp(NamedTuple):
 
 
 class XorStep(NamedTuple):
-    """`target = left ^ right`, or `target = left` where right is None. The target may be left too."""
+    """One pass over memory: `target = left ^ right`, or `target = left` if `right` is None.
+
+    `target` and `left` may be the same register.
+    """
 
     target: int
     left: int
@@ -77,13 +84,15 @@ class XorStep(NamedTuple):
 
 @dataclass(frozen=True)
 class XorProgram:
-    """Operations on registers, which are numbered through: inputs, then outputs, then scratch.
+    """A list of operations on registers.
+
+    Registers are numbered consecutively: inputs, then outputs, then scratch.
 
     Attributes:
-        inputs: the packet that each input register reads.
-        outputs: the packet that each output register becomes.
-        scratch: registers for intermediate sums.
-        ops: in order.
+        inputs: for each input register, the packet that it contains.
+        outputs: for each output register, the packet that the program writes to it.
+        scratch: number of registers for intermediate sums.
+        ops: the operations, in order.
     """
 
     inputs: tuple[Packet, ...]
@@ -93,20 +102,23 @@ class XorProgram:
 
     @functools.cached_property
     def steps(self) -> tuple[XorStep, ...]:
-        """The operations as an executor runs them: a copy and the first XOR onto it become one pass over memory."""
-        made: list[XorStep] = []
-        waiting: dict[int, int] = {}  # target -> the input that it will be a copy of
+        """The operations as an executor runs them.
+
+        A copy and the first XOR into the copied register become one pass over memory.
+        """
+        steps: list[XorStep] = []
+        deferred_copies: dict[int, int] = {}  # target → the input register to copy
         for target, source, is_copy in self.ops:
-            if source in waiting:
-                made.append(XorStep(source, waiting.pop(source), None))
-            if is_copy and source < len(self.inputs):  # an input stays as it is, so that the copy can wait
-                waiting[target] = source
+            if source in deferred_copies:
+                steps.append(XorStep(source, deferred_copies.pop(source), None))
+            if is_copy and source < len(self.inputs):  # inputs never change, so their copies can be deferred
+                deferred_copies[target] = source
             elif is_copy:
-                made.append(XorStep(target, source, None))
+                steps.append(XorStep(target, source, None))
             else:
-                made.append(XorStep(target, waiting.pop(target, target), source))
-        made += [XorStep(target, source, None) for target, source in waiting.items()]
-        return tuple(made)
+                steps.append(XorStep(target, deferred_copies.pop(target, target), source))
+        steps += [XorStep(target, source, None) for target, source in deferred_copies.items()]
+        return tuple(steps)
 
 
 # Codes
@@ -114,7 +126,7 @@ class XorProgram:
 
 @functools.lru_cache(maxsize=256)
 def code_for(k: int, f: int) -> ErasureCode:
-    """The code for k data shards and f parity shards.
+    """Returns the code for k data shards and f parity shards.
 
     Raises:
         ValueError: k < 1, f < 0, or k + f > SHARDS_MAX.
@@ -137,11 +149,12 @@ def _rows(k: int, w: int) -> tuple[Terms, ...]:
 
 
 def _diagonal(k: int, f: int) -> ErasureCode:
-    """EVENODD (f = 2) and STAR (f = 3).
+    """Returns EVENODD (f = 2) or STAR (f = 3).
 
-    The w = p - 1 packets of the data shards are rows 0..p-2 of p columns; row p-1 and the columns from k on are zeros.
-    A parity has the diagonals of slope 1 (or -1). The diagonal that would be its packet p-1 is not stored: it is the
-    adjuster, XORed into all others.
+    The data shards are a table of p columns. The w = p - 1 packets of a shard are rows 0..p-2 of
+    one column. Row p-1 and the columns from k on are zeros. Parity 0 is the XOR of each row. The
+    other parities are the XOR of each diagonal, with slope 1 (or -1). Diagonal p-1 is not stored as
+    a packet: it is the adjuster, which is XORed into all other diagonals.
     """
     p = max(k, 3)
     while any(p % divisor == 0 for divisor in range(2, p)):
@@ -158,11 +171,12 @@ def _diagonal(k: int, f: int) -> ErasureCode:
 
 
 def _cauchy(k: int, f: int) -> ErasureCode:
-    """Parity j is the sum of e(j, i) * data i over GF(2^w), where every square submatrix of e has an inverse.
+    """Returns a Cauchy code: parity j is the sum of e(j, i) * data i over GF(2^w).
 
-    e(j, i) = 1 / (x_j + y_i) for distinct x and y. Multiplying a row or a column by an element keeps the property:
-    columns are scaled so that parity 0 is a plain XOR, the other rows so that their bit matrices have few ones.
-    Elements are held as logarithms to the base x.
+    e(j, i) = 1 / (x_j + y_i) for distinct x and y. So every square submatrix of e has an inverse.
+    Scaling a row or a column by an element keeps this property. Columns are scaled so that parity 0
+    is a plain XOR. The other rows are scaled so that their bit matrices have few ones. Elements are
+    stored as logarithms to the base x.
     """
     w = (k + f - 1).bit_length()
     period = (1 << w) - 1
@@ -192,7 +206,11 @@ def _cauchy(k: int, f: int) -> ErasureCode:
 
 
 class _Recorder:
-    """Collects operations. A register that holds nothing yet is zero: adding to it copies, adding it does nothing."""
+    """Collects the operations of a program.
+
+    An unwritten register counts as zero. To add into such a register is a copy. To add such a
+    register does nothing.
+    """
 
     def __init__(self, inputs: int) -> None:
         self.ops: list[XorOp] = []
@@ -204,9 +222,14 @@ class _Recorder:
             self._filled.add(target)
 
     def sums(self, inputs: Sequence[Packet], sums: Iterable[tuple[int, Collection[Packet]]]) -> None:
-        """Adds to each target those of its terms that are inputs.
+        """Adds to each target register the terms of its sum that are inputs.
 
-        In the order of the inputs: the targets are few and stay in the cache, while the inputs come from memory once.
+        The operations are ordered by input: each input is read from memory once, while the few
+            targets stay in the cache.
+
+        Args:
+            inputs: the packets of the input registers.
+            sums: pairs of a target register and the terms of its sum.
         """
         targets: dict[Packet, list[int]] = {packet: [] for packet in inputs}
         for target, terms in sums:
@@ -219,7 +242,10 @@ class _Recorder:
 
 
 def _terms(code: ErasureCode, parity: int) -> tuple[tuple[Terms, ...], Terms]:
-    """What each packet of the parity has beside the adjuster, and the adjuster: none where it would save nothing."""
+    """Returns the terms of each packet of the parity without the adjuster, and the adjuster.
+
+    If a separate adjuster saves no operation, the packets keep all terms and the adjuster is empty.
+    """
     packets, adjuster = code.parity[parity], code.common[parity]
     if len(adjuster) < 2:
         return packets, frozenset()
@@ -227,7 +253,9 @@ def _terms(code: ErasureCode, parity: int) -> tuple[tuple[Terms, ...], Terms]:
 
 
 def encode_program(code: ErasureCode, parity: int) -> XorProgram:
-    """Computes parity shard `parity` from all data shards; outputs are its packets, in order.
+    """Returns the program that computes parity shard `parity` from all data shards.
+
+    The outputs are the packets of the parity shard, in order.
 
     Raises:
         ValueError: the code has no such parity.
@@ -246,35 +274,45 @@ def encode_program(code: ErasureCode, parity: int) -> XorProgram:
 
 
 def decode_program(code: ErasureCode, lost: Collection[int], have: Collection[int]) -> XorProgram:
-    """Computes the packets of lost data shards from the other data shards and as many parities, lowest first.
+    """Returns the program that computes lost data shards.
+
+    The program reads the other data shards, and one parity for each lost shard: the lowest
+        available ones.
 
     Args:
         code: the code.
         lost: data shards to compute, 0..k-1.
-        have: parities at hand, 0..f-1.
+        have: available parities, 0..f-1.
 
     Returns:
-        A program whose outputs are the packets of the lost shards, both ascending. With nothing lost it is empty.
+        A program whose outputs are the packets of the lost shards, ascending by shard and packet.
+        The program is empty if no shard is lost.
 
     Raises:
-        ValueError: a number is out of range, or the parities at hand are too few.
+        ValueError: a number is out of range, or there are fewer available parities than lost
+            shards.
     """
-    gone, parities = tuple(sorted(set(lost))), tuple(sorted(set(have)))
-    for what, numbers, count in (("data shard", gone, code.k), ("parity", parities, code.f)):
-        wrong = [number for number in numbers if not 0 <= number < count]
-        if wrong:
-            raise ValueError(f"{what} {wrong[0]} of a code with {count}; they are counted from 0")
-    if len(parities) < len(gone):
-        raise ValueError(f"{len(gone)} data shards are lost and {len(parities)} parities at hand; as many are needed")
-    return _decode(code, gone, parities[: len(gone)])
+    lost_shards, parities = tuple(sorted(set(lost))), tuple(sorted(set(have)))
+    for noun, numbers, count in (("data shard", lost_shards, code.k), ("parity", parities, code.f)):
+        invalid = [number for number in numbers if not 0 <= number < count]
+        if invalid:
+            raise ValueError(f"{noun} {invalid[0]} of a code with {count}; they are counted from 0")
+    if len(parities) < len(lost_shards):
+        raise ValueError(
+            f"{len(lost_shards)} data shards are lost and only {len(parities)} parities are available; "
+            "one parity per lost shard is needed"
+        )
+    return _decode(code, lost_shards, parities[: len(lost_shards)])
 
 
-@functools.lru_cache(maxsize=64)  # the stripes of a lane ask for the same few patterns
+@functools.lru_cache(maxsize=64)  # the stripes of a lane need the same few programs
 def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...]) -> XorProgram:
-    """Each parity packet is an equation: its lost terms, the unknowns, have the sum of its other terms.
+    """Returns the program for sorted, valid arguments, by solving linear equations over GF(2).
 
-    An adjuster is an unknown too, with an equation of its own. So the equations stay as sparse as the code, and what
-    solves them are few operations. Each equation is summed up in the register of the unknown that it will yield.
+    Each parity packet gives an equation: the sum of its lost terms, the unknowns, equals the sum of
+    its other terms. An adjuster is one more unknown, with one more equation. So the equations stay
+    sparse and need few operations. The known terms of an equation are summed in the register of the
+    unknown that the equation yields.
     """
     equations: list[set[Packet]] = []
     outputs = tuple((shard, packet) for shard in lost for packet in range(code.w))
@@ -283,7 +321,7 @@ def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...])
         packets, adjuster = _terms(code, parity)
         shared: set[Packet] = set()
         if adjuster:
-            shared = {(code.k + code.f + parity, 0)}  # a name that no packet has
+            shared = {(code.k + code.f + parity, 0)}  # stands for the adjuster; no packet has this index
             unknowns += shared
             equations.append({*adjuster, *shared})
         equations += [{*terms, *shared, (code.k + parity, packet)} for packet, terms in enumerate(packets)]
@@ -293,25 +331,29 @@ def _decode(code: ErasureCode, lost: tuple[int, ...], parities: tuple[int, ...])
     inputs = tuple(packet for packet in survivors if packet in used)
     register = {unknown: len(inputs) + i for i, unknown in enumerate(unknowns)}
     solved, additions = _eliminate([equation.intersection(register) for equation in equations])
-    home = [register[unknown] for unknown in solved]
+    targets = [register[unknown] for unknown in solved]
     recorder = _Recorder(len(inputs))
-    recorder.sums(inputs, zip(home, equations, strict=True))
+    recorder.sums(inputs, zip(targets, equations, strict=True))
     for target, source in additions:
-        recorder.add(home[target], home[source])
+        recorder.add(targets[target], targets[source])
     return XorProgram(inputs, outputs, len(unknowns) - len(outputs), tuple(recorder.ops))
 
 
 def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, int]]]:
-    """Solves a square system over GF(2), given by the unknowns of each equation; `rows` are changed.
+    """Solves a square system of equations over GF(2).
 
-    Forward, then back, as LU does: dense inverses have many more terms. The pivot is the one that can make the fewest
-    new terms (Markowitz' rule).
+    Eliminates forward, then substitutes backward, like LU: a dense inverse has many more terms.
+    Each pivot is the one that can create the fewest new terms (Markowitz' rule).
+
+    Args:
+        rows: the unknowns of each equation. The function changes them.
 
     Returns:
-        The unknown that each equation yields, and the additions (equation, equation added to it) that lead there.
+        The unknown that each equation yields, and the additions that solve the system: pairs
+        (equation, equation to add to the first one).
 
     Raises:
-        ValueError: the system has no single solution.
+        ValueError: the system has no unique solution.
     """
     holders: dict[Packet, set[int]] = {}
     for number, row in enumerate(rows):
@@ -319,21 +361,23 @@ def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, i
             holders.setdefault(unknown, set()).add(number)
     additions: list[tuple[int, int]] = []
     pivots: list[tuple[int, Packet]] = []
-    earlier: dict[Packet, list[int]] = {}  # pivot rows that still have this unknown
-    waiting = set(range(len(rows)))
-    while waiting:
+    pivot_rows_with: dict[Packet, list[int]] = {}  # unknown → pivot rows that contain it
+    unsolved = set(range(len(rows)))
+    while unsolved:
         choices = (
             ((len(rows[number]) - 1) * (len(holders[unknown]) - 1), number, unknown)
-            for number in waiting
+            for number in unsolved
             for unknown in rows[number]
         )
         _, pivot, solved = min(choices, default=(0, -1, (0, 0)))
         if pivot < 0:
-            raise ValueError(f"{len(waiting)} packets depend on no parity at hand; this code loses data")
-        waiting.remove(pivot)
+            raise ValueError(
+                f"{len(unsolved)} packets can't be computed from the available parities; this code loses data"
+            )
+        unsolved.remove(pivot)
         for unknown in rows[pivot]:
             holders[unknown].remove(pivot)
-            earlier.setdefault(unknown, []).append(pivot)
+            pivot_rows_with.setdefault(unknown, []).append(pivot)
         for other in sorted(holders[solved]):
             additions.append((other, pivot))
             for unknown in rows[pivot]:
@@ -341,7 +385,7 @@ def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, i
             rows[other] ^= rows[pivot]
         pivots.append((pivot, solved))
     for pivot, solved in reversed(pivots):
-        additions += [(other, pivot) for other in earlier[solved] if other != pivot]
+        additions += [(other, pivot) for other in pivot_rows_with[solved] if other != pivot]
     return [unknown for _, unknown in sorted(pivots)], additions
 
 
@@ -349,7 +393,7 @@ def _eliminate(rows: list[set[Packet]]) -> tuple[list[Packet], list[tuple[int, i
 
 
 class Array(Protocol):
-    """What the executors' arrays have in common."""
+    """The attributes that all executors' arrays have."""
 
     @property
     def shape(self) -> Any: ...
@@ -361,23 +405,25 @@ A = TypeVar("A", bound=Array)
 
 
 def registers(program: XorProgram, inputs: Sequence[A], outputs: Sequence[A], scratch: Sequence[A]) -> list[A]:
-    """The program's registers in order.
+    """Returns the program's registers, in order of their numbers.
 
     Raises:
-        ValueError: there are too few or too many, or they differ in shape or dtype.
+        ValueError: there are too few or too many registers, or they differ in shape or dtype.
     """
     counts = (len(inputs), len(outputs), len(scratch))
-    wanted = (len(program.inputs), len(program.outputs), program.scratch)
-    if counts != wanted:
-        raise ValueError(f"{counts} inputs, outputs and scratch registers; the program has {wanted}")
-    found = [*inputs, *outputs, *scratch]
-    kind = (found[0].shape, found[0].dtype) if found else None
-    for each in found:  # attributes of tensors are slow to get, and a slice takes but microseconds
-        if (each.shape, each.dtype) != kind:
+    expected_counts = (len(program.inputs), len(program.outputs), program.scratch)
+    if counts != expected_counts:
+        raise ValueError(f"{counts} inputs, outputs and scratch registers; the program has {expected_counts}")
+    arrays = [*inputs, *outputs, *scratch]
+    kind = (arrays[0].shape, arrays[0].dtype) if arrays else None
+    # Each attribute of each tensor is read once: reads are slow, compared with the microseconds of
+    # one slice.
+    for array in arrays:
+        if (array.shape, array.dtype) != kind:
             raise ValueError(
-                f"registers of {kind} and of {(each.shape, each.dtype)}; all must have one shape and dtype"
+                f"registers of {kind} and of {(array.shape, array.dtype)}; all must have one shape and dtype"
             )
-    return found
+    return arrays
 
 
 def run(
@@ -386,20 +432,22 @@ def run(
     outputs: Sequence[npt.NDArray[Any]],
     scratch: Sequence[npt.NDArray[Any]],
 ) -> None:
-    """Runs the program on numpy arrays: uint8 or uint64, all of one shape. Makes no temporaries.
+    """Runs the program on numpy arrays, without temporary arrays.
+
+    All arrays are uint8 or all are uint64, and all have the same shape.
 
     Args:
-        program: what to run.
-        inputs: read; any of them may be read-only.
-        outputs: written; what they hold before is ignored. They must not overlap any other register.
-        scratch: written, like outputs.
+        program: the program to run.
+        inputs: only read; may be read-only arrays.
+        outputs: overwritten. They must not overlap any other register.
+        scratch: overwritten, like outputs.
 
     Raises:
         ValueError: the registers do not fit the program.
     """
-    found = registers(program, inputs, outputs, scratch)
+    arrays = registers(program, inputs, outputs, scratch)
     for target, left, right in program.steps:
         if right is None:
-            np.copyto(found[target], found[left])
+            np.copyto(arrays[target], arrays[left])
         else:
-            np.bitwise_xor(found[left], found[right], out=found[target])
+            np.bitwise_xor(arrays[left], arrays[right], out=arrays[target])

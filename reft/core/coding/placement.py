@@ -1,10 +1,11 @@
-"""Placement: which bytes of a cell each rank writes into its slot, and which parity it computes for the others.
+"""Placement: the data shards that each rank writes, and the parity shards that it computes.
 
-    cell     | lane 0: first holder of each domain | lane 1: second holder of each domain | …        cut at multiples of 64
-    lane     | stripe 0 | stripe 1 | … | stripe D-1 |                    D members, one in each domain; then zeros
-    stripe   | data shard 0 | … | data shard k-1 | and beside it parity shards k … k+f-1
+    cell     | lane 0: first holder of each domain | lane 1: second holder … | …   64-byte aligned
+    lane     | stripe 0 | stripe 1 | … | stripe D-1 | padding: zeros     one member in each domain
+    stripe   | data shard 0 | … | data shard k-1 | and parity shards k … k+f-1
     shard    | w packets of packet_bytes |
-    Shard c of stripe t lies with member (c + t) mod D, so each member has one shard of k + f of the D stripes:
+    A lane has D members and D stripes. Member (c + t) mod D stores shard c of stripe t. So each
+    member stores one shard of k + f of the D stripes:
 
         member       0    1    2    3         D = 4, k = 2, f = 2
         stripe 0     0    1   P0   P1
@@ -12,13 +13,17 @@
         stripe 2    P0   P1    0    1
         stripe 3     1   P0   P1    0
 
-    a rank's slot data    | data shards | parity shards | kept leaves |      each section at a multiple of chunk_bytes
+    a rank's slot data    | data shards | parity shards | unreplicated leaves |
+                          each section begins at a multiple of chunk_bytes
 
 Invariants
   1. Every byte of a cell lies in exactly one data shard of one lane.
-  2. No two shards of a stripe lie in one domain: the loss of any f domains leaves k shards or more of each stripe.
-  3. All members of a lane store the same number of bytes, (k + f) / (D k) of the padded lane: no code stores less.
-  4. The same division and domains give the same placement on every rank; what the domains are called does not matter.
+  2. Two shards of a stripe never lie in the same domain. So the loss of any f domains leaves at
+     least k shards of each stripe.
+  3. All members of a lane store the same number of bytes: (k + f) / (D k) of the padded lane. No
+     code stores less.
+  4. The same division and domains give the same placement on every rank. The numbers that name the
+     domains do not matter.
 """
 
 from __future__ import annotations
@@ -34,16 +39,16 @@ from reft.core.layout.cells import Cell, Division
 from reft.core.layout.layout import ALIGNMENT, Layout, align
 from reft.core.text import counted
 
-WIDTH_MAX = 64  # shards of a stripe: bounds from how many members a lost one is decoded
+WIDTH_MAX = 64  # shards of a stripe; limits the number of members from which a lost shard is decoded
 PACKET_ALIGNMENT = 8  # bytes: packets are XORed as 64-bit words
-PADDING_MAX = 16  # "auto" codes a lane only if its padding is at most 1/16 of it
+PADDING_MAX = 16  # "auto" codes a lane only if the padding is at most 1/16 of the lane
 
 Scheme = Literal["auto", "aec", "arc", "none"]
 Reason = Literal["settings", "one domain", "few domains", "kept"]
 
 
 class PaddedRange(NamedTuple):
-    """Bytes begin..end of a cell, followed by `zeros` zero bytes of padding."""
+    """Bytes begin..end of a cell, followed by `zeros` bytes of zero padding."""
 
     begin: int
     end: int
@@ -52,15 +57,15 @@ class PaddedRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """A contiguous part of a cell that is coded on its own among one rank of each domain.
+    """A contiguous part of a cell, coded by itself among one rank of each domain.
 
     Attributes:
         cell: index of the cell in the division.
-        begin: where the lane begins in the cell, in bytes.
-        nbytes: size of the lane without padding, at least 1.
+        begin: begin of the lane in the cell, in bytes.
+        nbytes: size of the lane in bytes, without padding, at least 1.
         members: one holder in each domain.
-        code: how a stripe is coded.
-        packet_bytes: size of a packet, a multiple of 8.
+        code: the code of each stripe.
+        packet_bytes: size of a packet in bytes, a multiple of 8.
     """
 
     cell: int
@@ -72,7 +77,7 @@ class Lane:
 
     @property
     def D(self) -> int:
-        """How many members, and how many stripes."""
+        """The number of members, which is also the number of stripes."""
         return len(self.members)
 
     def is_without(self, ranks: Collection[int]) -> bool:
@@ -84,22 +89,33 @@ class Lane:
         return self.code.w * self.packet_bytes
 
     def member_of(self, stripe: int, shard: int) -> int:
-        """Index in `members` of who stores the shard; shards from k on are parity."""
+        """Returns the member that stores the shard, as an index into `members`.
+
+        Shards from k on are parity.
+        """
         return (shard + stripe) % self.D
 
     def shards_of(self, member: int) -> list[tuple[int, int]]:
-        """The (stripe, shard) that a member stores, by stripe."""
+        """Returns the (stripe, shard) that a member stores, sorted by stripe."""
         return sorted(((member - shard) % self.D, shard) for shard in range(self.code.k + self.code.f))
 
     def data_range(self, stripe: int, shard: int) -> tuple[int, int]:
-        """Begin and end of a data shard in the cell, before they are clipped to the lane's end."""
+        """Returns begin and end of a data shard in the cell, not clipped to the lane's end."""
         begin = self.begin + (stripe * self.code.k + shard) * self.shard_bytes
         return begin, begin + self.shard_bytes
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """One shard in a rank's slot: `nbytes` at `offset` of the slot's data. `lane` is an index in the placement."""
+    """One shard in a rank's slot.
+
+    Attributes:
+        lane: index of the lane in the placement.
+        stripe: the stripe of the lane.
+        shard: the shard of the stripe; from k on parity.
+        offset: begin of the shard in the slot's data, in bytes.
+        nbytes: size of the shard in bytes.
+    """
 
     lane: int
     stripe: int
@@ -110,15 +126,16 @@ class ShardBlock:
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """One rank's share: what its slot's data holds. All offsets and sizes in bytes.
+    """The content of one rank's slot data. All offsets and sizes are in bytes.
 
     Attributes:
-        blocks: without gaps, data shards in the order of the cells' bytes, then parity shards from `parity_offset` on.
-        data_blocks: how many of the blocks are data shards.
-        parity_offset: where the parity section begins, a multiple of chunk_bytes.
-        unreplicated: the kept leaves; their offsets count from `kept_offset`.
-        unreplicated_offset: where the kept section begins, a multiple of chunk_bytes.
-        data_bytes: size of the slot's data: the end of the kept section.
+        blocks: data shards without gaps, in the order of the cells' bytes; then parity shards
+            without gaps, from `parity_offset` on.
+        data_blocks: number of blocks that are data shards.
+        parity_offset: begin of the parity section, a multiple of chunk_bytes.
+        unreplicated: the unreplicated leaves; their offsets count from `unreplicated_offset`.
+        unreplicated_offset: begin of the unreplicated section, a multiple of chunk_bytes.
+        data_bytes: size of the slot's data: the end of the unreplicated section.
     """
 
     blocks: tuple[ShardBlock, ...]
@@ -131,15 +148,16 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every byte of every cell lies.
+    """The placement of every byte of every cell.
 
     Attributes:
-        division: the cells, riders and kept leaves.
-        lanes: in the order of their cells, then of their begin.
+        division: the cells, inline leaves and unreplicated leaves.
+        lanes: sorted by cell, then by begin.
         domains: failure domain of each rank.
-        scheme: as asked for.
-        tolerate: lost domains to survive, as asked for; None chooses by the number of domains.
-        chunk_bytes: what sections are aligned to.
+        scheme: as set by the user.
+        tolerate: lost domains to survive, as set by the user; None: chosen by the number of
+            domains.
+        chunk_bytes: alignment of the sections.
     """
 
     division: Division
@@ -150,12 +168,15 @@ class Placement:
     chunk_bytes: int
 
     def lanes_of(self, cell: int) -> range:
-        """Indices of the lanes of a cell."""
+        """Returns the indices of the lanes of a cell."""
         begin = bisect_left(self.lanes, cell, key=lambda lane: lane.cell)
         return range(begin, bisect_right(self.lanes, cell, lo=begin, key=lambda lane: lane.cell))
 
     def part(self, rank: int) -> RankPlacement:
-        """The share of one rank, made on demand: planning for thousands of ranks must not build them all."""
+        """Returns the content of one rank's slot data.
+
+        Computed on demand: a plan for thousands of ranks must not compute all of them.
+        """
         digest = self.division.layout_of[rank]
         lanes = [lane for cell in self.division.cells_of[digest] for lane in self.lanes_of(cell)]
         data: list[tuple[int, int, int]] = []
@@ -165,17 +186,21 @@ class Placement:
             if rank in lane.members:
                 for stripe, shard in lane.shards_of(lane.members.index(rank)):
                     (data if shard < lane.code.k else parity).append((number, stripe, shard))
-        data_blocks, end = self._laid(data, 0)
+        data_blocks, end = self._blocks(data, 0)
         parity_offset = align(end, self.chunk_bytes)
-        parity_blocks, end = self._laid(parity, parity_offset)
-        kept, unreplicated_offset = self.division.unreplicated[digest], align(end, self.chunk_bytes)
-        blocks = (*data_blocks, *parity_blocks)
+        parity_blocks, end = self._blocks(parity, parity_offset)
+        unreplicated, unreplicated_offset = self.division.unreplicated[digest], align(end, self.chunk_bytes)
         return RankPlacement(
-            blocks, len(data), parity_offset, kept, unreplicated_offset, unreplicated_offset + kept.data_bytes
+            (*data_blocks, *parity_blocks),
+            len(data),
+            parity_offset,
+            unreplicated,
+            unreplicated_offset,
+            unreplicated_offset + unreplicated.data_bytes,
         )
 
-    def _laid(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[ShardBlock], int]:
-        """Blocks of (lane, stripe, shard) one after the other, and where they end."""
+    def _blocks(self, shards: Sequence[tuple[int, int, int]], offset: int) -> tuple[list[ShardBlock], int]:
+        """Returns consecutive blocks for (lane, stripe, shard), and the end of the last block."""
         blocks = []
         for number, stripe, shard in shards:
             blocks.append(ShardBlock(number, stripe, shard, offset, self.lanes[number].shard_bytes))
@@ -185,13 +210,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Exposure:
-    """State that fewer lost domains than asked for destroy.
+    """State that does not survive as many lost domains as requested.
 
     Attributes:
-        what: a sentence for a person.
-        ranks: who holds it, ascending.
-        nbytes: its size, each copy of a cell counted once.
-        reason: what a program may ask.
+        what: a sentence for the user.
+        ranks: the ranks that hold this state, ascending.
+        nbytes: size of the state in bytes; replicas of a cell count once.
+        reason: the same as `what`, for programs.
     """
 
     what: str
@@ -203,17 +228,19 @@ class Exposure:
 def place(
     division: Division, domains: Sequence[int], scheme: Scheme, tolerate: int | None, chunk_bytes: int
 ) -> Placement:
-    """Gives every rank its share of the cells.
+    """Decides which shards of the cells each rank stores.
 
     Args:
-        division: what there is, and who holds it.
+        division: the cells and their holders.
         domains: failure domain of each rank.
-        scheme: "aec" codes, "arc" copies, "auto" chooses for each lane, "none" stores every byte once.
-        tolerate: lost domains to survive; a cell in D domains survives at most D - 1. None: 1 from two domains on, 2 from six on.
-        chunk_bytes: where sections may begin, a multiple of 64.
+        scheme: "aec" stores coded shards, "arc" stores copies, "auto" chooses for each lane, "none"
+            stores every byte once.
+        tolerate: lost domains to survive. A cell in D domains survives at most D - 1. None: 1 for
+            two domains or more, 2 for six or more.
+        chunk_bytes: alignment of the sections of a slot, a multiple of 64.
 
     Raises:
-        ValueError: an argument is out of its range, or there is not one domain for each rank.
+        ValueError: an argument is out of range, or `domains` does not have one entry for each rank.
     """
     if len(domains) != len(division.layout_of):
         raise ValueError(f"{len(domains)} domains for {len(division.layout_of)} ranks; give each rank's domain")
@@ -223,18 +250,28 @@ def place(
         raise ValueError(f"tolerate {tolerate}; it must be 0 to {WIDTH_MAX - 1}")
     if chunk_bytes < 1 or chunk_bytes % ALIGNMENT:
         raise ValueError(f"chunk_bytes {chunk_bytes}; it must be a positive multiple of {ALIGNMENT}")
-    one: dict[tuple[int, ...], tuple[int, ...]] = {}  # lanes of cells with overlapping holders share their members
+    interned: dict[tuple[int, ...], tuple[int, ...]] = {}  # lanes with equal members share one tuple, to save memory
     lanes = [
-        Lane(number, begin, nbytes, one.setdefault(members, members), *_choose(len(members), nbytes, scheme, tolerate))
+        Lane(
+            number,
+            begin,
+            nbytes,
+            interned.setdefault(members, members),
+            *_choose_code(len(members), nbytes, scheme, tolerate),
+        )
         for number, cell in enumerate(division.cells)
-        for begin, nbytes, members in _cut(cell, domains)
+        for begin, nbytes, members in _cut_into_lanes(cell, domains)
     ]
     return Placement(division, tuple(lanes), tuple(domains), scheme, tolerate, chunk_bytes)
 
 
-def _cut(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Begin, size and members of each lane. Domains stand in the order of their first holders, whatever their names."""
-    if len({domains[rank] for rank in cell.holders}) == len(cell.holders):  # the usual case, and the loops below cost
+def _cut_into_lanes(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yields begin, size and members of each lane of a cell.
+
+    Members are ordered by the first holder of their domain, not by the number of the domain.
+    """
+    # A shortcut for the usual case: one holder in each domain.
+    if len({domains[rank] for rank in cell.holders}) == len(cell.holders):
         yield 0, cell.nbytes, cell.holders
         return
     ranks_of: dict[int, list[int]] = {}
@@ -249,10 +286,10 @@ def _cut(cell: Cell, domains: Sequence[int]) -> Iterator[tuple[int, int, tuple[i
             yield begin, end - begin, tuple(ranks[lane % len(ranks)] for ranks in ranks_of.values())
 
 
-def _choose(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[ErasureCode, int]:
-    """The code of a lane of `nbytes` among D members, and the size of its packets."""
+def _choose_code(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[ErasureCode, int]:
+    """Returns the code of a lane of `nbytes` with D members, and the bytes of a packet."""
     width = min(D, WIDTH_MAX)
-    f = 0 if scheme == "none" else min(_asked(D, tolerate), width - 1)
+    f = 0 if scheme == "none" else min(_requested_losses(D, tolerate), width - 1)
     if f and scheme != "arc":
         code = code_for(width - f, f)
         packet_bytes = _packet_bytes(D, code, nbytes)
@@ -263,8 +300,8 @@ def _choose(D: int, nbytes: int, scheme: Scheme, tolerate: int | None) -> tuple[
     return code, _packet_bytes(D, code, nbytes)
 
 
-def _asked(D: int, tolerate: int | None) -> int:
-    """How many lost domains a cell in D domains is to survive, possible or not."""
+def _requested_losses(D: int, tolerate: int | None) -> int:
+    """Returns how many lost domains a cell in D domains should survive, possible or not."""
     if tolerate is not None:
         return tolerate
     return 0 if D == 1 else 1 if D < 6 else 2
@@ -275,30 +312,33 @@ def _packet_bytes(D: int, code: ErasureCode, nbytes: int) -> int:
 
 
 def ranges(lane: Lane, stripe: int, shard: int) -> PaddedRange:
-    """The bytes of the cell in a data shard, and the zeros after them."""
+    """Returns the bytes of the cell that a data shard contains, and its padding."""
     begin, end = lane.data_range(stripe, shard)
     last = lane.begin + lane.nbytes
     return PaddedRange(min(begin, last), min(end, last), end - begin - (min(end, last) - min(begin, last)))
 
 
 def capsule_holders(node: int, domains_of_nodes: Sequence[int], f: int) -> tuple[int, ...]:
-    """The nodes that hold a node's capsules besides itself, in distinct other domains; fewer than f if there are fewer.
+    """Returns f other nodes, in distinct other domains, that hold a node's capsules.
 
-    Every node holds the capsules of exactly f others, if no domain has more than 1/(f + 1) of the nodes.
+    The result has fewer nodes if there are fewer other domains. If no domain has more than 1/(f +
+    1) of the nodes, then every node holds the capsules of exactly f other nodes.
 
     Args:
         node: index of the node.
         domains_of_nodes: failure domain of each node.
-        f: how many holders to find.
+        f: number of holders to find.
     """
     nodes_of: dict[int, list[int]] = {}
     for index, domain in enumerate(domains_of_nodes):
         nodes_of.setdefault(domain, []).append(index)
     ring = [index for nodes in nodes_of.values() for index in nodes]
-    at = ring.index(node)
-    # Steps as long as the largest domain leave each domain for the next, and are the same for all, so the load is even.
-    step = max(len(nodes) for nodes in nodes_of.values())
-    candidates = [ring[(at + i * step) % len(ring)] for i in range(1, f + 1)] + ring[at + 1 :] + ring[:at]
+    position = ring.index(node)
+    # A stride of the size of the largest domain always leaves a domain. All nodes use the same
+    # stride, so the load is even.
+    stride = max(len(nodes) for nodes in nodes_of.values())
+    strided = [ring[(position + i * stride) % len(ring)] for i in range(1, f + 1)]
+    candidates = strided + ring[position + 1 :] + ring[:position]
     holders: dict[int, int] = {domains_of_nodes[node]: node}
     for candidate in candidates:
         if len(holders) <= f:
@@ -307,49 +347,61 @@ def capsule_holders(node: int, domains_of_nodes: Sequence[int], f: int) -> tuple
 
 
 def capsules_among(placement: Placement, nodes: Sequence[Collection[int]], node: int) -> tuple[Lane | None, list[int]]:
-    """The narrowest lane that a node shares with others, and the nodes that share it; None and nobody if there is none.
+    """Returns a node's narrowest lane with parity, and the nodes of this lane.
 
-    A capsule that lies on as many of them as the lane survives is lost only with more of them than that: then the lane is
-    lost too. So whatever all lanes survive, capsules survive, also where nodes of several sharding groups are lost.
+    (None, []) if the node has no lane with parity.
+
+    Suppose the lane survives f lost nodes, and f other nodes of the lane hold the capsule. If the
+    capsule is lost, then more than f nodes of the lane are lost, so the lane is lost, too. So
+    capsules survive everything that all lanes survive, also if nodes of several sharding groups are
+    lost.
 
     Args:
+        placement: the placement of the job.
         nodes: the ranks of each node.
         node: index of the node.
     """
-    own = nodes[node]
-    shared = (lane for lane in placement.lanes if lane.code.f and not lane.is_without(own))
-    lane = min(shared, key=lambda lane: lane.D, default=None)
-    among = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
-    return lane, among
+    own_ranks = nodes[node]
+    lanes_of_node = (lane for lane in placement.lanes if lane.code.f and not lane.is_without(own_ranks))
+    lane = min(lanes_of_node, key=lambda lane: lane.D, default=None)
+    nodes_of_lane = [] if lane is None else [i for i, ranks in enumerate(nodes) if not lane.is_without(ranks)]
+    return lane, nodes_of_lane
 
 
 def holders_among(
     placement: Placement, nodes: Sequence[Collection[int]], domains_of_nodes: Sequence[int], node: int
 ) -> tuple[int, ...]:
-    """The nodes that hold a node's capsules besides itself: as many as the most tolerant lane of the job survives losses.
+    """Returns the other nodes that hold a node's capsules, in distinct other domains.
 
-    First those that share its narrowest lane, then those that follow in the ring of all; in distinct other domains.
+    Their number is the number of losses that the most tolerant lane of the job survives. Nodes of
+    the node's narrowest lane come first, then the next nodes in the ring of all nodes.
 
     Args:
+        placement: the placement of the job.
         nodes: the ranks of each node.
         domains_of_nodes: failure domain of each node.
         node: index of the node.
     """
     f = max((lane.code.f for lane in placement.lanes), default=0)
-    lane, among = capsules_among(placement, nodes, node)
-    near: tuple[int, ...] = ()
+    lane, nodes_of_lane = capsules_among(placement, nodes, node)
+    lane_holders: tuple[int, ...] = ()
     if lane is not None:
-        domains = [domains_of_nodes[i] for i in among]
-        near = tuple(among[i] for i in capsule_holders(among.index(node), domains, lane.code.f))
-    found = {domains_of_nodes[i]: i for i in (node, *near)}
+        domains = [domains_of_nodes[i] for i in nodes_of_lane]
+        indices = capsule_holders(nodes_of_lane.index(node), domains, lane.code.f)
+        lane_holders = tuple(nodes_of_lane[i] for i in indices)
+    holder_in_domain = {domains_of_nodes[i]: i for i in (node, *lane_holders)}
     for i in capsule_holders(node, domains_of_nodes, len(set(domains_of_nodes)) - 1):
-        if len(found) <= f:
-            found.setdefault(domains_of_nodes[i], i)
-    return tuple(found.values())[1:]
+        if len(holder_in_domain) <= f:
+            holder_in_domain.setdefault(domains_of_nodes[i], i)
+    return tuple(holder_in_domain.values())[1:]
 
 
 def exposed(placement: Placement) -> tuple[Exposure, ...]:
-    """What fewer lost domains than asked for destroy, one entry for each reason and degree; empty if nothing."""
+    """Returns the state that does not survive as many lost domains as requested.
+
+    One entry for each combination of reason, survived losses and requested losses. Empty if all
+    state is protected.
+    """
     ranks: dict[tuple[Reason, int, int], set[int]] = {}
     nbytes: dict[tuple[Reason, int, int], int] = {}
     for lane in placement.lanes:
@@ -357,34 +409,34 @@ def exposed(placement: Placement) -> tuple[Exposure, ...]:
         if key is not None:
             ranks.setdefault(key, set()).update(lane.members)
             nbytes[key] = nbytes.get(key, 0) + lane.nbytes
-    found = [
+    entries = [
         Exposure(_sentence(*key, nbytes[key]), tuple(sorted(ranks[key])), nbytes[key], key[0]) for key in sorted(ranks)
     ]
-    kept = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
-    owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in kept)
+    unreplicated = {digest: nbytes for digest, nbytes in placement.division.unreplicated_bytes.items() if nbytes}
+    owners = tuple(rank for rank, digest in enumerate(placement.division.layout_of) if digest in unreplicated)
     if owners:
-        total = sum(kept[placement.division.layout_of[rank]] for rank in owners)
-        found.append(Exposure(_sentence("kept", 0, 0, total), owners, total, "kept"))
-    return tuple(found)
+        total = sum(unreplicated[placement.division.layout_of[rank]] for rank in owners)
+        entries.append(Exposure(_sentence("kept", 0, 0, total), owners, total, "kept"))
+    return tuple(entries)
 
 
 def _weakness(lane: Lane, placement: Placement) -> tuple[Reason, int, int] | None:
-    """Why a lane survives less than it should, how many lost domains it survives, and how many were asked for."""
-    f, asked = lane.code.f, _asked(lane.D, placement.tolerate)
+    """Returns (reason, survived losses, requested losses) of a lane; None if protected."""
+    f, requested = lane.code.f, _requested_losses(lane.D, placement.tolerate)
     if placement.scheme == "none" or placement.tolerate == 0:
         return "settings", 0, 0
     if lane.D == 1:
-        return "one domain", 0, asked
-    return ("few domains", f, asked) if f < asked else None
+        return "one domain", 0, requested
+    return ("few domains", f, requested) if f < requested else None
 
 
-def _sentence(reason: Reason, f: int, asked: int, nbytes: int) -> str:
+def _sentence(reason: Reason, f: int, requested: int, nbytes: int) -> str:
     if reason == "settings":
-        return f"{size(nbytes)} are stored once, as the settings say: the loss of any domain loses them."
+        return f"{size(nbytes)} are stored only once, because of the settings: the loss of any domain loses them."
     if reason == "one domain":
         return f"{size(nbytes)} have all their holders in one failure domain and are lost with it."
     if reason == "few domains":
-        return (
-            f"{size(nbytes)} survive {counted(f, 'lost domain')} and not {asked}: their holders lie in {f + 1} domains."
-        )
-    return f"{size(nbytes)} have one holder each (unreplicated shards, or what differs by rank): lost with their node."
+        return f"{size(nbytes)} survive {counted(f, 'lost domain')} and not {requested}: their holders lie in {f + 1} domains."
+    return (
+        f"{size(nbytes)} have only one holder (unreplicated shards, or state that differs by rank): lost with its node."
+    )

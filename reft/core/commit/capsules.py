@@ -1,4 +1,4 @@
-"""Capsules: what of a version must outlive its node beside coded blocks, and from when on a rank's answer counts.
+"""Capsules: what must outlive a node beside coded blocks, and when a rank's answer counts.
 
     rank 3 ─ sealed(s) ─► owed to ──Keep──► node 5 ─ack─┐
                           each holder ─────► node 9 ─ack─┴─ all? ─► sealed(s) ─► the node's Round
@@ -6,21 +6,25 @@
     rank 3 ─ void(s) ────────────────────────────────────────────► void(s) ───► the node's Round
 
 Invariants
-  1. sealed(s) of a rank enters the round only after every holder has acknowledged the rank's capsule of s. So whole(s)
-     implies that each capsule of s lies on its own node and on f nodes of f other failure domains.
-  2. void(s) enters at once. So does sealed(s) on a node without holders.
-  3. What the round has decided is owed to nobody: a void needs no capsule, a whole version has them, and what is older
-     than a whole one is never restored.
-  4. A holder lets go of a version only if a newer one is known to be whole, if its step is void, or if the decision in
-     force excludes it. The decision's base is kept until a version of the new epoch is whole.
+  1. sealed(s) of a rank enters the round only after every holder has acknowledged the rank's
+     capsule of s. So whole(s) implies that each capsule of s lies on its own node and on f nodes of
+     f other failure domains.
+  2. void(s) enters the round at once. So does sealed(s) on a node without holders.
+  3. Capsules of decided steps are not owed: a void step needs none, a whole step has them all, and
+     a version older than a whole one is never restored.
+  4. A holder drops a version only if a newer one is known to be whole, if its step is void, or if
+     the decision in force excludes it. The decision's base is kept until a version of the new epoch
+     is whole.
 
-A lost Keep, or a lost acknowledgement of it, leaves the capsule owed: it is sent again, and the holder that has it already
-says so again. A late or repeated acknowledgement changes nothing. A capsule that comes late, when its step is decided, is
-acknowledged and not stored. A Keep brings the outcome that its sender knows: so a holder that is cut off from the coordinator
-knows what is whole, and never has more undecided steps of a rank than the rank has slots. A daemon that was restarted has
-forgotten who acknowledged what: it owes again all that its slots hold sealed. The oldest step goes first, so that a slow
-holder gets to each of them in the end.
-One `CapsuleAcks` belongs to one epoch of one node, as the `Round` beside it does.
+If a Keep or its acknowledgement is lost, the capsule stays owed. The node sends it again, and a
+holder that has it acknowledges again. A late or repeated acknowledgement changes nothing. If a
+capsule arrives after its step is decided, the holder acknowledges it without storing it. A Keep
+also carries the outcome that its sender knows. So a holder that is cut off from the coordinator
+knows which steps are whole, and never stores more undecided steps of a rank than the rank has
+slots. A restarted daemon has no record of acknowledgements: all sealed slots are owed again. The
+oldest step is sent first, so that a slow holder gets each of them in the end.
+
+One `CapsuleAcks` belongs to one epoch of one node, as does the `Round` beside it.
 """
 
 from __future__ import annotations
@@ -32,12 +36,12 @@ from reft.core.commit.decision import Decision, counts
 from reft.core.commit.round import NO_DIGESTS, NOTHING, UNDECIDED_MAX, Digests, Outcome, StepReport
 from reft.core.commit.version import Version
 
-DIGESTS_MAX = 8 << 20  # bytes that travel with one capsule: digests of a million chunks
+DIGESTS_MAX = 8 << 20  # bytes of digests in one capsule: a million chunks
 
 
 @dataclass
 class CapsuleAcks:
-    """Which capsules one node owes to whom.
+    """The capsules that one node must still send, and to which holders.
 
     Args:
         holders: the nodes that keep this node's capsules, by their indexes in the manifest.
@@ -45,84 +49,102 @@ class CapsuleAcks:
 
     holders: tuple[int, ...]
     _outcome: Outcome = field(default_factory=Outcome)
-    _said: dict[int, StepReport] = field(default_factory=dict)
-    # rank → sealed step → holders that have not acknowledged it; none missing: the answer counts
-    _missing: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    _reports: dict[int, StepReport] = field(default_factory=dict)
+    # rank → sealed step → holders that have not acknowledged the capsule; an empty set: the answer
+    # counts
+    _unacknowledged: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     _digests: dict[int, dict[int, Mapping[int, int]]] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, said: StepReport, digests: Digests = NO_DIGESTS) -> StepReport:
-        """Takes what a local rank says; returns what of it counts already: the rest is pending.
+    def hear_rank(self, rank: int, report: StepReport, digests: Digests = NO_DIGESTS) -> StepReport:
+        """Takes a local rank's report; returns the report that may enter the round.
+
+        Sealed steps whose capsules are not acknowledged are pending in the result.
 
         Args:
-            digests: what the rank says of its cells, for the round; see `digests_of`.
+            rank: the sender.
+            report: its answers.
+            digests: step → cell → digest, for the sealed steps; see `digests_of`.
         """
-        self._said[rank] = self._said.get(rank, NOTHING).then(said).without(self._outcome)
-        missing, kept = self._missing.setdefault(rank, {}), self._digests.setdefault(rank, {})
-        for step in self._said[rank].sealed & said.sealed:
-            if step not in missing:
-                missing[step] = set(self.holders)
-                kept[step] = digests.get(step, {})
-        self._let_go(rank)
-        return self._due(rank)
+        self._reports[rank] = self._reports.get(rank, NOTHING).then(report).without(self._outcome)
+        unacknowledged, digests_of_rank = self._unacknowledged.setdefault(rank, {}), self._digests.setdefault(rank, {})
+        for step in self._reports[rank].sealed & report.sealed:
+            if step not in unacknowledged:
+                unacknowledged[step] = set(self.holders)
+                digests_of_rank[step] = digests.get(step, {})
+        self._drop_unsealed(rank)
+        return self._effective_report(rank)
 
     def digests_of(self, rank: int) -> Digests:
-        """What came with the rank's answers: it enters the round with them, however late they count."""
+        """Returns the digests of the rank's sealed steps: step → cell → digest.
+
+        They enter the round together with the answers, also if the answers count only later.
+        """
         return self._digests.get(rank, NO_DIGESTS)
 
     def owed(self, holder: int) -> list[tuple[int, int]]:
-        """(rank, step) of what `holder` has not acknowledged, the oldest step first."""
-        pairs = ((rank, step) for rank, steps in self._missing.items() for step in steps)
-        owed = [(rank, step) for rank, step in pairs if holder in self._missing[rank][step]]
+        """Returns the (rank, step) that `holder` has not acknowledged, the oldest step first."""
+        pairs = ((rank, step) for rank, steps in self._unacknowledged.items() for step in steps)
+        owed = [(rank, step) for rank, step in pairs if holder in self._unacknowledged[rank][step]]
         return sorted(owed, key=lambda pair: (pair[1], pair[0]))
 
     def acknowledge(self, holder: int, kept: Iterable[tuple[int, int]]) -> dict[int, StepReport]:
-        """Takes what `holder` keeps now, as (rank, step); returns what counts from now on, by rank."""
-        due = {}
+        """Takes a holder's acknowledgement; returns the reports that changed, by rank.
+
+        Args:
+            holder: the node that acknowledges.
+            kept: the (rank, step) of each capsule that the holder now keeps.
+        """
+        reports = {}
         for rank, step in kept:
-            missing = self._missing.get(rank, {}).get(step)
-            if missing and holder in missing:
-                missing.remove(holder)
-                if not missing:
-                    due[rank] = self._due(rank)
-        return due
+            unacknowledged = self._unacknowledged.get(rank, {}).get(step)
+            if unacknowledged and holder in unacknowledged:
+                unacknowledged.remove(holder)
+                if not unacknowledged:
+                    reports[rank] = self._effective_report(rank)
+        return reports
 
     def forget(self, rank: int, step: int) -> None:
-        """The rank's slots do not hold this step any more: nothing can be sent, and it stays pending."""
-        self._missing.get(rank, {}).pop(step, None)
+        """Stops sending the capsule of a step, because the rank's slots no longer hold the step.
+
+        The step stays pending.
+        """
+        self._unacknowledged.get(rank, {}).pop(step, None)
         self._digests.get(rank, {}).pop(step, None)
 
     def settle(self, outcome: Outcome) -> None:
-        """Takes what the round decided."""
+        """Takes the round's outcome, and drops the capsules of decided steps."""
         self._outcome = outcome
-        for rank, said in self._said.items():
-            self._said[rank] = said.without(outcome)
-            self._let_go(rank)
+        for rank, report in self._reports.items():
+            self._reports[rank] = report.without(outcome)
+            self._drop_unsealed(rank)
 
-    def _due(self, rank: int) -> StepReport:
-        said, missing = self._said[rank], self._missing[rank]
-        counting = frozenset(step for step in said.sealed if missing.get(step) == set())
-        return replace(said, sealed=counting, pending=said.pending | said.sealed - counting)
+    def _effective_report(self, rank: int) -> StepReport:
+        report, unacknowledged = self._reports[rank], self._unacknowledged[rank]
+        acknowledged = frozenset(step for step in report.sealed if unacknowledged.get(step) == set())
+        return replace(report, sealed=acknowledged, pending=report.pending | report.sealed - acknowledged)
 
-    def _let_go(self, rank: int) -> None:
-        """Of what the rank has not sealed, or what is decided, nothing is kept."""
-        for step in self._missing[rank].keys() - self._said[rank].sealed:
+    def _drop_unsealed(self, rank: int) -> None:
+        """Forgets the steps that are decided, or that the rank has not sealed."""
+        for step in self._unacknowledged[rank].keys() - self._reports[rank].sealed:
             self.forget(rank, step)
 
 
 def surplus(kept: Collection[Version], decision: Decision, outcome: Outcome) -> set[Version]:
-    """Which versions of one rank a holder lets go of: invariant 4, and no more than UNDECIDED_MAX undecided ones.
+    """Returns the versions of one rank whose capsules a holder drops.
+
+    Follows invariant 4, and limits undecided versions to UNDECIDED_MAX.
 
     Args:
-        kept: the versions whose capsules it keeps.
-        decision: the one in force.
-        outcome: what it knows of the round of the decision's epoch.
+        kept: the versions whose capsules the holder has.
+        decision: the decision in force.
+        outcome: what the holder knows of the round of the decision's epoch.
     """
     newest_whole = Version(decision.epoch, outcome.whole) if outcome.whole >= 0 else None
     dropped = set()
     undecided = []
     for version in kept:
-        is_over = newest_whole is not None and version.is_older_than(newest_whole)
-        if is_over or not counts(version, decision):
+        is_superseded = newest_whole is not None and version.is_older_than(newest_whole)
+        if is_superseded or not counts(version, decision):
             dropped.add(version)
         elif version.epoch == decision.epoch and version != newest_whole:
             if outcome.voids(version.step):

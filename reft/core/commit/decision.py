@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from reft.core.commit.version import Epoch, Version
 
-KNOWN_MAX = 64  # attaches that a decision names
+KNOWN_MAX = 64  # epochs that a decision can name
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one attach decided: the epoch that writes from now on, and the version that it started from.
+    """The result of one attach.
 
     Attributes:
-        known: the epochs of all decisions before it that it knew of, the newest first; of a full list, older ones too.
+        epoch: the epoch that writes from now on.
+        base: the version that training starts from; None: training starts fresh.
+        known: epochs of all earlier decisions that this attach knew of, the newest first. A full
+            list also stands for all older epochs.
     """
 
     epoch: Epoch
@@ -22,12 +25,15 @@ class Decision:
     known: tuple[Epoch, ...] = ()
 
     def ends(self, epoch: Epoch) -> bool:
-        """Whether it knew of that one, so that what was written under it is over, but for the base."""
+        """Whether this attach knew of `epoch`, and so ended it.
+
+        Of an ended epoch, only the versions up to the base count.
+        """
         return epoch in self.known or (len(self.known) >= KNOWN_MAX and epoch.counter < self.known[-1].counter)
 
 
 def counts(version: Version, decision: Decision | None) -> bool:
-    """Whether the version belongs to the history in force."""
+    """Whether the version belongs to the history of the decision in force."""
     if decision is None or version.epoch == decision.epoch:
         return True
     base = decision.base

@@ -1,68 +1,72 @@
-"""Which of the due steps a rank takes while agreeing on them lasts longer than they do: so few that all ranks meet in some.
+"""Thins out snapshots while the round is slower than a step, so that all ranks take the same ones.
 
-    every step, 3 slots, and an answer that comes after 8 steps (nothing else is wrong):
-      rank 0   takes 5 6 · · 9 10 ·  ·  13 14 …     it hears of others' voids at once, so its slots are free again first
-      rank 1   takes · · 7 8 ·  · 11 12 ·  ·  …     no step is taken by both, for ever: each outcome frees slots, none is whole
+    a snapshot each step, 3 slots, outcomes arrive 8 steps late (nothing else is wrong):
+      rank 0   takes 5 6 · · 9 10 ·  ·  13 14 …     hears at once of a void: its slots free up first
+      rank 1   takes · · 7 8 ·  · 11 12 ·  ·  …     no step is taken by both, so none becomes whole
     only multiples of 4:
       both     take  · · · 8 ·  ·  ·  12 ·  ·  …
 
-A slot is held from its step to the outcome, so with `slots` of them (one holds the newest whole version) a rank can take one
-of each lag ÷ (slots - 1) steps, where the lag is how far the newest whole step is behind. Which ones, follows from the number
-of the step: the multiples of the next power of two.
+A slot is in use from its step until the outcome. One of the `slots` holds the newest whole version.
+So a rank can take one step out of lag ÷ (slots - 1), where the lag is the distance to the newest
+whole step. The step number decides which steps are taken: multiples of the next power of two.
 
 Invariants
-  1. Ranks that know of different lags share steps: a multiple of the larger power is one of the smaller.
-  2. While nothing was sealed in vain, or outcomes come before the next step, every due step is taken: not to have heard of
-     anything, because daemons are away, or to be the one whose snapshots work, is no reason to be out of step, and afterwards
-     the next step counts.
-  3. From any step the next that is taken is less than SPACING_MAX due steps away.
+  1. Ranks that see different lags share steps: a multiple of the larger power is a multiple of the
+     smaller one.
+  2. Every due step is taken as long as no sealed snapshot was lost, or outcomes arrive before the
+     next step. A rank that hears nothing, because daemons are away, does not thin out. Nor does the
+     one rank whose snapshots succeed. So when the daemons are back, the next step counts.
+  3. From any step, the next step that is taken is less than SPACING_MAX due steps away.
 
-An outcome that is lost or late makes the lag look larger: fewer steps are taken, for as long. A repeated one changes nothing.
+A lost or late outcome makes the lag look larger: fewer steps are taken until an outcome arrives. A
+repeated outcome changes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPACING_MAX = 16  # also with longer lags ranks then meet: each attempt has that long for its outcome
-RECENT = 8 * SPACING_MAX  # due steps for which a snapshot in vain counts
-MEMORY = 4  # outcomes: where they come late by chance, one that comes at once says little
+SPACING_MAX = 16  # also sufficient for longer lags: the outcome of each attempt has 16 due steps to arrive
+RECENT = 8 * SPACING_MAX  # due steps after which a failed snapshot is forgotten
+MEMORY = 4  # outcomes to remember: if outcomes are late by chance, one early outcome proves little
 
 
 @dataclass
 class OutcomeDelays:
-    """What one rank has seen of how long outcomes take, in steps."""
+    """How long outcomes take, in steps, as one rank has seen it."""
 
-    in_vain: int | None = None  # the newest step when it last heard that one that it had sealed never becomes whole
+    # The newest step at the time when this rank last heard that a step it had sealed is void; None:
+    # never.
+    in_vain: int | None = None
     _recent: tuple[int, ...] = ()
 
     def decided(self, step: int, now: int, is_void: bool) -> None:
-        """Takes that a sealed step was decided when `now` was the newest."""
+        """Notes that a sealed step was decided while `now` was the newest step."""
         self._recent = (*self._recent, now - step)[-MEMORY:]
         if is_void:
             self.in_vain = now
 
     def worst(self, step: int, oldest: int | None) -> int:
-        """The longest of the last few, or of the one that is waited for.
+        """Returns the longest delay of the last MEMORY outcomes and of the missing outcome.
 
         Args:
-            step: the newest.
-            oldest: the oldest sealed step that is not decided; None: there is none.
+            step: the newest step.
+            oldest: the oldest sealed step without an outcome; None: there is none.
         """
         return max((0 if oldest is None else step - oldest, *self._recent))
 
 
 def backoff_interval(lag: int, in_vain: int | None, delay: int, slots: int) -> int:
-    """Each how many-th due step is to be taken: a power of two.
+    """Returns n, a power of two: every n-th due step is to be taken.
 
     Args:
-        lag: due steps since the newest one that is known to be whole, or since the first one.
-        in_vain: due steps since this rank heard of a snapshot that it had sealed and that never becomes whole; None: of none.
-        delay: the longest that an outcome took lately, in due steps.
-        slots: how many this rank has.
+        lag: due steps since the newest step that is known to be whole, or since the first step.
+        in_vain: due steps since this rank heard that a step it had sealed is void; None: never.
+        delay: the longest delay of a recent outcome, in due steps.
+        slots: number of slots of this rank.
     """
-    each = 1
+    interval = 1
     if in_vain is not None and in_vain <= RECENT and delay > 0:
-        while each < SPACING_MAX and lag > 2 * max(slots - 1, 1) * each:
-            each *= 2
-    return each
+        while interval < SPACING_MAX and lag > 2 * max(slots - 1, 1) * interval:
+            interval *= 2
+    return interval

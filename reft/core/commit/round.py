@@ -1,29 +1,33 @@
-"""The round: one small, asynchronous agreement for each snapshot, never waited for in a step.
+"""The round: a small, asynchronous agreement on each snapshot. No step waits for it.
 
-    rank 0 ─┐ said: sealed {s}, until n                              whole(s), void up to n but for …
-    rank 1 ─┴► node 1 ──what its subtree said──► node 0, the coordinator ──outcome──► node 1 ─► rank 0, rank 1
-    rank 2 ──► node 2 ─────────────────────────►     (a tree of fan-out 16; every node runs this file)
+    rank 0 ─┐ report: sealed {s}, until n                       whole(s), all others up to n void
+    rank 1 ─┴► node 1 ──report of subtree──► node 0: coordinator ──outcome──► node 1 ─► ranks 0, 1
+    rank 2 ──► node 2 ────────────────────►     (a tree of fan-out 16; every node runs this file)
 
 Invariants
-  1. A rank answers steps in their order, each once, sealed or void. What it says is complete: up to its newest answer, every
-     step that it does not name is void. So each message says all that there is, and its size does not grow with time.
-  2. whole(s) is announced only if every rank of the job sealed exactly s. "At least s" would be wrong: a rank that
-     skipped s and sealed s+1 holds nothing of s.
-  3. void(s) is announced as soon as one rank said void; s never becomes whole after that.
-  4. Outcomes only permit reuse. Recovery never trusts them: it reads slot headers.
-  5. Ranks that hold replicas say with "sealed" what the bytes of each cell look like: a digest of all of it, or of a
-     window that wanders with the step. Two that differ make s void, and all that comes later in this epoch, whose windows
-     may lie elsewhere: shards of unlike replicas are no state.
-  6. Reports carry the interval that each rank requests, outcomes the agreed interval
-     (core/commit/snapshot_interval.py). A step that only some of them take, because not all have heard of a pace, is void by
-     what the others say of a later one.
+  1. A rank answers steps in ascending order, each step once: sealed or void. A report is complete:
+     each step up to the newest answer that the report does not name is void. So each message
+     contains everything, and its size does not grow with time.
+  2. whole(s) is announced only if every rank of the job sealed exactly s. "At least s" would be
+     wrong: a rank that skipped s and sealed s+1 holds nothing of s.
+  3. void(s) is announced as soon as one rank reports void. After that, s never becomes whole.
+  4. Outcomes only permit reuse of slots. Recovery never trusts an outcome: it reads slot headers.
+  5. Ranks that hold replicas send a digest of each cell with "sealed": of the whole cell, or of a
+     window that moves with the step. If two digests differ, s is void, and so are all later steps
+     of this epoch, because their windows may lie elsewhere. Shards of replicas that differ do not
+     make one state.
+  6. Reports carry the interval that each rank requests. Outcomes carry the agreed interval
+     (core/commit/snapshot_interval.py). If only some ranks take a step, because others do not know
+     a new interval yet, then the others' reports on a later step make that step void.
 
-Nothing is forgotten but what is decided, however long daemons are away, and nothing is kept but a few steps: of those that
-somebody has sealed, or may still seal. The sender says also which step it knows to be whole, of older steps it says nothing:
-he may have forgotten them because they are decided. So a restarted coordinator learns what the one before it announced.
+Undecided steps are never dropped, however long daemons are away. Memory stays bounded: a report
+names only the few undecided steps that some rank has sealed, or may still seal. Each sender also
+reports the newest step that it knows to be whole, and nothing about older steps, which it may have
+dropped. So a restarted coordinator learns what its predecessor announced.
 
-A lost message is repaired by the next, which says all. A late or repeated one says less than is known; what was said once
-stays. One `Round` belongs to one epoch; messages of another epoch never reach it (the daemon refuses them).
+The next message repairs a lost one, because each message is complete. A late or repeated message
+tells less than is known, and the first answer to a step stays. One `Round` belongs to one epoch.
+The daemon refuses messages of other epochs, so they never reach this class.
 """
 
 from __future__ import annotations
@@ -36,27 +40,33 @@ from types import MappingProxyType
 from reft.core.commit.snapshot_interval import SnapshotInterval, next_interval
 
 FAN_OUT = 16
-UNDECIDED_MAX = (
-    32  # steps that one rank has sealed, or may still seal, without a decision: as many as it may have slots
-)
+# Steps of one rank that are sealed, or may still be sealed, without a decision: the limit on slots
+# of a rank.
+UNDECIDED_MAX = 32
 Digests = Mapping[int, Mapping[int, int]]  # step → cell → digest
 NO_DIGESTS: Digests = MappingProxyType({})
 
 
 class StepAnswer(IntEnum):
+    """A rank's answer to one step."""
+
     SEALED = 1
     VOID = 2
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a rank, or all ranks below a node together, say of an epoch's steps; every other one up to `until` is void.
+    """The answers of one rank, or of all ranks of a subtree, to an epoch's steps.
+
+    Each step between `since` and `until` that is neither sealed nor pending is void.
 
     Attributes:
-        since: the newest step that is known there to be whole; nothing is said of it and of older ones. -1: none.
+        since: the newest step known to be whole. The report does not cover this step and older
+            ones. -1: none.
         until: the newest answered step; -1: none.
-        sealed: by this rank, or by all of these ranks.
-        pending: not answered yet though a later step is, and nobody said void.
+        sealed: steps sealed by this rank, or by all ranks of the subtree.
+        pending: steps without a full answer although a later step is answered. No rank has reported
+            them void.
     """
 
     since: int = -1
@@ -65,25 +75,25 @@ class StepReport:
     pending: frozenset[int] = frozenset()
 
     def answer(self, step: int) -> StepAnswer | None:
-        """What is said of the step; None: nothing."""
+        """Returns the answer to `step`; None if there is none."""
         if step in self.sealed:
             return StepAnswer.SEALED
         if step <= self.since or step > self.until or step in self.pending:
             return None
         return StepAnswer.VOID
 
-    def then(self, said: StepReport) -> StepReport:
-        """With what was heard later, which may be older: the first answer to a step counts."""
-        sealed = self.sealed | {step for step in said.sealed if self.answer(step) is None}
-        either = (self.pending | said.pending) - sealed
-        pending = {step for step in either if self.answer(step) is None and said.answer(step) is None}
-        since, until = max(self.since, said.since), max(self.until, said.until)
+    def then(self, report: StepReport) -> StepReport:
+        """Merges a report that arrived later. The first answer to a step counts."""
+        sealed = self.sealed | {step for step in report.sealed if self.answer(step) is None}
+        candidates = (self.pending | report.pending) - sealed
+        pending = {step for step in candidates if self.answer(step) is None and report.answer(step) is None}
+        since, until = max(self.since, report.since), max(self.until, report.until)
         return StepReport(since, until, _newest(sealed), _newest(pending))
 
     def without(self, outcome: Outcome) -> StepReport:
-        """Without the steps that are decided."""
+        """Returns the report without the steps that `outcome` decides."""
         sealed, pending = (
-            frozenset(step for step in each if not outcome.decides(step)) for each in (self.sealed, self.pending)
+            frozenset(step for step in steps if not outcome.decides(step)) for steps in (self.sealed, self.pending)
         )
         return replace(self, since=max(self.since, outcome.whole), sealed=sealed, pending=pending)
 
@@ -93,14 +103,15 @@ NOTHING = StepReport()
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is decided: every step up to `until`, but for those that are open.
+    """The coordinator's decisions: on every step up to `until`, except the open ones.
 
     Attributes:
-        whole: the newest whole step; -1: none yet. Newer ones up to `until` are void, but for those that are open.
+        whole: the newest whole step; -1: none yet. Newer steps up to `until` are void, except the
+            open ones.
         until: the newest step that a rank has answered.
-        open: newer than the whole one, not decided: sealed by some rank, said void by none.
-        mismatched: the cells whose replicas were once found to differ.
-        interval: the newest.
+        open: undecided steps newer than `whole`: some rank sealed them, no rank reported them void.
+        mismatched: cells whose replicas differed at some step of this epoch.
+        interval: the newest agreed interval.
     """
 
     whole: int = -1
@@ -110,37 +121,40 @@ class Outcome:
     interval: SnapshotInterval = SnapshotInterval()  # noqa: RUF009 - a named tuple never changes
 
     def decides(self, step: int) -> bool:
-        """Whether it is known what became of the step."""
+        """Whether the step is decided, whole or void."""
         return step <= self.whole or (step <= self.until and step not in self.open)
 
     def voids(self, step: int) -> bool:
-        """Whether the step is known never to become whole, and no newer one is known to be."""
+        """Whether the step is void and newer than the newest whole step."""
         return step > self.whole and self.decides(step)
 
     def then(self, outcome: Outcome) -> Outcome:
-        """With another one, older or newer: what either decides is decided."""
-        still = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
+        """Merges another outcome, older or newer. A step is decided if either one decides it."""
+        still_open = {step for step in self.open | outcome.open if not self.decides(step) and not outcome.decides(step)}
         return Outcome(
             max(self.whole, outcome.whole),
             max(self.until, outcome.until),
-            frozenset(still),
+            frozenset(still_open),
             self.mismatched | outcome.mismatched,
             max(self.interval, outcome.interval),
         )
 
 
 def _newest(steps: Iterable[int]) -> frozenset[int]:
-    """No more than UNDECIDED_MAX: a rank that says more has broken the bound, and finds older ones void."""
+    """Returns the newest UNDECIDED_MAX steps.
+
+    A sender that reports more breaks the limit; the older steps then count as void.
+    """
     return frozenset(sorted(steps)[-UNDECIDED_MAX:])
 
 
 def parent_of(index: int) -> int | None:
-    """The node that `index` reports to; None for the coordinator, node 0."""
+    """Returns the node to which node `index` reports; None for node 0, the coordinator."""
     return None if index == 0 else (index - 1) // FAN_OUT
 
 
 def children_of(index: int, nodes: int) -> range:
-    """The nodes that report to `index`."""
+    """Returns the nodes that report to node `index`."""
     first = index * FAN_OUT + 1
     return range(min(first, nodes), min(first + FAN_OUT, nodes))
 
@@ -150,46 +164,52 @@ class Round:
     """One node's part in the rounds of one epoch.
 
     Args:
-        index: this node's place in the manifest.
+        index: this node's index in the manifest.
         nodes: how many nodes the manifest names.
         ranks: the ranks that train on this node.
+        outcome: what this node knows of the coordinator's decisions.
     """
 
     index: int
     nodes: int
     ranks: frozenset[int]
     outcome: Outcome = field(default_factory=Outcome)
-    _said: dict[tuple[str, int], StepReport] = field(default_factory=dict)
+    _reports: dict[tuple[str, int], StepReport] = field(default_factory=dict)
     _digests: dict[int, dict[int, int]] = field(default_factory=dict)
     _mismatched: set[int] = field(default_factory=set)  # undecided steps whose replicas differ
     _requests: dict[tuple[str, int], int] = field(default_factory=dict)
 
-    def hear_rank(self, rank: int, said: StepReport, digests: Digests = NO_DIGESTS) -> bool:
-        """Takes what a local rank says; True if something changed and must be passed on.
+    def hear_rank(self, rank: int, report: StepReport, digests: Digests = NO_DIGESTS) -> bool:
+        """Takes the report of a local rank; True if there is news to pass on.
 
         Args:
-            digests: step → cell → digest, of the steps that are sealed.
+            rank: the sender.
+            report: its answers.
+            digests: step → cell → digest, for the sealed steps.
 
         Raises:
             ValueError: the rank does not train on this node.
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not one of this node's ranks {sorted(self.ranks)}")
-        return self._hear(("rank", rank), said, digests)
+        return self._hear(("rank", rank), report, digests)
 
     def hear_node(
         self,
         child: int,
-        said: StepReport,
+        report: StepReport,
         digests: Digests = NO_DIGESTS,
         mismatched: Iterable[int] = (),
         requested_every: int = 0,
     ) -> bool:
-        """Takes what the subtree below `child` says; True if something changed.
+        """Takes the report of the subtree below `child`; True if there is news to pass on.
 
         Args:
-            mismatched: cells that were found to differ below it.
-            requested_every: see `requested_every`, of the subtree.
+            child: the sending node.
+            report: the answers of its subtree.
+            digests: step → cell → digest, for the sealed steps.
+            mismatched: cells whose replicas differ within the subtree.
+            requested_every: the subtree's `requested_every`.
 
         Raises:
             ValueError: the node does not report to this one.
@@ -198,7 +218,7 @@ class Round:
             raise ValueError(f"node {child} does not report to node {self.index}")
         self._requests["node", child] = requested_every
         is_news = self._note_mismatched(mismatched)
-        return self._hear(("node", child), said, digests) or is_news
+        return self._hear(("node", child), report, digests) or is_news
 
     def hear_request(self, rank: int, every: int) -> None:
         """Takes a local rank's request: a snapshot each `every`-th step; 0 means no request yet."""
@@ -206,73 +226,80 @@ class Round:
 
     @property
     def requested_every(self) -> int:
-        """The greatest interval that a rank of the subtree requests; 0 until all have requested one."""
+        """The largest interval that a rank of the subtree requests; 0 until all have requests."""
         requests = self._requests.values()
         return max(requests) if requests and len(requests) == self._sources and all(requests) else 0
 
     def hear_outcome(self, outcome: Outcome) -> bool:
-        """Takes what the coordinator decided; True if it was news."""
+        """Takes the coordinator's decisions; True if they are news."""
         merged = self.outcome.then(outcome)
         if merged == self.outcome:
             return False
         self.outcome = merged
-        for source, said in self._said.items():
-            self._said[source] = said.without(merged)
+        for source, report in self._reports.items():
+            self._reports[source] = report.without(merged)
         self._mismatched = {step for step in self._mismatched if not merged.decides(step)}
         self._digests = {step: cells for step, cells in self._digests.items() if not merged.decides(step)}
         return True
 
     @property
     def is_open(self) -> bool:
-        """Whether a step that somebody below has sealed is not decided yet."""
-        return any(said.sealed or said.pending for said in self._said.values())
+        """Whether a step that some rank of the subtree has sealed is undecided."""
+        return any(report.sealed or report.pending for report in self._reports.values())
 
     @property
     def has_news(self) -> bool:
-        """Whether `said` says more than what the coordinator has decided: of newer steps, or of one that is open."""
-        said = self.report()
-        is_answered = any(said.answer(step) is not None for step in self.outcome.open)
-        return bool(said.sealed or said.pending) or said.until > self.outcome.until or is_answered
+        """Whether `report()` tells the coordinator more than it has decided.
+
+        The news concerns newer steps, or a step that is open in the outcome.
+        """
+        report = self.report()
+        is_answered = any(report.answer(step) is not None for step in self.outcome.open)
+        return bool(report.sealed or report.pending) or report.until > self.outcome.until or is_answered
 
     def report(self) -> StepReport:
-        """What the parent must know: what the subtree says, whole, every time."""
-        heard = self._said.values()
-        until = max((said.until for said in heard), default=-1)
+        """Returns the complete report of this node's subtree, to be sent to the parent."""
+        reports = self._reports.values()
+        until = max((report.until for report in reports), default=-1)
         sealed, pending = set(), set()
-        for step in frozenset().union(*(said.sealed | said.pending for said in heard)) - self._mismatched:
-            answers = [said.answer(step) for said in heard]
+        for step in frozenset().union(*(report.sealed | report.pending for report in reports)) - self._mismatched:
+            answers = [report.answer(step) for report in reports]
             if StepAnswer.VOID in answers:
                 continue
             if None not in answers and len(answers) == self._sources:
                 sealed.add(step)
             elif step <= until:
                 pending.add(step)
-        whole = self.outcome.whole  # every rank has sealed it, so every rank has answered it
+        whole = self.outcome.whole  # sealed by every rank, so every rank has answered this step
         return StepReport(whole, max(until, whole), frozenset(sealed), frozenset(pending))
 
     def digests(self) -> dict[int, dict[int, int]]:
-        """The digests that go with `said`, of its sealed steps."""
+        """Returns the digests of the sealed steps of `report()`: step → cell → digest."""
         return {step: dict(self._digests[step]) for step in self.report().sealed if step in self._digests}
 
     @property
     def _sources(self) -> int:
-        """How many ranks and nodes report to this one."""
+        """How many ranks and nodes report to this node."""
         return len(self.ranks) + len(children_of(self.index, self.nodes))
 
-    def _hear(self, source: tuple[str, int], said: StepReport, digests: Digests) -> bool:
-        is_news = self.hear_outcome(Outcome(said.since, said.since))
-        before = self._said.get(source, NOTHING)
-        after = before.then(said).without(self.outcome)
-        self._said[source] = after
+    def _hear(self, source: tuple[str, int], report: StepReport, digests: Digests) -> bool:
+        is_news = self.hear_outcome(Outcome(report.since, report.since))
+        before = self._reports.get(source, NOTHING)
+        after = before.then(report).without(self.outcome)
+        self._reports[source] = after
         for step in sorted(after.sealed - before.sealed):
             self._compare(step, digests.get(step, {}))
-        changed = after != before or is_news  # which is in `before` already
+        # `before` already contains what hear_outcome changed, so comparing is not enough.
+        changed = after != before or is_news
         if changed and self.index == 0:
             self._decide()
         return changed
 
     def _compare(self, step: int, digests: Mapping[int, int]) -> None:
-        """Holds a source's digests against those of the others; the source itself is not to blame, so the step is void."""
+        """Compares a source's digests with those of the other sources.
+
+        If they differ, the step is void. No source is blamed: nothing tells which of them is wrong.
+        """
         known = self._digests.setdefault(step, {})
         mismatched = {cell for cell, digest in digests.items() if known.setdefault(cell, digest) != digest}
         if mismatched:
@@ -285,11 +312,11 @@ class Round:
         return self.outcome != before
 
     def _decide(self) -> None:
-        said = self.report()
-        whole = -1 if self.outcome.mismatched else max(said.sealed, default=-1)
-        pace = (
+        report = self.report()
+        whole = -1 if self.outcome.mismatched else max(report.sealed, default=-1)
+        interval = (
             next_interval(self.outcome.interval, self.requested_every, whole)
             if whole > self.outcome.whole
             else self.outcome.interval
         )
-        self.hear_outcome(Outcome(whole, said.until, said.pending, interval=pace))
+        self.hear_outcome(Outcome(whole, report.until, report.pending, interval=interval))

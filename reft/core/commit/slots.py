@@ -1,18 +1,22 @@
-"""The life of a slot, and the rule by which it may be written again.
+"""The life of a slot, and the rule by which a slot may be written again.
 
                      trainer                trainer, or the daemon            trainer
     EMPTY ──begin──► WRITING ──last byte──► LANDED ──digests──► SEALED ──reuse rule──► WRITING …
       ▲                 │                                          │
-      └────decision─────┴──── dropped: open, or newer than the base ┘
+      └────decision─────┴── dropped: WRITING, or newer than the base ┘
 
 Invariants
-  1. A slot is WRITING before the first byte of a new version is written, LANDED after the last.
-  2. A slot is begun only if it is empty, or holds a version older than one that this rank *knows* to be whole, or one
-     that is known to be void. The newest version known to be whole is never touched.
-  3. So at any moment some version is sealed on every rank (tests/core/model shows it, and that it fails without the rule).
+  1. A slot is WRITING before the first byte of a new version is written, and LANDED after the last
+     byte.
+  2. A rank may write a slot in three cases: the slot is empty; its version is older than one that
+     this rank *knows* to be whole; its version is known to be void. The newest version known to be
+     whole is never overwritten.
+  3. So at any moment some version is sealed on every rank. tests/core/model shows this, and shows
+     that it fails without the rule.
 
-A lost announcement of a whole version makes a rank skip, never overwrite. A late one permits reuse later. A repeated one
-changes nothing. If no slot may be begun, the rank says void for that step and goes on: there is no waiting.
+If the message "whole" is lost, the rank skips snapshots; it never overwrites. A late message
+permits reuse later. A repeated message changes nothing. If no slot may be reused, the rank answers
+void for that step and continues. No rank waits.
 """
 
 from __future__ import annotations
@@ -25,12 +29,12 @@ from reft.core.commit.version import Version
 
 
 class SlotState(IntEnum):
-    """The number is what the slot's header stores."""
+    """The state of a slot, as the number that its header stores."""
 
-    EMPTY = 0  # holds nothing; its bytes mean nothing
-    WRITING = 1  # the trainer writes it; torn if the trainer is dead
-    LANDED = 2  # every byte is there, the digests are not; any process that lives may seal it
-    SEALED = 3  # complete, with digests; only the reuse rule opens it again
+    EMPTY = 0  # holds no version; the bytes have no meaning
+    WRITING = 1  # the trainer is writing; incomplete if the trainer is dead
+    LANDED = 2  # all bytes are there, the digests are missing; the trainer or the daemon may seal the slot
+    SEALED = 3  # complete, with digests; only the reuse rule permits to write it again
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,12 @@ class Slot:
 
 
 def may_reuse(slot: Slot, whole: Version | None, voids: Collection[Version]) -> bool:
-    """The reuse rule.
+    """Whether the slot may be written again: the reuse rule.
 
     Args:
-        slot: the slot that would be written again; nothing may be writing it now.
-        whole: the newest version that this rank knows to be whole, None if it knows of none.
-        voids: versions known never to become whole.
+        slot: the slot to write again. Nothing may be writing it now.
+        whole: the newest version that this rank knows to be whole; None if the rank knows of none.
+        voids: versions that are known never to become whole.
     """
     if slot.version is None or slot.version in voids:
         return True
@@ -56,6 +60,9 @@ def may_reuse(slot: Slot, whole: Version | None, voids: Collection[Version]) -> 
 
 
 def choose(slots: Sequence[Slot], whole: Version | None, voids: Collection[Version]) -> Slot | None:
-    """The slot to write next: an empty one, else the oldest that may be reused; None means skip this snapshot."""
+    """Returns the slot to write next: an empty one, else the oldest reusable one.
+
+    None means: skip this snapshot.
+    """
     usable = [slot for slot in slots if may_reuse(slot, whole, voids)]
     return min(usable, key=lambda slot: slot.version.order if slot.version else (-1, -1), default=None)

@@ -1,16 +1,20 @@
-"""How often to snapshot: what the measured stall allows, what failures make worth it, and how all ranks take the same steps.
+"""How often to snapshot, and how all ranks agree on the same steps.
 
-    each rank   stall of a snapshot ÷ (budget × time of a step) ─► every n-th; with a known MTBF at least Daly's optimum ─► wish
-    the round   the greatest wish of all ranks rides up with the answers; once a step is whole, the coordinator says
-                Pace(start, every), some way ahead, and it rides down with the outcome
-    each rank   step s is due iff s is a multiple of `every` of the newest pace that begins at or before s, and no control
+    each rank   requests an interval: stall of a snapshot ÷ (budget × time of a step), rounded up;
+                with a known MTBF at least Daly's optimum
+    the round   carries the largest request of all ranks up, with the reports; when a step is whole,
+                carries SnapshotInterval(start, every) down, with the outcome; start lies ahead
+    each rank   takes step s if s is a multiple of `every` and no control step; `every` is that of
+                the newest agreed interval that starts at or before s
 
 Invariants
-  1. Whether a step is due follows from its number and the pace alone.
-  2. A pace begins LEAD steps after a whole one, so that every rank hears of it in time. A rank that does not, seals steps
-     that others leave out: the round calls those void as soon as a later step is answered, so they cost snapshots, never slots.
-  3. The frequency is steered by the stall, which is measured in every snapshot. Control steps, left out by their number,
-     only bound the whole cost: a difference of 0.1 % under 2 % of noise takes thousands of them.
+  1. The number of a step and the agreed interval alone decide whether the step is due.
+  2. An agreed interval starts LEAD steps after a whole step, so that every rank hears of it in
+     time. A rank that does not hear of it seals steps that other ranks leave out. The round
+     declares those steps void when a later step is answered. So they cost snapshots, never slots.
+  3. The measured stall of each snapshot steers the interval. Control steps, which are left out by
+     their number, only bound the total cost: to see a difference of 0.1 % under 2 % of noise takes
+     thousands of control steps.
 """
 
 from __future__ import annotations
@@ -21,85 +25,91 @@ from typing import NamedTuple
 
 from reft.core.pipeline.profile import Estimate
 
-LEAD = 64  # steps between the one that became whole and the start of a new pace
-MEASURED = 16  # snapshots before the first wish
-SKIPPED = 3  # the first snapshots of a process cut their work and allocate; they are not like the others
+LEAD = 64  # steps between the step that became whole and the start of a new interval
+MEASURED = 16  # snapshots before the first request
+SKIPPED = 3  # not measured: the first snapshots of a process also plan and allocate
 MEMORY = 64  # snapshots that the mean stall remembers
-CONTROL = 64  # one step in so many is left out
+CONTROL = 64  # one step out of this many is a control step
 EVERY_MAX = 10_000
-PRIOR_S = 24 * 3600.0  # one failure in a day is what is thought of a job before its own failures say more
-SAMPLES_MIN = 8  # differences before a bound is given
+PRIOR_S = 24 * 3600.0  # assumed time between failures, until the job has failures of its own
+SAMPLES_MIN = 8  # comparisons before an overhead is reported
 Z = 1.96  # 95 %
 
 
 class SnapshotInterval(NamedTuple):
-    """From step `start` on, each step that is a multiple of `every` is taken; `every` 0 says nothing."""
+    """An agreed interval: from step `start` on, take each multiple of `every`; 0 means none yet."""
 
     start: int = 0
     every: int = 0
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether a pace with this interval takes the step."""
+    """Whether the step is taken under this interval."""
     return step % every == 0 and not is_control(step)
 
 
 def is_control(step: int) -> bool:
-    """Whether the step is left out to compare with: one in CONTROL, in no rhythm that a training loop has, never the first."""
+    """Whether the step is left out for comparison: one step in CONTROL, never the first ones.
+
+    A hash of the number decides, so control steps follow no period that a training loop may have.
+    """
     mixed = (step * 0x9E3779B97F4A7C15) & (2**64 - 1)
     mixed ^= mixed >> 29
     return step >= CONTROL and (mixed * 0xBF58476D1CE4E5B9 >> 32) % CONTROL == 0
 
 
-def next_interval(pace: SnapshotInterval, requested_every: int, whole: int) -> SnapshotInterval:
-    """What the coordinator says when step `whole` has become whole.
+def next_interval(interval: SnapshotInterval, requested_every: int, whole: int) -> SnapshotInterval:
+    """Returns the interval that the coordinator announces when step `whole` has become whole.
 
     Args:
-        requested_every: the greatest of all ranks; 0 if one has none yet.
+        interval: the one announced last.
+        requested_every: the largest request of all ranks; 0 if some rank has none yet.
+        whole: the step that has become whole.
     """
     every = min(requested_every, EVERY_MAX)
-    if every == 0 or every == pace.every or whole < pace.start:
-        return pace
+    if every == 0 or every == interval.every or whole < interval.start:
+        return interval
     return SnapshotInterval(whole + LEAD, every)
 
 
 @dataclass
 class DueSteps:
-    """Which steps one rank takes.
+    """The steps that one rank takes.
 
     Args:
-        first: each how many-th, until a pace is agreed.
-        adapts: whether a pace may be agreed, and control steps are left out.
+        first: the interval until another one is agreed, in steps.
+        adapts: whether the ranks agree on intervals and leave out control steps.
     """
 
     first: int
     adapts: bool
-    _paces: list[SnapshotInterval] = field(default_factory=list)
+    _intervals: list[SnapshotInterval] = field(default_factory=list)
 
-    def hear(self, pace: SnapshotInterval) -> bool:
-        """Takes the round's pace; True if it is news."""
-        known = self._paces[-1] if self._paces else SnapshotInterval()
-        if not self.adapts or pace.every == 0 or pace <= known:
+    def hear(self, interval: SnapshotInterval) -> bool:
+        """Takes an agreed interval from the round; True if it is new."""
+        newest = self._intervals[-1] if self._intervals else SnapshotInterval()
+        if not self.adapts or interval.every == 0 or interval <= newest:
             return False
-        self._paces = [*self._paces[-3:], pace]
+        self._intervals = [*self._intervals[-3:], interval]
         return True
 
     def every(self, step: int) -> int:
-        """Each how many-th step is taken around `step`."""
-        return next((pace.every for pace in reversed(self._paces) if pace.start <= step), self.first)
+        """Returns the interval in force at `step`, in steps."""
+        return next((interval.every for interval in reversed(self._intervals) if interval.start <= step), self.first)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is to be taken."""
+        """Whether to take a snapshot of `step`."""
         return is_due(step, self.every(step)) if self.adapts else step % self.first == 0
 
 
 @dataclass
 class IntervalEstimator:
-    """One rank's measurements, and what it wishes.
+    """One rank's measurements, and the interval that the rank requests.
 
     Args:
-        budget: the share of training time that snapshots may hold up.
-        mtbf_s: mean time between failures of the job, in seconds, given or measured (`FailureHistory`); 0 if it is not known.
+        budget: the share of training time that snapshots may cost, as a fraction.
+        mtbf_s: mean time between failures of the job, in seconds, set by the user or measured
+            (`FailureHistory`); 0 if unknown.
     """
 
     budget: float
@@ -107,26 +117,26 @@ class IntervalEstimator:
     step_s: Estimate = field(default_factory=Estimate)
     stall_s: float = 0.0
     snapshots: int = 0
-    _wish: int = 0
+    _requested: int = 0
 
     def observe(self, seconds: float, stall_s: float | None) -> None:
-        """Takes one iteration.
+        """Takes the measurements of one iteration.
 
         Args:
             seconds: from mark to mark, without the stall.
-            stall_s: for how long a snapshot held it up; None if none was taken.
+            stall_s: how long a snapshot stalled the iteration, in seconds; None if none was taken.
         """
         self.step_s.observe(seconds)
         if stall_s is None:
             return
         self.snapshots += 1
-        counted = self.snapshots - SKIPPED
-        if counted > 0:
-            # Not robust: a long stall now and then is a cost like any other.
-            self.stall_s += (stall_s - self.stall_s) / min(counted, MEMORY)
+        measured = self.snapshots - SKIPPED
+        if measured > 0:
+            # A plain mean, not a robust one: a rare long stall is a real cost.
+            self.stall_s += (stall_s - self.stall_s) / min(measured, MEMORY)
 
     def needed(self) -> int:
-        """The interval that fits the measurements, in steps."""
+        """Returns the interval that fits the measurements, in steps."""
         step_s = max(self.step_s.mean, 1e-9)
         every = math.ceil(self.stall_s / (self.budget * step_s) * (1 - 1e-9))
         if self.mtbf_s > 0:
@@ -134,22 +144,28 @@ class IntervalEstimator:
         return min(max(every, 1), EVERY_MAX)
 
     def requested_every(self) -> int:
-        """What this rank asks of the round; 0 until enough was measured. It rises at once, and falls when half would do."""
+        """Returns the interval that this rank requests; 0 until enough snapshots are measured.
+
+        A request rises at once. It falls only when half of it is enough.
+        """
         if self.snapshots < MEASURED:
             return 0
         needed = self.needed()
-        if needed > self._wish or 2 * needed <= self._wish:
-            self._wish = needed
-        return self._wish
+        if needed > self._requested or 2 * needed <= self._requested:
+            self._requested = needed
+        return self._requested
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """The interval between checkpoints that loses the least time, in seconds (Daly's higher order form of Young's).
+    """Returns the interval between checkpoints that loses the least time, in seconds.
+
+    Daly's higher-order form of Young's formula.
 
     Args:
-        cost_s: for how long one of them holds up training.
-        mtbf_s: mean time between the failures that it is good for: for snapshots those that leave enough nodes, for
-            checkpoints on storage the others. The two levels don't change each other's interval.
+        cost_s: how long one checkpoint stalls training.
+        mtbf_s: mean time between the failures from which this kind of checkpoint recovers: for
+            snapshots, failures that leave enough nodes; for checkpoints on storage, all others. The
+            two levels don't change each other's interval.
     """
     ratio = cost_s / (2 * mtbf_s)
     if ratio >= 1:
@@ -158,32 +174,40 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 class FailureHistory(NamedTuple):
-    """What a job has lived through, over all of its attaches.
+    """Training time and failures of a job, summed over its attaches.
 
     Attributes:
-        trained_s: from each attach to its last snapshot: the time between runs is no time without failures.
-        failures: attaches that ended because a trainer or a node did.
+        trained_s: seconds from each attach to its last snapshot. The time between runs does not
+            count.
+        failures: attaches that ended because a trainer or a node failed.
     """
 
     trained_s: float = 0.0
     failures: int = 0
 
     def after(self, trained_s: float, has_failed: bool) -> FailureHistory:
-        """With one more attach that is over."""
+        """Returns the history with one more finished attach."""
         return FailureHistory(self.trained_s + trained_s, self.failures + has_failed)
 
     @property
     def mtbf_s(self) -> float:
-        """The mean time between failures, in seconds; 0 before the first one: then nothing is known, and nothing lost.
+        """The mean time between failures, in seconds; 0 (unknown) before the first failure.
 
-        The mean of what a Gamma distribution says that began with one failure in PRIOR_S, so that two failures in a bad
-        hour don't pass for the rule.
+        The mean of a Gamma distribution whose prior is one failure in PRIOR_S. So two failures in
+        one bad hour do not count as the usual rate.
         """
         return (self.trained_s + PRIOR_S) / (self.failures + 1) if self.failures else 0.0
 
 
 class OverheadEstimate(NamedTuple):
-    """The whole cost of snapshots as a share of training time, with a 95 % interval, and what it rests on."""
+    """The total cost of snapshots as a fraction of training time.
+
+    Attributes:
+        mean: the estimate.
+        low: lower end of the 95 % confidence interval.
+        high: upper end.
+        samples: number of comparisons behind the estimate.
+    """
 
     mean: float
     low: float
@@ -199,8 +223,10 @@ class OverheadEstimate(NamedTuple):
 
 @dataclass
 class OverheadMeter:
-    """Compares each iteration with those right before and after it, where they differ in having a snapshot: what drifts
-    slowly has no part in the difference."""
+    """Compares each iteration with its two neighbors, if only one side has a snapshot.
+
+    A slow drift of the iteration time cancels out in the difference.
+    """
 
     _window: list[tuple[float, bool]] = field(default_factory=list)
     _count: int = 0
@@ -211,7 +237,7 @@ class OverheadMeter:
     _all: int = 0
 
     def observe(self, seconds: float, has_snapshot: bool) -> None:
-        """Takes one iteration, in order, its stall included."""
+        """Takes the duration of the next iteration, stall included."""
         self._all += 1
         self._taken += has_snapshot
         if not has_snapshot:
@@ -228,11 +254,11 @@ class OverheadMeter:
             self._squares += error * (difference - self._mean)
 
     def overhead(self) -> OverheadEstimate | None:
-        """What snapshots cost; None until there is enough to say."""
+        """Returns the cost of snapshots; None before SAMPLES_MIN comparisons."""
         if self._count < SAMPLES_MIN or self._plain.mean <= 0:
             return None
         freedom = self._count - 1
-        t = Z + (Z**3 + Z) / (4 * freedom)  # Student's, near enough
+        t = Z + (Z**3 + Z) / (4 * freedom)  # approximates Student's t
         margin = t * math.sqrt(self._squares / freedom / self._count)
         scale = self._taken / self._all / self._plain.mean
         return OverheadEstimate(

@@ -1,7 +1,8 @@
 """A version of the training state: (epoch, step).
 
-An epoch is issued at every attach: a counter, one above all that were seen, and a random id. Epochs are ordered by the
-counter and equal only by both, so two histories that were started from one step are never mixed.
+Each attach issues an epoch: a counter, one above all counters seen, and a random id. The counter
+orders epochs. Two epochs are equal only if counter and id are equal. So two histories that start
+from one step are never mixed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Epoch:
-    """One attach of a job: `counter` orders it, `ident` (16 random bytes) tells it from all others."""
+    """One attach of a job.
+
+    Attributes:
+        counter: orders the epochs of a job.
+        ident: 16 random bytes; separates this epoch from all others, also from those with the same
+            counter.
+    """
 
     counter: int
     ident: bytes
@@ -26,11 +33,11 @@ class Version:
 
     @property
     def order(self) -> tuple[int, int]:
-        """What versions are sorted by. Two versions of equal order and unlike ids must never be mixed."""
+        """The sort key. Never mix two versions with the same key and different epoch ids."""
         return (self.epoch.counter, self.step)
 
     def is_older_than(self, other: Version) -> bool:
-        """Whether this version was superseded by `other`; False if neither is newer."""
+        """Whether `other` supersedes this version; False if neither is newer."""
         return self.order < other.order
 
     def __str__(self) -> str:

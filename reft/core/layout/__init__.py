@@ -1,1 +1,1 @@
-"""Leaves, cells and regions: which bytes a state has, and who else holds them."""
+"""Leaves, cells and regions: which bytes a state has, and which ranks hold them."""

@@ -1,16 +1,20 @@
-"""Cells: which bytes are held more than once, and by whom. What nobody else holds is each rank's own.
+"""Cells: the bytes that several ranks hold. All other leaves are inline or unreplicated.
 
-    leaf, by identity ──► held by ≥ 2 ranks ──► cell: the leaves with the same holders, end to end
-                     └──► by one rank, or may differ by rank ──► rider (small, or staged) │ kept leaf (the rest)
+    leaf, by identity ──► held by ≥ 2 ranks ──► cell: all leaves with the same holders, end to end
+                     └──► held by one rank, or may differ by rank ─┬► inline leaf: small, or staged
+                                                                  └► unreplicated leaf: all others
 
 Invariants
-  1. A leaf with bytes lies in exactly one cell, or is rider or kept on every rank that has it.
-  2. All holders of a cell have the same bytes at its mark, so each may write any part of it for the others.
-  3. The cells depend on what the layouts say, not on the order of their leaves nor on their digests.
+  1. A leaf with bytes lies in exactly one cell, or it is inline or unreplicated on every rank that
+     has it.
+  2. All holders of a cell have the same bytes at the mark. So each holder may write any part of the
+     cell for the others.
+  3. The cells depend on the content of the layouts, not on the order of their leaves or on their
+     digests.
 
-The work grows with the leaves of the tables, the shared leaves, and the sum of the cells' holders, not with ranks × leaves:
-layouts are given once per digest, `sharing` looks at families of leaves, and what a rank has alone is written down when
-somebody asks for that rank.
+The work grows with the leaves of the tables, the shared leaves, and the sum of the cells' holders,
+not with ranks × leaves: each distinct layout is passed once, `sharing` works on families of leaves,
+and the leaves that only one rank has are listed on demand.
 """
 
 from __future__ import annotations
@@ -26,19 +30,20 @@ from reft.core.layout.sharing import OwnLeaves, sharing
 from reft.core.layout.symbolic import SymbolicLayout, of
 
 T = TypeVar("T")
-SEATS_MAX = 16  # layouts whose own leaves are remembered: those of the ranks of one node
-RIDERS_MAX = 256 << 10  # bytes of riders of one rank: they travel with every snapshot, and a capsule holds 1 MiB
+OWN_LEAVES_CACHE = 16  # layouts whose own leaves are cached: enough for the ranks of one node
+# Bytes of one rank's inline leaves. They travel with every snapshot, and a capsule holds 1 MiB.
+RIDERS_MAX = 256 << 10
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Leaves with the same holders, laid end to end; the bytes between two leaves and after the last are zeros.
+    """Leaves with the same holders, end to end. Padding between and after leaves is zeros.
 
     Attributes:
-        leaves: small ones first, then by name.
+        leaves: small leaves first, then by name.
         offsets: offset of each leaf in the cell, in bytes; multiples of layout.ALIGNMENT.
-        nbytes: size of the cell, at least 1.
-        holders: ranks that hold all of it, ascending, at least two.
+        nbytes: size of the cell in bytes, at least 1.
+        holders: ranks that hold the whole cell, ascending, at least two.
     """
 
     leaves: tuple[Leaf, ...]
@@ -49,15 +54,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Division:
-    """The state of all ranks, divided. Layouts are named by their digests.
+    """The state of all ranks, divided into cells, inline and unreplicated leaves.
+
+    A layout is named by its digest.
 
     Attributes:
-        cells: in the order of their holders.
+        cells: sorted by their holders.
         layout_of: digest of each rank's layout.
         cells_of: digest → the indices of the cells that its ranks hold, ascending.
         inline_leaves: digest → names of the leaves that travel in the capsule, sorted.
-        unreplicated: digest → leaves that only the rank's own slot holds, at their offsets in its kept section.
-        unreplicated_bytes: digest → bytes of these leaves without padding, without writing them down.
+        unreplicated: digest → leaves that only the rank's own slot holds, at their offsets in its
+            unreplicated section.
+        unreplicated_bytes: digest → bytes of the unreplicated leaves without padding. Computed
+            without listing the leaves.
     """
 
     cells: tuple[Cell, ...]
@@ -74,18 +83,20 @@ def divide(
     mismatched: Collection[str] = (),
     inline_bytes_max: int = RIDERS_MAX,
 ) -> Division:
-    """Divides the state of a job into cells, riders and kept leaves.
+    """Divides the state of a job into cells, inline leaves and unreplicated leaves.
 
-    Two leaves are the same if all that describes them is: name, dtype, shape, strides, size and place in the whole.
+    Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are
+    equal.
 
     Args:
-        layouts: digest → layout, once per distinct layout, written down or symbolic.
+        layouts: digest → layout, once per distinct layout, in full or symbolic.
         layout_of: rank → digest.
         mismatched: names of leaves whose bytes may differ between their holders.
-        inline_bytes_max: the most bytes of riders that a rank may have; 0 where capsules stay on their node.
+        inline_bytes_max: the most bytes of inline leaves that a rank may have; 0 if capsules stay
+            on their node.
 
     Raises:
-        ValueError: a rank names a layout that is not given.
+        ValueError: `layouts` lacks the layout of a rank.
     """
     ranks_of: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(layout_of):
@@ -97,32 +108,32 @@ def divide(
     digests = list(ranks_of)
     forms = [form if isinstance(form := layouts[digest], SymbolicLayout) else of(form.leaves) for digest in digests]
     shared = sharing(forms, [len(ranks_of[digest]) for digest in digests], mismatched)
-    found: list[tuple[Cell, tuple[int, ...]]] = []
+    cells: list[tuple[Cell, tuple[int, ...]]] = []  # with the indices of the layouts that have the cell
     for indices, leaves in shared.groups.items():
         holders = tuple(sorted(chain.from_iterable(ranks_of[digests[index]] for index in indices)))
         packed = pack(_by_name(leaves))
-        found.append((Cell(packed.leaves, packed.offsets, packed.data_bytes, holders), indices))
-    found.sort(key=lambda pair: pair[0].holders)
+        cells.append((Cell(packed.leaves, packed.offsets, packed.data_bytes, holders), indices))
+    cells.sort(key=lambda pair: pair[0].holders)
 
     cells_of: dict[bytes, list[int]] = {digest: [] for digest in digests}
-    for number, (_, indices) in enumerate(found):
+    for number, (_, indices) in enumerate(cells):
         for index in indices:
             cells_of[digests[index]].append(number)
     own = dict(zip(digests, shared.own, strict=True))
-    seat = lru_cache(maxsize=SEATS_MAX)(lambda digest: _seat(own[digest], inline_bytes_max))
+    divided = lru_cache(maxsize=OWN_LEAVES_CACHE)(lambda digest: _divide_own(own[digest], inline_bytes_max))
     return Division(
-        cells=tuple(cell for cell, _ in found),
+        cells=tuple(cell for cell, _ in cells),
         layout_of=tuple(layout_of),
         cells_of={digest: tuple(numbers) for digest, numbers in cells_of.items()},
-        inline_leaves=_OnDemand(own, lambda digest: seat(digest)[0]),
-        unreplicated=_OnDemand(own, lambda digest: seat(digest)[1]),
+        inline_leaves=_OnDemand(own, lambda digest: divided(digest)[0]),
+        unreplicated=_OnDemand(own, lambda digest: divided(digest)[1]),
         unreplicated_bytes=_OnDemand(own, lambda digest: own[digest].unreplicated_bytes(inline_bytes_max)),
     )
 
 
 @dataclass(frozen=True)
 class _OnDemand(Mapping[bytes, T]):
-    """A mapping whose values are made when they are asked for."""
+    """A mapping that computes a value at each access."""
 
     keys_of: Mapping[bytes, object]
     make: Callable[[bytes], T]
@@ -137,17 +148,20 @@ class _OnDemand(Mapping[bytes, T]):
         return len(self.keys_of)
 
 
-def _seat(own: OwnLeaves, room: int) -> tuple[tuple[str, ...], Layout]:
-    """Which of a rank's own leaves ride in the capsule, smallest first while there is room, and the layout of the rest."""
+def _divide_own(own: OwnLeaves, free_bytes: int) -> tuple[tuple[str, ...], Layout]:
+    """Returns the names of a rank's inline leaves, and the layout of its unreplicated leaves.
+
+    Small and staged leaves are inline, the smallest first, up to `free_bytes` in total.
+    """
     inline_leaves: list[str] = []
-    kept: list[Leaf] = []
+    unreplicated: list[Leaf] = []
     for leaf in sorted(own.leaves(), key=lambda leaf: (leaf.nbytes, leaf.name)):
-        if (leaf.staged or leaf.nbytes < SMALL_BYTES) and leaf.nbytes <= room:
+        if (leaf.staged or leaf.nbytes < SMALL_BYTES) and leaf.nbytes <= free_bytes:
             inline_leaves.append(leaf.name)
-            room -= leaf.nbytes
+            free_bytes -= leaf.nbytes
         else:
-            kept.append(leaf)
-    return tuple(sorted(inline_leaves)), pack(_by_name(kept))
+            unreplicated.append(leaf)
+    return tuple(sorted(inline_leaves)), pack(_by_name(unreplicated))
 
 
 def _by_name(leaves: Iterable[Leaf]) -> list[Leaf]:

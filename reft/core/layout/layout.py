@@ -1,12 +1,13 @@
 """The layout: which leaves a rank's state has, and where each lies in the data of a slot.
 
-Leaves are packed in three runs, each leaf at a multiple of ALIGNMENT:
+Leaves are packed in three groups, each leaf at a multiple of ALIGNMENT:
 
-    | staged: what forward mutates | small leaves, gathered | large leaves                       |
-    0                              └ SMALL_BYTES bounds each ┘                          data_bytes
+    | staged: forward mutates them | small: below SMALL_BYTES | large leaves                     |
+    0                                                                                   data_bytes
 
-Staged leaves lie together because they are copied at the mark, before the window; small ones because 2,000 tiny leaves
-must not cost 2,000 copies. A leaf is its storage bytes, in the order of its strides: reft never looks into them.
+Staged leaves lie together because they are copied at the mark, before the window. Small leaves lie
+together because 2,000 tiny leaves must not cost 2,000 copies. A leaf consists of its storage bytes,
+in the order of its strides. reft never interprets these bytes.
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64  # bytes: a cache line, and at least the size of any dtype
-SMALL_BYTES = 64 << 10  # below this the call costs more than the copy
+SMALL_BYTES = 64 << 10  # below this size, the call of a copy costs more than the copy itself
 LEAVES_MAX = 1 << 20
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One local tensor, with what identifies it in any job of the same model.
+    """One local tensor, as any job of the same model identifies it.
 
     Attributes:
-        name: cleaned of wrappers, e.g. "model.0.weight" or "optimizer.0.exp_avg.0.weight".
+        name: without the prefixes of wrappers, e.g. "model.0.weight" or
+            "optimizer.0.exp_avg.0.weight".
         dtype: torch's name without the prefix, e.g. "bfloat16".
         shape: shape of the local piece.
         stride: strides of the local piece, in elements; see `plain_strides`.
         nbytes: size in bytes.
-        staged: whether forward may mutate it, so that it is copied at the mark.
+        staged: whether forward may mutate the tensor, so that it is copied at the mark.
         global_shape: shape of the whole tensor.
-        global_offset: where the local piece lies in it.
+        global_offset: offset of the local piece in the whole tensor.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Leaf:
     global_offset: tuple[int, ...]
 
     def describe(self) -> str:
-        """The leaf's kind as a person reads it, e.g. "float32 [4, 8]"."""
+        """Returns the leaf's dtype and shape as text, e.g. "float32 [4, 8]"."""
         text = f"{self.dtype} {list(self.shape)}"
         if self.global_shape != self.shape:
             text += f" at {list(self.global_offset)} of {list(self.global_shape)}"
@@ -55,18 +57,18 @@ class Leaf:
 
     @property
     def _order(self) -> tuple[int, ...]:
-        """The strides that say in which order the elements lie; the stride of a dimension of size 1 says nothing."""
+        """Strides of the dimensions larger than 1. Only these decide the order of the elements."""
         return tuple(stride for stride, size in zip(self.stride, self.shape, strict=True) if size > 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Leaves and, for each, its offset in the data of a slot, in bytes.
+    """Leaves, and the offset of each leaf in the data of a slot.
 
     Attributes:
         leaves: in the order of their offsets.
-        offsets: offset of each leaf.
-        data_bytes: size of the data that holds them all.
+        offsets: offset of each leaf, in bytes.
+        data_bytes: size of the data that holds all leaves.
     """
 
     leaves: tuple[Leaf, ...]
@@ -75,7 +77,7 @@ class Layout:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that two layouts share only if they are the same."""
+        """A hash of the layout, 16 bytes: equal only for equal layouts."""
         lines = (repr((leaf, offset)) for leaf, offset in zip(self.leaves, self.offsets, strict=True))
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
 
@@ -86,10 +88,12 @@ class Layout:
 
 
 def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ...]:
-    """Strides of dense memory, in elements.
+    """Returns the strides of a dense tensor, in elements.
 
     Args:
-        order: the dimensions from the outermost in memory to the innermost; empty: as they stand.
+        shape: shape of the tensor.
+        order: the dimensions from the outermost in memory to the innermost; empty: in the order of
+            the shape.
     """
     strides = [0] * len(shape)
     step = 1
@@ -100,10 +104,11 @@ def strides_of(shape: Sequence[int], order: Sequence[int] = ()) -> tuple[int, ..
 
 
 def plain_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The one way in which all strides are written that mean the same order of dense elements.
+    """Returns the normal form of strides: one form for each memory order of dense elements.
 
-    A dimension of size 1 may have any stride, and of two ranks' views of one kind each has its own. Row-major wherever that
-    says the same: torch's contiguous tensors are written as they are.
+    A dimension of size 1 may have any stride, so two ranks may have different strides for the same
+    memory order. The normal form is row-major if this is the same order: strides of torch's
+    contiguous tensors do not change.
     """
     dims = [dim for dim, size in enumerate(shape) if size > 1]
     order = sorted(dims, key=lambda dim: -stride[dim])
@@ -113,15 +118,17 @@ def plain_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...
 
 
 def align(offset: int, to: int = ALIGNMENT) -> int:
-    """The next multiple of `to` at or above `offset`."""
+    """Returns the smallest multiple of `to` at or above `offset`."""
     return -(-offset // to) * to
 
 
 def pack(leaves: Iterable[Leaf]) -> Layout:
-    """Places the leaves; the same leaves in the same order always get the same layout.
+    """Returns the layout of the leaves.
+
+    The same leaves in the same order always get the same layout.
 
     Raises:
-        ValueError: two leaves have one name, or there are more than LEAVES_MAX.
+        ValueError: two leaves have the same name, or there are more than LEAVES_MAX leaves.
     """
     ordered = sorted(leaves, key=lambda leaf: (not leaf.staged, leaf.nbytes >= SMALL_BYTES))
     names = {leaf.name for leaf in ordered}
@@ -138,7 +145,13 @@ def pack(leaves: Iterable[Leaf]) -> Layout:
 
 
 def differences(held: Sequence[Leaf], live: Sequence[Leaf], limit: int = 8) -> list[str]:
-    """What differs between two lists of leaves, a line each, at most `limit` lines and a count of the rest."""
+    """Returns the differences between two lists of leaves, one line each.
+
+    Args:
+        held: the leaves of the snapshot.
+        live: the leaves of the model.
+        limit: the most lines to return; one more line counts the rest.
+    """
     old = {leaf.name: leaf for leaf in held}
     new = {leaf.name: leaf for leaf in live}
     lines = [f"{name}: held {old[name].describe()}, not in the model" for name in old if name not in new]

@@ -1,16 +1,22 @@
-"""Boxes: which bytes two pieces of one tensor have in common, when each is cut and laid out in its own way.
+"""Regions: the bytes that two pieces of one tensor have in common.
 
-    the whole tensor            old piece, rows 2-5            in common: a nest of runs of equal length
-    ┌───────────────┐           ┌───────────────┐
-    │   │new│       │           │   │▓▓▓│       │ ▓▓▓ one run    old byte = old + Σ index × old_step      index < count,
-    │ ──┼───┼── old │           │   │▓▓▓│       │               new byte = new + Σ index × new_step      outermost first
-    │   │   │       │           └───────────────┘
+Each piece has its own cut and its own memory order.
+
+    the whole tensor       old piece, rows 2-5  in common: nested loops over runs of equal length
+    ┌───────────────┐      ┌───────────────┐
+    │   │new│       │      │   │▓▓▓│       │    ▓▓▓ = one run
+    │ ──┼───┼── old │      │   │▓▓▓│       │    old byte = old + Σ index × old_step, index < count,
+    │   │   │       │      └───────────────┘    new byte = new + Σ index × new_step, outermost first
 
 Invariants
-  1. Runs are numbered in the order of their old bytes and never overlap there, nor in the new piece.
-  2. Pieces lie densely in memory, in any order of their dimensions; so nothing here depends on row-major order.
-  3. The work to look at one range of a piece is that of the runs within it, however many the piece has.
-  4. The work to find which of n pieces touch a box is that of the pieces found, and log n: a job has as many pieces as ranks.
+  1. Runs are numbered in the order of their old bytes. They overlap neither in the old piece nor in
+     the new one.
+  2. Pieces are dense in memory, in any order of their dimensions. Nothing here depends on row-major
+     order.
+  3. The work for one byte range of a piece grows with the runs in this range, not with all runs of
+     the piece.
+  4. The work to find the pieces, out of n, that overlap a box grows with the pieces found and with
+     log n. A job has as many pieces as ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +34,10 @@ from reft.core.layout.layout import Leaf
 
 
 class ByteRuns(NamedTuple):
-    """Runs of bytes: int64 [n] each. Run i is `nbytes[i]` bytes from `old[i]` of the one piece, at `new[i]` of the other."""
+    """Runs of bytes, as three arrays int64 [n].
+
+    Run i has `nbytes[i]` bytes: from `old[i]` in the old piece, at `new[i]` in the new piece.
+    """
 
     old: NDArray[np.int64]
     new: NDArray[np.int64]
@@ -36,15 +45,17 @@ class ByteRuns(NamedTuple):
 
 
 class RegionCopy(NamedTuple):
-    """What an old piece has of a new one; all numbers in bytes but the counts.
+    """The bytes of a new piece that an old piece contains, as nested loops over runs.
+
+    All numbers but `counts` are in bytes.
 
     Attributes:
-        old: where the first run begins in the old piece.
-        new: where it goes in the new one.
+        old: begin of the first run in the old piece.
+        new: begin of the first run in the new piece.
         run: length of every run.
-        counts: how many runs along each dimension of the nest, outermost first.
-        old_steps: from one run to the next in the old piece, for each dimension, descending.
-        new_steps: the same in the new piece.
+        counts: number of runs along each loop, outermost first.
+        old_steps: distance of consecutive runs in the old piece, for each loop, descending.
+        new_steps: the same distance in the new piece.
     """
 
     old: int
@@ -56,15 +67,15 @@ class RegionCopy(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of all runs."""
+        """Size of all runs together, in bytes."""
         return self.run * math.prod(self.counts)
 
     def bytes_within(self, begin: int, end: int) -> int:
-        """How many of the bytes begin..end of the old piece are copied."""
+        """Returns how many of the bytes begin..end of the old piece are in runs."""
         return self._before(end) - self._before(begin)
 
     def within(self, begin: int, end: int) -> ByteRuns:
-        """The runs, cut, that lie in bytes begin..end of the old piece."""
+        """Returns the runs in bytes begin..end of the old piece, clipped to this range."""
         first = self._below(begin - self.run + 1)
         last = max(first, self._below(end)) if begin < end else first
         numbers = np.unravel_index(np.arange(first, last), self.counts) if self.counts else ()
@@ -78,47 +89,49 @@ class RegionCopy(NamedTuple):
         return ByteRuns(old + front, new + front, nbytes)
 
     def _below(self, limit: int) -> int:
-        """How many runs begin before `limit` of the old piece."""
-        rest, found, inner = limit - self.old, 0, math.prod(self.counts)
+        """Returns how many runs begin before byte `limit` of the old piece."""
+        rest, runs, inner = limit - self.old, 0, math.prod(self.counts)
         if rest <= 0:
             return 0
         for count, step in zip(self.counts, self.old_steps, strict=True):
             inner //= count
             index = (rest - 1) // step
             if index >= count:
-                return found + count * inner
-            found += index * inner
+                return runs + count * inner
+            runs += index * inner
             rest -= index * step
-        return found + 1
+        return runs + 1
 
     def _before(self, limit: int) -> int:
-        """How many bytes are copied from before `limit` of the old piece."""
-        begun = self._below(limit)
-        if not begun:
+        """Returns how many bytes before byte `limit` of the old piece are in runs."""
+        runs = self._below(limit)
+        if not runs:
             return 0
-        last = self.old
-        rest = begun - 1
+        last = self.old  # where the last of these runs begins
+        rest = runs - 1
         for i, step in enumerate(self.old_steps):
             inner = math.prod(self.counts[i + 1 :])
             last += rest // inner * step
             rest %= inner
-        return (begun - 1) * self.run + min(self.run, limit - last)
+        return (runs - 1) * self.run + min(self.run, limit - last)
 
 
 class RegionIndex:
-    """Pieces of one tensor, to be searched by place: along one dimension after the other, by their distinct runs of it.
+    """Finds the pieces of one tensor that overlap a box.
 
-    A mesh cuts a dimension into runs that are equal or disjoint, so a search looks at nothing in vain. Runs that overlap
-    otherwise are found too, after a look at all between the first and the last that touch.
+    A tree with one level for each dimension. A level is sorted by the distinct runs of its
+    dimension. A mesh cuts a dimension into runs that are equal or disjoint, so a search visits only
+    pieces that overlap. Runs that overlap partly are found, too; then a search visits all runs
+    between the first and the last that overlap.
 
     Args:
-        pieces: number → piece; those without elements touch nothing.
-        dim: along which this shelf is sorted; shelves of the next dimension stand below it.
+        pieces: number → piece. Pieces without elements are never found.
+        dim: the dimension of this level.
     """
 
     def __init__(self, pieces: Mapping[int, Leaf], dim: int = 0) -> None:
         self._dim = dim
-        self._numbers: list[int] = []  # no dimension is left to tell these apart
+        self._numbers: list[int] = []  # below the last dimension: pieces with the same box
         below: dict[tuple[int, int], dict[int, Leaf]] = {}
         for number, leaf in pieces.items():
             if not math.prod(leaf.shape):
@@ -131,11 +144,11 @@ class RegionIndex:
         runs = sorted(below)
         self._begins = [begin for begin, _ in runs]
         self._ends = [end for _, end in runs]
-        self._latest = list(accumulate(self._ends, max))  # ascending, which the ends themselves need not be
+        self._latest = list(accumulate(self._ends, max))  # running maximum: sorted, even if the ends are not
         self._below = [RegionIndex(below[run], dim + 1) for run in runs]
 
     def touching(self, leaf: Leaf) -> list[int]:
-        """The numbers of the pieces that have elements in common with a leaf, ascending."""
+        """Returns the numbers of the pieces that share elements with a leaf, ascending."""
         return sorted(self._touching(leaf)) if math.prod(leaf.shape) else []
 
     def _touching(self, leaf: Leaf) -> list[int]:
@@ -143,24 +156,25 @@ class RegionIndex:
             return self._numbers
         begin = leaf.global_offset[self._dim]
         end = begin + leaf.shape[self._dim]
-        found: list[int] = []
+        numbers: list[int] = []
         for i in range(bisect_right(self._latest, begin), bisect_left(self._begins, end)):
             if self._ends[i] > begin:
-                found += self._below[i]._touching(leaf)
-        return found
+                numbers += self._below[i]._touching(leaf)
+        return numbers
 
 
 def itemsize(leaf: Leaf) -> int:
-    """Bytes of an element; 0 if there are none."""
+    """Returns the bytes of one element; 0 for a leaf without elements."""
     count = math.prod(leaf.shape)
     return leaf.nbytes // count if count else 0
 
 
 def overlap(old: Leaf, new: Leaf) -> RegionCopy | None:
-    """What an old piece has of a new piece of the same tensor; None if nothing.
+    """Returns the bytes that two pieces of one tensor have in common; None if none.
 
     Args:
-        old, new: of the same global shape and dtype.
+        old: the piece to copy from.
+        new: the piece to copy to. Its global shape and dtype are those of `old`.
     """
     item = itemsize(old)
     begins = [max(a, b) for a, b in zip(old.global_offset, new.global_offset, strict=True)]
@@ -180,13 +194,13 @@ def overlap(old: Leaf, new: Leaf) -> RegionCopy | None:
         run *= dims.pop()[2]
     nest: list[tuple[int, int, int]] = []
     for old_step, new_step, count in dims:
-        # Two dimensions that follow one another in both pieces are one.
+        # Two loops that continue each other in both pieces become one loop.
         if nest and nest[-1][0] == old_step * count and nest[-1][1] == new_step * count:
             count *= nest.pop()[2]
         nest.append((old_step, new_step, count))
     return RegionCopy(
-        _at(begins, old) * item,
-        _at(begins, new) * item,
+        _element_index(begins, old) * item,
+        _element_index(begins, new) * item,
         run,
         tuple(count for _, _, count in nest),
         tuple(step for step, _, _ in nest),
@@ -198,8 +212,8 @@ def _ends(leaf: Leaf) -> list[int]:
     return [begin + size for begin, size in zip(leaf.global_offset, leaf.shape, strict=True)]
 
 
-def _at(begins: Sequence[int], leaf: Leaf) -> int:
-    """The element of the piece that lies at these global indices."""
+def _element_index(begins: Sequence[int], leaf: Leaf) -> int:
+    """Returns the position in the piece's memory of the element at these global indices."""
     return sum(
         (begin - offset) * stride for begin, offset, stride in zip(begins, leaf.global_offset, leaf.stride, strict=True)
     )

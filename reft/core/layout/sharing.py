@@ -1,10 +1,11 @@
-"""Which leaves of symbolic layouts are the same, without writing down the leaves of every layout.
+"""Finds the leaves that symbolic layouts share, without listing the leaves of every layout.
 
-    names that lie alike in their tables ──► family: one look at the cuts decides for all of them
-    family × the runs of its axes        ──► who has them: several layouts ─► shared │ one ─► that layout's own
+    names with the same tables and axes ──► family: cuts are compared once for all its names
+    family × the runs of its axes       ──► in several layouts ─► shared │ in one ─► own leaves
 
-Two leaves are the same if all that describes them is: name, dtype, shape, strides, size and place in the whole. A sharded
-model has thousands of leaves and thousands of ranks, but a handful of families: leaves are made only where they are shared.
+Two leaves are the same if name, dtype, shape, strides, size, global shape and global offset are
+equal. A sharded model has thousands of leaves and thousands of ranks, but only a few families.
+Leaves are listed only where they are shared.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from reft.core.layout.symbolic import WHOLE, LeafPattern, PatternTable, Symbolic
 
 @dataclass(frozen=True, eq=False)
 class PatternFamily:
-    """Patterns of one table that lie alike; every layout that has them names this one object, and compares it by identity.
+    """Patterns of one table that are cut along the same axes.
+
+    All layouts that have these patterns refer to one object, which is compared by identity.
 
     Attributes:
-        indices: of the patterns.
+        indices: indices of the patterns in the table.
     """
 
     indices: tuple[int, ...]
@@ -32,11 +35,11 @@ class PatternFamily:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who has what; layouts are called by their index.
+    """Which layouts have which leaves. A layout is named by its index.
 
     Attributes:
-        groups: the layouts that have the same leaves → these leaves.
-        own: for each layout the leaves that it shares with no other layout.
+        groups: layouts that share leaves → the shared leaves.
+        own: for each layout, the leaves that no other layout has.
     """
 
     groups: dict[tuple[int, ...], list[Leaf]]
@@ -45,10 +48,12 @@ class Sharing:
 
 @dataclass(frozen=True)
 class OwnLeaves:
-    """Leaves of one layout, made on demand.
+    """The leaves that only one layout has, listed on demand.
 
     Attributes:
-        families: of the layout's table.
+        layout: the layout.
+        sizes: sizes of the leaves of its table.
+        families: the families of its table that no other layout shares.
     """
 
     layout: SymbolicLayout
@@ -56,58 +61,74 @@ class OwnLeaves:
     families: tuple[PatternFamily, ...]
 
     def leaves(self) -> list[Leaf]:
-        """The leaves."""
+        """Returns the leaves."""
         patterns = self.layout.table.patterns
         return leaves_of([patterns[i] for family in self.families for i in family.indices], self.layout.cuts)
 
-    def unreplicated_bytes(self, room: int) -> int:
-        """Bytes of what is left when the small and the staged leaves ride, smallest first, while there is room for them."""
-        return self.sizes.unreplicated_bytes(tuple(cut.size for cut in self.layout.cuts), self.families, room)
+    def unreplicated_bytes(self, inline_bytes_max: int) -> int:
+        """Returns the bytes of the leaves that are not inline.
+
+        Small and staged leaves are inline, the smallest first, up to `inline_bytes_max` in total.
+        """
+        axis_sizes = tuple(cut.size for cut in self.layout.cuts)
+        return self.sizes.unreplicated_bytes(axis_sizes, self.families, inline_bytes_max)
 
 
 class LeafSizes:
-    """Sizes of a table's leaves under any cuts, all at once."""
+    """Computes the sizes of all leaves of a table at once, for any cuts."""
 
     def __init__(self, table: PatternTable) -> None:
         dims = max((len(pattern.axes) for pattern in table.patterns), default=0)
         count = len(table.patterns)
         self._whole = np.array([_whole_bytes(pattern) for pattern in table.patterns], np.int64)
-        self._axes = np.full((count, dims), len(table.axes), np.int64)  # one past the last axis: a size of 1
+        # The index one past the last axis stands for a size of 1.
+        self._axes = np.full((count, dims), len(table.axes), np.int64)
         for i, pattern in enumerate(table.patterns):
             for dim, axis in enumerate(pattern.axes):
                 if axis != WHOLE:
                     self._axes[i, dim] = axis
         self._staged = np.array([pattern.staged for pattern in table.patterns], np.bool_)
-        self._known: dict[tuple[object, ...], int] = {}
+        self._cache: dict[tuple[object, ...], int] = {}
 
     def of(self, sizes: Sequence[int]) -> NDArray[np.int64]:
-        """Bytes of each leaf, int64 [leaves], if the axes' runs have these sizes, in elements."""
-        found: NDArray[np.int64] = self._whole * np.array([*sizes, 1], np.int64)[self._axes].prod(1)
-        return found
+        """Returns the bytes of each leaf, int64 [leaves].
 
-    def unreplicated_bytes(self, sizes: tuple[int, ...], families: tuple[PatternFamily, ...], room: int) -> int:
-        """See `OwnLeaves.kept_bytes`. Ranks whose shards are equally large have one answer."""
-        key = (sizes, families, room)
-        if key not in self._known:
-            chosen = np.array([i for family in families for i in family.indices], np.int64)
-            nbytes = self.of(sizes)[chosen]
-            riding = np.sort(nbytes[self._staged[chosen] | (nbytes < SMALL_BYTES)]).cumsum()
-            self._known[key] = int(nbytes.sum()) - int(riding[riding <= room].max(initial=0))
-        return self._known[key]
+        Args:
+            sizes: size of the rank's run of each axis, in elements.
+        """
+        nbytes: NDArray[np.int64] = self._whole * np.array([*sizes, 1], np.int64)[self._axes].prod(1)
+        return nbytes
+
+    def unreplicated_bytes(
+        self, sizes: tuple[int, ...], families: tuple[PatternFamily, ...], inline_bytes_max: int
+    ) -> int:
+        """Returns the bytes of the leaves that are not inline; see `OwnLeaves.unreplicated_bytes`.
+
+        The result is cached: it is the same for all ranks whose runs have these sizes.
+        """
+        key = (sizes, families, inline_bytes_max)
+        if key not in self._cache:
+            indices = np.array([i for family in families for i in family.indices], np.int64)
+            nbytes = self.of(sizes)[indices]
+            inline = np.sort(nbytes[self._staged[indices] | (nbytes < SMALL_BYTES)]).cumsum()
+            self._cache[key] = int(nbytes.sum()) - int(inline[inline <= inline_bytes_max].max(initial=0))
+        return self._cache[key]
 
 
 def sharing(layouts: Sequence[SymbolicLayout], ranks: Sequence[int], mismatched: Collection[str]) -> Sharing:
     """Finds which layouts have which leaves.
 
-    A leaf that is staged in one layout is shared by none: where one rank's forward writes it, others' copies prove nothing.
+    A leaf that is staged in one layout is never shared. If forward writes the leaf on one rank, the
+    copies of other ranks are no evidence for its bytes.
 
     Args:
-        layouts: no two alike.
-        ranks: how many ranks have each layout; a leaf is shared if two ranks or more have it.
-        mismatched: names of leaves that are shared by none.
+        layouts: distinct layouts.
+        ranks: number of ranks that have each layout. A leaf is shared if at least two ranks have
+            it.
+        mismatched: names of leaves that are never shared.
     """
     numbers: dict[PatternTable, int] = {}
-    number_of: dict[int, int] = {}  # by identity: tables are large, and layouts share them
+    number_of: dict[int, int] = {}  # by id(table): tables are large to hash, and layouts share them
     users: list[list[int]] = []
     for index, layout in enumerate(layouts):
         if id(layout.table) not in number_of:
@@ -135,10 +156,12 @@ class _Member:
     """The patterns of one table that belong to a family, in the order of their names.
 
     Attributes:
-        table: its number.
-        axes: the same for all of them.
-        kind: equal among members whose leaves are the same if their cuts are.
-        never_shared: whether they are staged, without elements, or called unequal.
+        table: number of the table.
+        axes: the axes of all these patterns.
+        kind: equal for members whose leaves are the same if their cuts are equal.
+        never_shared: whether the leaves are staged, without elements, or mismatched.
+        patterns: the patterns.
+        family: refers to them by their indices.
     """
 
     table: int
@@ -150,13 +173,18 @@ class _Member:
 
 
 def _families(tables: Sequence[PatternTable], mismatched: frozenset[str]) -> list[list[_Member]]:
-    """The names of all tables, together where they lie alike: in the same tables, along the same axes."""
-    places: dict[str, list[tuple[int, int, LeafPattern]]] = {}
+    """Groups the names of all tables into families: names in the same tables, along the same axes.
+
+    Returns:
+        For each family, one member for each table that has its names.
+    """
+    # name → (number of the table, index of the pattern in it, pattern)
+    occurrences: dict[str, list[tuple[int, int, LeafPattern]]] = {}
     for number, table in enumerate(tables):
         for index, pattern in enumerate(table.patterns):
-            places.setdefault(pattern.name, []).append((number, index, pattern))
-    alike: dict[tuple[tuple[int, tuple[int, ...], int, bool], ...], list[list[tuple[int, int, LeafPattern]]]] = {}
-    for name, found in places.items():
+            occurrences.setdefault(pattern.name, []).append((number, index, pattern))
+    families: dict[tuple[tuple[int, tuple[int, ...], int, bool], ...], list[list[tuple[int, int, LeafPattern]]]] = {}
+    for name, entries in occurrences.items():
         kinds: dict[object, int] = {}
         key = tuple(
             (
@@ -165,15 +193,19 @@ def _families(tables: Sequence[PatternTable], mismatched: frozenset[str]) -> lis
                 kinds.setdefault(_kind(pattern), len(kinds)),
                 pattern.staged or name in mismatched or not _whole_bytes(pattern),
             )
-            for number, _, pattern in found
+            for number, _, pattern in entries
         )
-        alike.setdefault(key, []).append(found)
+        families.setdefault(key, []).append(entries)
     return [
         [
-            _Member(*place, tuple(found[i][2] for found in names), PatternFamily(tuple(found[i][1] for found in names)))
-            for i, place in enumerate(key)
+            _Member(
+                *properties,
+                tuple(entries[i][2] for entries in names),
+                PatternFamily(tuple(entries[i][1] for entries in names)),
+            )
+            for i, properties in enumerate(key)
         ]
-        for key, names in alike.items()
+        for key, names in families.items()
     ]
 
 
@@ -184,30 +216,42 @@ def _divide(
     users: Sequence[Sequence[int]],
     groups: dict[tuple[int, ...], list[Leaf]],
 ) -> Iterator[tuple[int, PatternFamily]]:
-    """One family: adds its leaves to the groups that share them; yields the layouts that have them alone."""
+    """Adds the shared leaves of one family to their groups; yields the unshared ones.
+
+    Args:
+        members: the family, one member for each table.
+        layouts: all layouts.
+        ranks: number of ranks that have each layout.
+        users: for each table, the indices of its layouts.
+        groups: layouts that share leaves → the shared leaves; extended here.
+
+    Yields:
+        The index of a layout, and the family of leaves that no other layout has.
+    """
     holders: dict[object, list[tuple[int, _Member]]] = {}
     unshared: set[object] = set()
     for member in members:
         used = [axis for axis in member.axes if axis != WHOLE]
-        kind = member.kind, tuple(axis == WHOLE for axis in member.axes)  # rows and columns may be cut alike
+        # Without the positions of the axes, a cut of rows would equal the same cut of columns.
+        kind = member.kind, tuple(axis == WHOLE for axis in member.axes)
         for index in users[member.table]:
             cuts = layouts[index].cuts
             runs = [cuts[axis] for axis in used]
-            run = (kind, *runs)
-            holders.setdefault(run, []).append((index, member))
+            identity = (kind, *runs)
+            holders.setdefault(identity, []).append((index, member))
             if member.never_shared or not all(size for _, size in runs):
-                unshared.add(run)
-    for each, found in holders.items():
-        index, member = found[0]
-        if each in unshared or (len(found) == 1 and ranks[index] == 1):
-            yield from ((index, member.family) for index, member in found)
+                unshared.add(identity)
+    for key, entries in holders.items():
+        index, member = entries[0]
+        if key in unshared or (len(entries) == 1 and ranks[index] == 1):
+            yield from ((index, member.family) for index, member in entries)
         else:
-            group = groups.setdefault(tuple(sorted(number for number, _ in found)), [])
+            group = groups.setdefault(tuple(sorted(number for number, _ in entries)), [])
             group += leaves_of(member.patterns, layouts[index].cuts)
 
 
 def _kind(pattern: LeafPattern) -> object:
-    """What must be equal for two leaves to be the same, beside names and cuts."""
+    """Returns what the patterns of equal leaves have in common, beside name and cuts."""
     if pattern.literal is not None:
         leaf = pattern.literal
         return leaf.shape, leaf.stride, leaf.nbytes, leaf.global_offset, leaf.dtype, leaf.global_shape
@@ -215,7 +259,7 @@ def _kind(pattern: LeafPattern) -> object:
 
 
 def _whole_bytes(pattern: LeafPattern) -> int:
-    """Bytes of the dimensions that are not cut; of a literal leaf, all."""
+    """Returns the bytes that the uncut dimensions span; for a literal leaf, all its bytes."""
     if pattern.literal is not None:
         return pattern.literal.nbytes
     nbytes = pattern.item_bytes

@@ -1,22 +1,27 @@
-"""What the leaves of pipeline stages are called, so that the same name means the same tensor in every process of the job.
+"""Names the leaves of pipeline stages: one name means one tensor in every process of the job.
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                 names of the whole model: kept as they are,
-    stage 1                                  layers.2.weight  head.weight    a model of one stage has them too
+    stage 0   embed.weight  layers.0.weight  layers.1.weight               names of the whole model:
+    stage 1                                  layers.2.weight  head.weight  unchanged
 
-    stage 0   embed.weight  layers.0.weight  layers.1.weight                 numbered anew in each stage: names get the stage
-    stage 1   embed.weight  layers.0.weight  head.weight                     but for embed, if it is shown to be tied
+    stage 0   embed.weight  layers.0.weight  layers.1.weight               each stage counts from 0:
+    stage 1   embed.weight  layers.0.weight  head.weight                   add stage, not to ties
 
-Two stages that both have a "layers.0.weight" of one shape hold two tensors, even if their bytes are equal now: both may have
-been made from one seed, or be zeros. So a name that two stages share is taken for one tensor, a *tie*, only if
-  1. it is in the first and the last stage and in no other, with one dtype, shape and place in the whole;
-  2. no part of it is a number: elements of lists are what is numbered anew;
-  3. both stages have parameters of their own beside those that they share, and no rank has both stages;
-  4. their bytes are equal, and not one value repeated.
-That is a proposal like any identity: the digests of each snapshot go on comparing ties.
+Names of the first kind also fit a job that has the whole model in one stage.
+
+If two stages have a "layers.0.weight" of the same shape, they hold two tensors, even if their bytes
+are equal now: both may come from the same seed, or be zeros. A name that two stages share means one
+tensor, a *tie*, only if
+  1. the first and the last stage have the name and no other stage does, with equal dtype, shape and
+     place in the whole;
+  2. no part of the name is a number, because elements of lists are numbered from 0 in each stage;
+  3. both stages also have parameters that they do not share, and no rank has both stages;
+  4. the bytes are equal, and are not one repeated value.
+A tie is a proposal, like any identity: the digests of each snapshot compare tied tensors again.
 
 Invariants
-  1. No two tensors of different stages get one name, unless they are a tie.
-  2. If all parameters that stages share are ties, all other names are those of the modules: they say nothing of stages.
+  1. Two tensors of different stages never get the same name, unless they are a tie.
+  2. If all parameters that stages share are ties, all other names are those of the modules, without
+     a stage.
   3. The order of the stages does not matter.
 """
 
@@ -25,16 +30,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-CONSTANT = "constant "  # before a digest of bytes that repeat one value
+CONSTANT = "constant "  # prefix of the digest of a tensor that repeats one value
 
 
 @dataclass(frozen=True)
 class StageNames:
-    """The names of one stage, as its module has them.
+    """The names of one stage, as they are in its module.
 
     Attributes:
-        parameters: name → what it is: dtype, shapes, and place in the whole.
-        buffers: names of what forward mutates.
+        parameters: name → description of the parameter: dtype, shapes, and place in the whole.
+        buffers: names of the buffers, which forward mutates.
     """
 
     parameters: Mapping[str, str]
@@ -43,12 +48,12 @@ class StageNames:
 
 @dataclass(frozen=True)
 class StageNaming:
-    """How the stages' leaves are named.
+    """The rule that names the stages' leaves.
 
     Attributes:
-        is_global: whether the modules' own names name the parameters of the whole model.
+        is_global: whether the modules' names are unique in the whole model, except ties.
         ties: names of parameters that the first and the last stage have in common.
-        repeated: names of buffers that several stages have, each its own.
+        repeated: names of different buffers that several stages use.
     """
 
     is_global: bool = True
@@ -56,64 +61,71 @@ class StageNaming:
     repeated: frozenset[str] = frozenset()
 
     def has_stage(self, name: str) -> bool:
-        """Whether the stage belongs to the identity of this leaf."""
+        """Whether the stage is part of this leaf's name."""
         return name in self.repeated or not (self.is_global or name in self.ties)
 
 
 def candidates(stages: Mapping[int, StageNames], together: Collection[frozenset[int]] = ()) -> frozenset[str]:
-    """Names that may be ties, if their bytes are equal.
+    """Returns the names that are ties if their bytes are equal.
 
     Args:
-        stages: all stages of the job, by their index.
-        together: for each rank, the stages that it has.
+        stages: all stages of the job, by index.
+        together: for each rank, the set of its stages.
     """
     if len(stages) < 2:
         return frozenset()
     first, last = min(stages), max(stages)
     shared = _shared(stages)
-    of_two = [stages[first].parameters, stages[last].parameters]
-    if any({first, last} <= ranks for ranks in together) or any(shared.keys() >= names.keys() for names in of_two):
+    parameters = [stages[first].parameters, stages[last].parameters]
+    has_both = any({first, last} <= stages_of_rank for stages_of_rank in together)
+    if has_both or any(shared.keys() >= names.keys() for names in parameters):
         return frozenset()
     return frozenset(
         name
         for name, holders in shared.items()
-        if holders == {first, last} and of_two[0].get(name) == of_two[1].get(name) and not _is_numbered(name)
+        if holders == {first, last} and parameters[0].get(name) == parameters[1].get(name) and not _is_numbered(name)
     )
 
 
 def naming(
     stages: Mapping[int, StageNames], possible: Collection[str], values: Mapping[int, Mapping[str, str]]
 ) -> StageNaming:
-    """How to name the leaves of these stages.
+    """Decides how to name the leaves of these stages.
 
     Args:
-        stages: all stages of the job, by their index.
-        possible: from `candidates`.
-        values: stage → name → digest of its bytes, after CONSTANT if they repeat one value; of the possible ties.
+        stages: all stages of the job, by index.
+        possible: the result of `candidates`.
+        values: stage → name → digest of the bytes, for each possible tie. CONSTANT precedes the
+            digest if the bytes repeat one value.
     """
-    seen: dict[str, set[str]] = {name: set() for name in possible}
+    digests_of: dict[str, set[str]] = {name: set() for name in possible}
     for digests in values.values():
         for name, digest in digests.items():
-            seen.setdefault(name, set()).add(digest)
+            digests_of.setdefault(name, set()).add(digest)
     ties = frozenset(
-        name for name in possible if len(seen[name]) == 1 and not next(iter(seen[name])).startswith(CONSTANT)
+        name
+        for name in possible
+        if len(digests_of[name]) == 1 and not next(iter(digests_of[name])).startswith(CONSTANT)
     )
-    count: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for stage in stages.values():
         for name in stage.buffers:
-            count[name] = count.get(name, 0) + 1
-    repeated = frozenset(name for name, number in count.items() if number > 1)
+            counts[name] = counts.get(name, 0) + 1
+    repeated = frozenset(name for name, count in counts.items() if count > 1)
     return StageNaming(_shared(stages).keys() <= ties, ties, repeated)
 
 
 def _shared(stages: Mapping[int, StageNames]) -> dict[str, set[int]]:
-    """Names that several stages have and that are a parameter in one of them → these stages."""
+    """Returns name → stages, for names that several stages have.
+
+    Only names that are a parameter in some stage.
+    """
     holders: dict[str, set[int]] = {}
     for index, stage in stages.items():
         for name in (*stage.parameters, *stage.buffers):
             holders.setdefault(name, set()).add(index)
     parameters = {name for stage in stages.values() for name in stage.parameters}
-    return {name: found for name, found in holders.items() if len(found) > 1 and name in parameters}
+    return {name: indices for name, indices in holders.items() if len(indices) > 1 and name in parameters}
 
 
 def _is_numbered(name: str) -> bool:

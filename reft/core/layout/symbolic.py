@@ -1,19 +1,21 @@
-"""Symbolic layouts: one table for all ranks whose leaves differ only in which piece of each whole they hold.
+"""Symbolic layouts: one table for all ranks whose leaves differ only in the rank's piece.
 
-    rank 5 of 8     w  [64, 16] rows 40…47      table   axes    A: 64 elements      B: 10 elements
-                    m  [64, 16] rows 40…47              leaves  w [A, 16]   m [A, 16]   b [B]   norm [16]
-                    b  [10]     elements 10…9    rank 5  cuts    A: 40 + 8           B: 10 + 0
-                    norm [16]   whole
+    rank 5 of 8                      table    axes    A: 64 elements      B: 10 elements
+    w  [64, 16]  rows 40…47                   leaves  w [A, 16]   m [A, 16]   b [B]   norm [16]
+    m  [64, 16]  rows 40…47          rank 5   cuts    A: 40 + 8           B: 10 + 0
+    b  [10]      elements 10…9
+    norm [16]    whole
 
-An axis is a way in which a dimension of so many elements is cut among the ranks; a rank's cuts say which run of each axis
-is its own. Nothing is guessed of meshes or of rules of sharding: a rank calls two dimensions one axis if they are equally
-long and it has the same run of both. So even and uneven shards, empty ones, strided ones and ranges of flat buffers are
-all written alike, and what a rank wrote always expands to exactly what it has: a leaf for which that is not so is written
-down in full.
+An axis is a dimension of a given length that is cut among ranks. A rank's cuts name the rank's run
+of each axis. No mesh and no sharding rule is assumed: two dimensions belong to one axis if they
+have the same length and the rank has the same run of both. So one form covers even, uneven, empty
+and strided shards, and ranges of flat buffers. The symbolic form always expands to exactly the
+rank's leaves. A leaf that no pattern can express is stored in full.
 
 Invariants
   1. expand(of(leaves)) == pack(leaves), for any leaves.
-  2. Ranks of one mesh share a table, but for the few whose runs of two axes happen to be the same.
+  2. Ranks of one mesh share a table, except the few ranks whose runs of two axes happen to be
+     equal.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import NamedTuple
 
 from reft.core.layout.layout import Layout, Leaf, pack, strides_of
 
-WHOLE = -1  # instead of an axis: the dimension is not cut
+WHOLE = -1  # in place of an axis: the dimension is not cut
 
 
 class AxisCut(NamedTuple):
@@ -38,17 +40,19 @@ class AxisCut(NamedTuple):
 
 @dataclass(frozen=True)
 class LeafPattern:
-    """A leaf without what differs by rank.
+    """A leaf without the properties that differ by rank.
 
     Attributes:
-        name: of the leaf.
-        dtype: of the leaf.
-        staged: of the leaf.
-        item_bytes: size of an element.
-        global_shape: of the leaf.
+        name: name of the leaf.
+        dtype: dtype of the leaf.
+        staged: whether forward may mutate the leaf.
+        item_bytes: bytes of one element.
+        global_shape: shape of the whole tensor.
         axes: for each dimension the index of its axis in the table, or WHOLE.
-        order: the dimensions from the outermost in memory to the innermost; empty means as they stand.
-        literal: the leaf itself, if no pattern gives it; then it is the same for every rank of the table.
+        order: the dimensions from the outermost in memory to the innermost; empty: in the order of
+            the shape.
+        literal: the leaf itself, if no pattern can express the leaf; the same for every rank of the
+            table. Else None.
     """
 
     name: str
@@ -60,16 +64,25 @@ class LeafPattern:
     order: tuple[int, ...] = ()
     literal: Leaf | None = None
 
-    def placed(self, place: LocalPiece) -> Leaf:
-        """The leaf at a place of its kind."""
-        nbytes = place.elements * self.item_bytes
+    def placed(self, piece: LocalPiece) -> Leaf:
+        """Returns the leaf for one piece."""
+        nbytes = piece.elements * self.item_bytes
         return Leaf(
-            self.name, self.dtype, place.shape, place.stride, nbytes, self.staged, self.global_shape, place.offset
+            self.name, self.dtype, piece.shape, piece.stride, nbytes, self.staged, self.global_shape, piece.offset
         )
 
 
 class LocalPiece(NamedTuple):
-    """Shape, offset, strides and number of elements of a rank's piece: the same for all leaves that are cut alike."""
+    """One rank's piece of a tensor.
+
+    All leaves with the same global shape, axes and order have equal pieces.
+
+    Attributes:
+        shape: shape of the piece.
+        offset: offset of the piece in the whole tensor.
+        stride: strides of the piece, in elements.
+        elements: number of elements.
+    """
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -77,7 +90,7 @@ class LocalPiece(NamedTuple):
     elements: int
 
 
-def _place(pattern: LeafPattern, cuts: Sequence[AxisCut]) -> LocalPiece:
+def _piece(pattern: LeafPattern, cuts: Sequence[AxisCut]) -> LocalPiece:
     shape, offset = pattern.global_shape, (0,) * len(pattern.global_shape)
     if any(axis != WHOLE for axis in pattern.axes):
         pairs = list(zip(pattern.axes, pattern.global_shape, strict=True))
@@ -88,10 +101,10 @@ def _place(pattern: LeafPattern, cuts: Sequence[AxisCut]) -> LocalPiece:
 
 @dataclass(frozen=True)
 class PatternTable:
-    """What ranks share.
+    """The part of a symbolic layout that many ranks share.
 
     Attributes:
-        patterns: in the order in which the leaves were found.
+        patterns: in the order of the rank's leaves.
         axes: length of each axis, in elements.
     """
 
@@ -101,30 +114,30 @@ class PatternTable:
 
 @dataclass(frozen=True)
 class SymbolicLayout:
-    """One layout: a table, and a cut for each of its axes."""
+    """One layout: a table, and one cut for each axis of the table."""
 
     table: PatternTable
     cuts: tuple[AxisCut, ...]
 
     def leaves(self) -> list[Leaf]:
-        """All leaves, in the order in which they were found."""
+        """Returns all leaves, in the order of the table's patterns."""
         return leaves_of(self.table.patterns, self.cuts)
 
 
 def leaves_of(patterns: Iterable[LeafPattern], cuts: Sequence[AxisCut]) -> list[Leaf]:
-    """The leaves of a rank that has these cuts, in the order of their patterns."""
-    places: dict[object, LocalPiece] = {}  # a model has thousands of leaves, and few ways in which they are cut
-    found = []
+    """Returns the leaves of a rank with these cuts, in the order of the patterns."""
+    pieces: dict[object, LocalPiece] = {}  # a cache: thousands of leaves have only a few distinct pieces
+    leaves = []
     for pattern in patterns:
         key = pattern.global_shape, pattern.axes, pattern.order
-        if pattern.literal is None and key not in places:
-            places[key] = _place(pattern, cuts)
-        found.append(pattern.literal or pattern.placed(places[key]))
-    return found
+        if pattern.literal is None and key not in pieces:
+            pieces[key] = _piece(pattern, cuts)
+        leaves.append(pattern.literal or pattern.placed(pieces[key]))
+    return leaves
 
 
 def of(leaves: Iterable[Leaf]) -> SymbolicLayout:
-    """The symbolic form of a rank's leaves."""
+    """Returns the symbolic form of a rank's leaves."""
     axes: dict[tuple[int, AxisCut], int] = {}
     patterns = [_pattern(leaf, axes) for leaf in leaves]
     return SymbolicLayout(
@@ -133,7 +146,7 @@ def of(leaves: Iterable[Leaf]) -> SymbolicLayout:
 
 
 def expand(symbolic: SymbolicLayout) -> Layout:
-    """The layout itself.
+    """Returns the layout in full.
 
     Raises:
         ValueError: see `pack`.
@@ -142,7 +155,7 @@ def expand(symbolic: SymbolicLayout) -> Layout:
 
 
 def _pattern(leaf: Leaf, axes: dict[tuple[int, AxisCut], int]) -> LeafPattern:
-    """The leaf's pattern; axes that are new are added."""
+    """Returns the leaf's pattern, and adds new axes to `axes`."""
     dims = len(leaf.global_shape)
     literal = LeafPattern(leaf.name, leaf.dtype, leaf.staged, 0, leaf.global_shape, (), (), leaf)
     if not dims == len(leaf.shape) == len(leaf.stride) == len(leaf.global_offset):
@@ -152,24 +165,27 @@ def _pattern(leaf: Leaf, axes: dict[tuple[int, AxisCut], int]) -> LeafPattern:
         for length, begin, size in zip(leaf.global_shape, leaf.global_offset, leaf.shape, strict=True)
     ]
     new = {cut: len(axes) + i for i, cut in enumerate(dict.fromkeys(cut for cut in cuts if cut and cut not in axes))}
-    number = tuple(WHOLE if cut is None else new[cut] if cut in new else axes[cut] for cut in cuts)
+    axes_of_dims = tuple(WHOLE if cut is None else new[cut] if cut in new else axes[cut] for cut in cuts)
     count = math.prod(leaf.shape)
     item_bytes = leaf.nbytes // count if count else _item_bytes(leaf.dtype)
-    found = LeafPattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, number, _order(leaf))
-    if found.placed(_place(found, [cut for _, cut in (*axes, *new)])) != leaf:
+    pattern = LeafPattern(leaf.name, leaf.dtype, leaf.staged, item_bytes, leaf.global_shape, axes_of_dims, _order(leaf))
+    if pattern.placed(_piece(pattern, [cut for _, cut in (*axes, *new)])) != leaf:
         return literal
     axes.update(new)
-    return found
+    return pattern
 
 
 def _order(leaf: Leaf) -> tuple[int, ...]:
-    """The order of the dimensions in memory, as far as the strides tell."""
+    """Returns the order of the dimensions in memory, derived from the strides."""
     if strides_of(leaf.shape, ()) == leaf.stride:
         return ()
     return tuple(sorted(range(len(leaf.stride)), key=lambda dim: -leaf.stride[dim]))
 
 
 def _item_bytes(dtype: str) -> int:
-    """Size of an element by its dtype's name: of a leaf without elements, whose bytes do not tell."""
+    """Returns the bytes of an element by the name of its dtype.
+
+    For leaves without elements: their size does not tell.
+    """
     bits = re.search(r"\d+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1

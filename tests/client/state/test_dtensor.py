@@ -202,7 +202,7 @@ def test_shards_of_fsdp_have_one_holder_and_are_reported_as_exposed():
     assert exposure.reason == "kept" and exposure.ranks == (0, 1, 2, 3) and exposure.nbytes == 3 * 1024 * 64 * 4
     assert (
         exposure.what
-        == "768.0 KiB have one holder each (unreplicated shards, or what differs by rank): lost with their node."
+        == "768.0 KiB have only one holder (unreplicated shards, or state that differs by rank): lost with its node."
     )
 
 

@@ -1,4 +1,4 @@
-"""Every code against a naive XOR of its table, every pattern of losses, and how many operations that takes."""
+"""Every code against a naive XOR of its table, all patterns of losses, and operation counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reft.core.coding.erasure import (
 
 SHAPES = [(domains - f, f) for domains in range(2, 9) for f in range(1, 5 if domains >= 6 else 4) if f < domains]
 KINDS = {1: "xor", 2: "evenodd", 3: "star", 4: "cauchy"}
-STALE = 0xA5  # outputs and scratch hold something else before; what they held must not matter
+STALE = 0xA5  # initial bytes of outputs and scratch, which must not matter
 
 
 def stale(count: int, nbytes: int) -> list[np.ndarray]:
@@ -35,7 +35,7 @@ def stale(count: int, nbytes: int) -> list[np.ndarray]:
 
 
 def execute(program: XorProgram, shards: np.ndarray) -> list[np.ndarray]:
-    """Outputs of the program; `shards` are all k + f, as [shard, packet, byte], and stay as they are."""
+    """Returns the outputs of the program. `shards` [k + f, packet, byte] do not change."""
     shards.flags.writeable = False
     outputs = stale(len(program.outputs), shards.shape[2])
     run(program, [shards[each] for each in program.inputs], outputs, stale(program.scratch, shards.shape[2]))
@@ -43,7 +43,7 @@ def execute(program: XorProgram, shards: np.ndarray) -> list[np.ndarray]:
 
 
 def stripe(code: ErasureCode, nbytes: int, seed: int = 0) -> np.ndarray:
-    """Random data and its parities, by the table alone."""
+    """Returns random data with its parities, computed from the table alone."""
     shards = np.random.default_rng(seed).integers(0, 256, (code.k + code.f, code.w, nbytes), dtype=np.uint8)
     for j, r in itertools.product(range(code.f), range(code.w)):
         shards[code.k + j, r] = np.bitwise_xor.reduce([shards[each] for each in sorted(code.parity[j][r])])
@@ -51,7 +51,7 @@ def stripe(code: ErasureCode, nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 def split(code: ErasureCode, lost: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Data shards among the lost, and the parities that are not."""
+    """Returns the lost data shards, and the parities that are not lost."""
     return [i for i in lost if i < code.k], [j for j in range(code.f) if code.k + j not in lost]
 
 
@@ -97,11 +97,11 @@ def test_every_loss_of_up_to_f_shards_is_decoded(k, f):
 
 
 @pytest.mark.parametrize(("k", "f"), SHAPES)
-def test_every_loss_of_more_is_refused(k, f):
+def test_every_loss_of_more_than_f_shards_is_refused(k, f):
     code = code_for(k, f)
     for lost in itertools.combinations(range(k + f), f + 1):
         gone, have = split(code, lost)
-        with pytest.raises(ValueError, match=f"{len(gone)} data shards are lost and {len(have)} parities at hand"):
+        with pytest.raises(ValueError, match=f"{len(gone)} data shards are lost and only {len(have)} parities"):
             decode_program(code, gone, have)
 
 
@@ -129,12 +129,12 @@ def test_any_code_any_loss_any_packet(data):
         assert np.array_equal(execute(encode_program(code, parity), shards), shards[k + parity])
 
 
-def test_more_parities_than_needed_are_left_alone():
+def test_unneeded_parities_are_not_read():
     program = decode_program(code_for(5, 3), [2], [2, 0, 1])
     assert program == decode_program(code_for(5, 3), {2}, (0,))
 
 
-def test_nothing_lost_needs_nothing():
+def test_without_losses_the_program_is_empty():
     assert decode_program(code_for(4, 2), (), (0, 1)) == XorProgram((), (), 0, ())
 
 
@@ -157,8 +157,8 @@ def test_kinds_and_tables(k, f):
         assert 1 << (code.w - 1) < k + f <= 1 << code.w
 
 
-def test_tables_stay_as_they_are():
-    """Whoever decodes must have the same table as whoever encoded, perhaps an older release."""
+def test_tables_never_change():
+    """A decoder must use the table of the encoder, which may be an older release."""
     star = code_for(4, 3)  # p = 5
     assert star.common == (frozenset(), frozenset({(1, 3), (2, 2), (3, 1)}), frozenset({(1, 0), (2, 1), (3, 2)}))
     assert star.parity[1][0] ^ star.common[1] == {(0, 0), (2, 3), (3, 2)}
@@ -174,21 +174,22 @@ def test_packets_of_a_shard():
 
 @pytest.mark.parametrize(("k", "f"), [(k, f) for k, f in SHAPES if k > 1])
 def test_encoding_takes_few_operations(k, f):
-    """No code does with fewer than k - 1 XORs a parity packet."""
+    """Every code needs at least k - 1 XORs for each parity packet."""
     code = code_for(k, f)
     count = sum(xors(encode_program(code, parity)) for parity in range(f))
     least = (k - 1) * f * code.w
     if code.kind == "cauchy":
         assert count <= 1.55 * least
     else:
-        # each parity but the first: the adjuster's own sum and its addition to every packet, less what it left out
+        # each parity but the first: the adjuster's own sum and its addition to every packet, less
+        # what it left out
         assert count == least + (f - 1) * (code.w - 1)
         assert count <= 1.35 * least
 
 
 @pytest.mark.parametrize(("k", "f", "most"), [(2, 2, 1.5), (4, 2, 3.75), (6, 2, 5.85), (5, 3, 6.1), (3, 3, 3.2)])
 def test_decoding_takes_few_operations(k, f, most):
-    """XORs for each packet that was lost; the most over all losses."""
+    """The maximum over all losses, as XORs for each lost packet."""
     code = code_for(k, f)
     programs = [decode_program(code, *split(code, lost)) for lost in losses(k + f, f)]
     assert max(xors(each) / len(each.outputs) for each in programs if each.outputs) <= most
@@ -250,7 +251,7 @@ def test_numbers_out_of_range_are_refused():
 def test_a_code_that_loses_data_is_refused():
     twice = (frozenset({(0, 0), (1, 0)}),)
     code = ErasureCode("xor", 2, 2, 1, (twice, twice), (frozenset(), frozenset()))
-    with pytest.raises(ValueError, match="1 packets depend on no parity at hand"):
+    with pytest.raises(ValueError, match="1 packets can't be computed"):
         decode_program(code, [0, 1], [0, 1])
 
 
@@ -287,7 +288,7 @@ def test_words_and_slices_give_the_same_bytes():
 
 
 def test_no_temporaries(monkeypatch):
-    """Each step gets registers alone, and its target as `out`."""
+    """Each step works on registers only, and writes to its target through `out`."""
     code = code_for(4, 2)
     shards = stripe(code, 64)
     known: set[int] = set()

@@ -1,4 +1,4 @@
-"""Where each byte of the state lies, what each rank stores, and which losses it survives."""
+"""Where each byte lies, what each rank stores, and which losses the state survives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def leaf(name: str, nbytes: int, dtype: str = "uint8", staged: bool = False) -> 
 
 
 def cell_of(nbytes: int, *counts: int) -> tuple[Division, list[int]]:
-    """One cell of any size, and the domain of each rank: domain i has counts[i] of its holders, which are all ranks."""
+    """Returns one cell that all ranks hold, and each rank's domain.
+
+    Domain i has counts[i] ranks.
+    """
     domains = [domain for domain, count in enumerate(counts) for _ in range(count)]
     cell = Cell((), (), nbytes, tuple(range(len(domains))))
     return Division((cell,), (b"",) * len(domains), {b"": (0,)}, {b"": ()}, {b"": NO_KEPT}, {b"": 0}), domains
@@ -35,8 +38,9 @@ def placed(nbytes: int, counts, scheme="auto", tolerate=None) -> Placement:
     return place(*cell_of(nbytes, *counts), scheme, tolerate, CHUNK)
 
 
-# Jobs at random: uneven domains whose ranks are numbered in any order, kinds of ranks either by their place in the
-# node (as tensor parallelism has them) or by chance, leaves of all sizes and dtypes that any set of kinds has.
+# Jobs at random: uneven domains whose ranks are numbered in any order, kinds of ranks either by
+# their place in the node (as tensor parallelism has them) or by chance, leaves of all sizes and
+# dtypes that any set of kinds has.
 
 COUNTS = st.one_of(
     st.lists(st.integers(1, 4), min_size=1, max_size=9),
@@ -96,7 +100,7 @@ def test_every_byte_lies_in_exactly_one_data_shard_of_one_lane(placement):
                 span = ranges(lane, stripe, shard)
                 assert span.begin == end and span.begin <= span.end
                 assert span.end - span.begin + span.zeros == lane.shard_bytes
-                assert not zeros or span.begin == span.end  # zeros stand at the end of the lane only
+                assert not zeros or span.begin == span.end  # padding is only at the end of the lane
                 end, zeros = span.end, zeros + span.zeros
         assert end == lane.begin + lane.nbytes and lane.D * lane.code.k * lane.shard_bytes == lane.nbytes + zeros
         assert zeros < lane.D * lane.code.k * lane.code.w * 8
@@ -105,7 +109,7 @@ def test_every_byte_lies_in_exactly_one_data_shard_of_one_lane(placement):
 
 @given(placements())
 @settings(max_examples=40, deadline=None)
-def test_no_two_shards_of_a_stripe_lie_in_one_domain(placement):
+def test_shards_of_a_stripe_lie_in_distinct_domains(placement):
     for lane in placement.lanes:
         holders = placement.division.cells[lane.cell].holders
         domains = [placement.domains[rank] for rank in lane.members]
@@ -161,7 +165,10 @@ def test_blocks_of_a_rank_do_not_overlap_and_sections_begin_at_chunks(placement)
 
 
 def left(placement: Placement, lost: set[int]) -> int:
-    """How many shards beyond the k that it needs the weakest stripe has left without these domains; negative is lost."""
+    """Returns the spare shards of the weakest stripe after the loss of these domains.
+
+    Negative: the stripe is lost.
+    """
     spare = WIDTH_MAX
     for lane in placement.lanes:
         gone = [placement.domains[rank] in lost for rank in lane.members]
@@ -197,7 +204,7 @@ def test_the_names_of_domains_do_not_matter(counts, rows, by_chance, options, se
 
 @pytest.mark.parametrize("D", [1, 2, 3, 4, 5, 6, 7, 8, 16, 63, 64, 65, 200])
 @pytest.mark.parametrize("f", [0, 1, 2, 3])
-def test_the_loss_of_f_is_survived_and_of_f_and_one_is_not(D, f):
+def test_f_losses_are_survived_and_f_plus_one_are_not(D, f):
     placement = placed(1 << 20, [1] * D, tolerate=f)
     [lane] = placement.lanes
     f = min(f, D - 1)
@@ -223,7 +230,7 @@ def test_the_code_follows_from_domains_and_settings(D, scheme, tolerate, code):
 
 
 def test_a_lane_is_copied_where_padding_would_cost_more_than_a_sixteenth():
-    """D = 8, f = 2: k = 6 and w = 6, so that the lane is padded to a multiple of 8 x 6 x 6 x 8 = 2304 bytes."""
+    """D = 8, f = 2 gives k = w = 6: lanes are padded to multiples of 8 x 6 x 6 x 8 = 2304 bytes."""
     kinds = {nbytes: placed(nbytes, [1] * 8).lanes[0].code.kind for nbytes in (64, 2160, 2168, 2304, 2368, 40000)}
     assert kinds == {64: "copy", 2160: "copy", 2168: "copy", 2304: "evenodd", 2368: "copy", 40000: "evenodd"}
     assert placed(2169, [1] * 8).lanes[0].code.kind == "evenodd"  # padding of 135, a sixteenth is 135.6
@@ -242,7 +249,7 @@ def test_ranks_of_a_node_share_its_portion():
 
 
 def test_members_are_one_object_where_they_are_the_same():
-    """The norms' first lane lies with the same ranks as the first tensor-parallel piece."""
+    """The first lane of the norms has the same members as the first tensor-parallel piece."""
     norm = leaf("norm", 4096)
     layouts = [pack([norm, leaf(f"w{kind}", 4096)]) for kind in range(2)]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts] * 3)
@@ -253,7 +260,7 @@ def test_members_are_one_object_where_they_are_the_same():
     assert lanes[0].members is lanes[2].members and lanes[1].members is lanes[3].members
 
 
-def test_the_drawing_is_true():
+def test_the_drawing_in_the_module_is_correct():
     [lane] = placed(4096, [1] * 4, tolerate=2).lanes
     rows = [[-1] * 4 for _ in range(4)]
     for member in range(4):
@@ -282,7 +289,7 @@ def reasons(placement: Placement) -> list[tuple[str, tuple[int, ...], int]]:
     return [(each.reason, each.ranks, each.nbytes) for each in exposed(placement)]
 
 
-def test_what_is_exposed_is_said_with_its_reason():
+def test_exposed_state_is_reported_with_its_reason():
     assert reasons(placed(500, [1, 1])) == [] == reasons(placed(500, [1, 1, 1, 2], tolerate=3))
     assert reasons(placed(500, [2])) == [("one domain", (0, 1), 500)] == reasons(placed(500, [2], tolerate=2))
     assert reasons(placed(500, [1, 1], tolerate=2)) == [("few domains", (0, 1), 500)]
@@ -292,7 +299,7 @@ def test_what_is_exposed_is_said_with_its_reason():
     assert entry.what == "500 B survive 2 lost domains and not 9: their holders lie in 3 domains."
 
 
-def test_kept_leaves_are_exposed_and_riders_are_not():
+def test_unreplicated_leaves_are_exposed_and_inline_leaves_are_not():
     large = SMALL_BYTES + 10
     layouts = [pack([leaf("w", 64), leaf("small", 7, staged=True), leaf(f"big{rank}", large)]) for rank in (0, 1)]
     division = divide({each.digest: each for each in layouts}, [each.digest for each in layouts])
@@ -316,13 +323,16 @@ def test_capsules_go_to_distinct_other_domains_and_load_is_even(counts, f, order
         assert all(load[node] == f for node in range(len(domains)))
 
 
-def test_capsules_of_nodes_that_are_domains_go_to_the_next():
+def test_with_one_node_per_domain_capsules_go_to_the_next_nodes():
     assert [capsule_holders(node, [5, 3, 9, 1], 2) for node in range(4)] == [(1, 2), (2, 3), (3, 0), (0, 1)]
     assert capsule_holders(0, [0], 3) == ()
 
 
 def stages(count: int, replicas: int, tolerate: int | None = None) -> tuple[Placement, list[set[int]]]:
-    """A pipeline without a common leaf: one rank a node, the replicas of a stage beside each other; and the ranks of nodes."""
+    """Returns a pipeline whose stages share no leaf, and the ranks of each node.
+
+    Each node has one rank. The replicas of a stage have consecutive ranks.
+    """
     layouts = [pack([leaf(f"stage{i}", 1 << 20)]) for i in range(count)]
     world = count * replicas
     division = divide({each.digest: each for each in layouts}, [layouts[i // replicas].digest for i in range(world)])
@@ -338,8 +348,8 @@ def test_capsules_stay_among_the_nodes_that_share_a_lane():
 
 @given(placements())
 @settings(max_examples=60, deadline=None)
-def test_what_all_lanes_survive_the_capsules_survive(placement):
-    """Any two or three domains at once: a rank whose lanes can all be decoded has a capsule left, if it shares any lane."""
+def test_capsules_survive_what_all_lanes_survive(placement):
+    """After any loss of two or three domains, decodable lanes imply a surviving capsule."""
     domains = sorted(set(placement.domains))[:7]
     nodes = [{rank for rank, each in enumerate(placement.domains) if each == domain} for domain in domains]
     labels = {domain: index for index, domain in enumerate(domains)}
@@ -361,7 +371,7 @@ def test_what_all_lanes_survive_the_capsules_survive(placement):
 
 
 def test_thousands_of_ranks():
-    """2,048 nodes of 8; 128 coordinates, each in 128 nodes; pieces shared by two coordinates make 64 cells each."""
+    """2,048 nodes of 8 ranks, 128 coordinates in 128 nodes each, 64 cells per coordinate."""
     coordinates = range(128)
     leaves = {(a, b): leaf(f"{a}.{b}", (1 << 20) + 8 * b) for a in coordinates for b in range(64)}
     layouts = [

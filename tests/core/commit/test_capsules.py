@@ -1,4 +1,4 @@
-"""Capsules that are owed, acknowledged, and let go of; lost, late and repeated messages; and a random history."""
+"""Capsules: owed, acknowledged, dropped; lost, late and repeated messages; a random history."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def test_sealed_counts_once_every_holder_has_it():
     assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
     assert capsule_acks.owed(7) == [] and capsule_acks.owed(4) == [(0, 1)]
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
-    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # said again, it still counts
+    assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: SEALED})  # repeated, it still counts
 
 
-def test_a_void_counts_at_once_and_is_owed_to_nobody():
+def test_a_void_counts_at_once_without_a_capsule():
     capsule_acks = CapsuleAcks((4,))
     assert capsule_acks.hear_rank(0, says({1: VOID})) == says({1: VOID})
     assert capsule_acks.hear_rank(0, says({1: SEALED})) == says({1: VOID})
     assert capsule_acks.owed(4) == []
 
 
-def test_the_first_answer_holds():
+def test_the_first_answer_counts_before_acknowledgement():
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, says({1: SEALED}))
     assert capsule_acks.hear_rank(0, says({1: VOID})) == pending(1)
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED})}
 
 
-def test_acknowledgements_that_are_late_repeated_or_of_strangers_change_nothing():
+def test_late_repeated_and_foreign_acknowledgements_change_nothing():
     capsule_acks = CapsuleAcks((4, 7))
     capsule_acks.hear_rank(0, says({1: SEALED}))
     assert capsule_acks.acknowledge(4, [(0, 1), (0, 9), (5, 1)]) == {}
@@ -62,7 +62,7 @@ def test_acknowledgements_that_are_late_repeated_or_of_strangers_change_nothing(
     assert capsule_acks.acknowledge(7, [(0, 1)]) == {}
 
 
-def test_what_is_decided_is_owed_no_more_and_not_again():
+def test_capsules_of_decided_steps_are_not_owed():
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED, 3: SEALED, 4: SEALED}))
     capsule_acks.settle(Outcome(2, 4, frozenset({3})))
@@ -72,30 +72,30 @@ def test_what_is_decided_is_owed_no_more_and_not_again():
     assert capsule_acks.acknowledge(4, [(0, 2)]) == {}
 
 
-def test_digests_enter_the_round_with_the_answer_and_go_with_it():
+def test_digests_are_kept_as_long_as_the_answer():
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, says({1: SEALED, 2: SEALED}), {1: {7: 11}, 2: {7: 12}})
-    capsule_acks.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer holds
+    capsule_acks.hear_rank(0, says({1: SEALED}), {1: {7: 99}})  # the first answer counts
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: StepReport(-1, 2, frozenset({1}), frozenset({2}))}
     assert capsule_acks.digests_of(0)[1] == {7: 11} and not capsule_acks.digests_of(5)
     capsule_acks.settle(Outcome(1, 1))
     assert capsule_acks.digests_of(0) == {2: {7: 12}}
 
 
-def test_what_the_slots_lost_never_counts_unless_it_is_found_again():
-    """A memfd that a restarted daemon does not have yet: the rank says sealed, and gives the slot back a moment later."""
+def test_a_step_lost_from_the_slots_counts_only_if_sealed_again():
+    """A restarted daemon lacks a memfd: the rank reports first, and returns the slot later."""
     capsule_acks = CapsuleAcks((4,))
     capsule_acks.hear_rank(0, says({1: SEALED}))
     capsule_acks.forget(0, 1)
     capsule_acks.forget(3, 1)
     assert capsule_acks.owed(4) == [] and capsule_acks.acknowledge(4, [(0, 1)]) == {}
-    assert capsule_acks.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void: that could not be taken back"
+    assert capsule_acks.hear_rank(0, says({2: VOID})) == pending(1, until=2), "not void, because a void is final"
     assert capsule_acks.hear_rank(0, StepReport(sealed=frozenset({1}))) == pending(1, until=2)
     assert capsule_acks.owed(4) == [(0, 1)]
     assert capsule_acks.acknowledge(4, [(0, 1)]) == {0: says({1: SEALED, 2: VOID})}
 
 
-def test_a_capsule_of_before_a_long_silence_still_counts_once_it_is_kept():
+def test_a_capsule_from_before_a_long_silence_counts_once_acknowledged():
     capsule_acks = CapsuleAcks((4,))
     for newest in range(10, 1000):
         capsule_acks.hear_rank(0, says({1: SEALED, 7: SEALED, newest: VOID}), {1: {0: 11}, 7: {0: 22}})
@@ -114,7 +114,7 @@ def test_the_oldest_step_of_all_ranks_goes_first_and_the_list_is_bounded():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_is_lost_or_repeated_an_answer_counts_exactly_if_all_holders_have_the_capsule(seed):
+def test_an_answer_counts_only_if_all_holders_have_the_capsule(seed):
     chance = random.Random(seed)
     holders, ranks, steps = (1, 2, 3), range(3), range(6)
     capsule_acks = CapsuleAcks(holders)
@@ -131,30 +131,30 @@ def test_whatever_is_lost_or_repeated_an_answer_counts_exactly_if_all_holders_ha
             kept[holder] |= set(sent)
             if chance.random() < 0.5:  # else the acknowledgement is
                 due = capsule_acks.acknowledge(holder, sent)
-                counted |= {(rank, step) for rank, said in due.items() for step in said.sealed}
+                counted |= {(rank, step) for rank, report in due.items() for step in report.sealed}
         for pair in counted:
             assert all(pair in kept[each] for each in holders)
     for holder in holders:
-        for rank, said in capsule_acks.acknowledge(holder, capsule_acks.owed(holder)).items():
-            counted |= {(rank, step) for step in said.sealed}
+        for rank, report in capsule_acks.acknowledge(holder, capsule_acks.owed(holder)).items():
+            counted |= {(rank, step) for step in report.sealed}
     assert counted == {(rank, step) for rank in ranks for step in steps}
 
 
-# What a holder lets go of
+# Which capsules a holder drops
 
 
 def at(step: int, epoch: Epoch = NOW) -> Version:
     return Version(epoch, step)
 
 
-def test_older_than_the_newest_whole_version_goes():
+def test_a_holder_drops_versions_older_than_the_newest_whole_one():
     kept = [at(3), at(4), at(5), at(6)]
     assert surplus(kept, Decision(NOW, None), Outcome()) == set()
     assert surplus(kept, Decision(NOW, None), Outcome(5, 5)) == {at(3), at(4)}
     assert surplus([at(7, BEFORE), at(0)], Decision(NOW, at(7, BEFORE)), Outcome(0, 0)) == {at(7, BEFORE)}
 
 
-def test_voids_go():
+def test_a_holder_drops_void_versions():
     assert surplus([at(3), at(4)], Decision(NOW, None), Outcome(-1, 4, frozenset({3}))) == {at(4)}
 
 
@@ -162,18 +162,18 @@ def test_the_base_stays_until_a_version_of_the_new_epoch_is_whole():
     decision = Decision(NOW, at(8, BEFORE))
     kept = [at(7, BEFORE), at(8, BEFORE), at(9)]
     assert surplus(kept, decision, Outcome()) == set()
-    assert surplus(kept, decision, Outcome(-1, 8)) == set()  # a void of this epoch, not of the base's
+    assert surplus(kept, decision, Outcome(-1, 8)) == set()  # a void of this epoch, not of the epoch of the base
     assert surplus(kept, decision, Outcome(9, 9)) == {at(7, BEFORE), at(8, BEFORE)}
 
 
-def test_newer_than_the_base_and_dead_histories_go():
+def test_a_holder_drops_versions_of_superseded_histories():
     decision = Decision(NOW, at(8, BEFORE))
     kept = [at(9, BEFORE), at(8, OTHER), at(1, Epoch(3, b"l" * 16)), at(8, BEFORE), at(9)]
     assert surplus(kept, decision, Outcome()) == set(kept[:3])
     assert surplus(kept, Decision(NOW, None), Outcome()) == set(kept[:4])
 
 
-def test_so_many_undecided_ones_and_no_more():
+def test_a_holder_limits_undecided_versions():
     base = at(50, BEFORE)
     kept = [base, *(at(step) for step in range(UNDECIDED_MAX + 3))]
     assert surplus(kept, Decision(NOW, base), Outcome()) == {at(0), at(1), at(2)}
@@ -181,7 +181,7 @@ def test_so_many_undecided_ones_and_no_more():
     assert surplus(kept, Decision(NOW, base), whole) == {base, at(0), at(2)}  # step 1 is whole, and stays
 
 
-def test_what_counts():
+def test_which_versions_count_under_a_decision():
     decision = Decision(NOW, at(8, BEFORE))
     assert counts(at(99), decision) and counts(at(8, BEFORE), decision) and counts(at(1, BEFORE), decision)
     assert not counts(at(9, BEFORE), decision) and not counts(at(8, OTHER), decision)

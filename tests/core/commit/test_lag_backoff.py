@@ -1,4 +1,4 @@
-"""Which due steps are taken while the round lags."""
+"""Which due steps are taken while the round is slower than a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_step_is_taken_while_the_round_follows():
     assert all(backoff_interval(lag, 0, 9, 3) == 1 for lag in range(5))
 
 
-def test_as_many_steps_as_slots_last_until_their_outcome():
+def test_the_interval_grows_with_the_lag():
     assert [backoff_interval(lag, 0, 9, 3) for lag in (4, 5, 8, 9, 16, 17, 32, 33, 1000)] == [
         1,
         2,
@@ -31,30 +31,30 @@ def test_as_many_steps_as_slots_last_until_their_outcome():
 
 
 @given(LAGS, SLOTS, st.one_of(st.none(), st.integers(RECENT + 1, 10**6)))
-def test_a_silence_alone_leaves_no_step_out(lag, slots, in_vain):
-    """A daemon that was away: when it is back, the next step counts."""
+def test_silence_alone_does_not_thin_out_snapshots(lag, slots, in_vain):
+    """When a daemon is back after an absence, the next step counts."""
     assert backoff_interval(lag, in_vain, lag, slots) == 1
 
 
 @given(LAGS, SLOTS)
-def test_a_rank_whose_snapshots_fail_makes_the_others_leave_none_out(lag, slots):
-    """They hear at once that theirs were in vain, so they are in step with it as soon as it takes some again."""
+def test_a_failing_rank_does_not_thin_out_other_ranks(lag, slots):
+    """They hear of each void at once. So all ranks share a step once the rank succeeds again."""
     assert backoff_interval(lag, 0, 0, slots) == 1
 
 
 @given(LAGS, LAGS, SLOTS, SLOTS, st.integers(0, RECENT))
-def test_ranks_that_know_of_different_lags_meet(lag, other, slots, others, in_vain):
+def test_ranks_with_different_lags_share_steps(lag, other, slots, others, in_vain):
     pair = sorted((backoff_interval(lag, in_vain, lag, slots), backoff_interval(other, 0, 2, others)))
     assert pair[1] % pair[0] == 0 and pair[1] <= SPACING_MAX
 
 
 @given(LAGS, st.integers(2, 8))
-def test_no_more_steps_are_left_out_than_the_slots_call_for(lag, slots):
-    each = backoff_interval(lag, 0, 9, slots)
-    assert each == 1 or (slots - 1) * each < lag
+def test_no_more_steps_are_left_out_than_needed(lag, slots):
+    interval = backoff_interval(lag, 0, 9, slots)
+    assert interval == 1 or (slots - 1) * interval < lag
 
 
-def test_the_longest_of_the_last_few_delays_counts_and_of_the_one_that_is_waited_for():
+def test_the_longest_recent_or_current_delay_counts():
     delays = OutcomeDelays()
     assert delays.worst(5, None) == 0 and delays.in_vain is None
     delays.decided(3, 8, is_void=False)

@@ -1,4 +1,7 @@
-"""The round: trees of nodes under lost, repeated and reordered messages, restarts and long silences; each rule alone."""
+"""The round: each rule alone, and trees of nodes.
+
+Messages are lost, repeated and reordered; daemons restart and are silent for long.
+"""
 
 from __future__ import annotations
 
@@ -84,27 +87,27 @@ def test_a_step_that_is_pending_is_not_void():
     assert one.outcome == Outcome(4, 9)
 
 
-def test_who_knows_a_whole_step_says_nothing_of_it():
-    said = StepReport(3, 6, frozenset({5}), frozenset({4}))
-    assert [said.answer(step) for step in range(2, 8)] == [None, None, None, SEALED, VOID, None]
+def test_a_report_does_not_cover_steps_up_to_the_whole_one():
+    report = StepReport(3, 6, frozenset({5}), frozenset({4}))
+    assert [report.answer(step) for step in range(2, 8)] == [None, None, None, SEALED, VOID, None]
 
 
-def test_what_a_rank_knows_to_be_whole_is_whole():
-    """A coordinator that was restarted hears it from whom the one before it told; from the others it never would."""
+def test_a_coordinator_accepts_a_whole_step_from_a_rank():
+    """A restarted coordinator learns of a whole step only from ranks that its predecessor told."""
     one = coordinator()
     one.hear_rank(1, says({8: SEALED}))
     assert one.hear_rank(0, says({9: SEALED}, since=8))
     assert one.outcome == Outcome(8, 9, frozenset({9}))
 
 
-def test_that_a_step_is_whole_is_news_though_nothing_else_is_said():
-    """A coordinator that was restarted: its own ranks are still to hear it."""
+def test_a_whole_step_alone_is_news():
+    """The ranks of a restarted coordinator have not heard of the whole step yet."""
     coordinator = Round(0, 2, frozenset({0}))
     coordinator.hear_node(1, says({5: SEALED, 7: VOID}))
     assert coordinator.hear_node(1, says({7: VOID}, since=5)) and coordinator.outcome.whole == 5
 
 
-def test_strangers_are_refused():
+def test_reports_of_foreign_ranks_and_nodes_are_refused():
     one = Round(0, 3, frozenset({0}))
     with pytest.raises(ValueError, match="rank 1 is not one of this node's ranks"):
         one.hear_rank(1, says({1: SEALED}))
@@ -113,7 +116,7 @@ def test_strangers_are_refused():
             one.hear_node(child, says({1: SEALED}))
 
 
-def test_a_node_says_what_is_known_of_its_whole_subtree():
+def test_a_node_reports_for_its_whole_subtree():
     leaf = Round(1, 2, frozenset({2, 3}))
     leaf.hear_rank(2, says({1: SEALED, 2: SEALED, 5: SEALED, 6: VOID}))
     assert leaf.report() == StepReport(-1, 6, frozenset(), frozenset({1, 2, 5}))
@@ -127,7 +130,7 @@ def test_a_node_says_what_is_known_of_its_whole_subtree():
 
 
 def test_a_void_of_a_step_that_is_open_above_is_news():
-    """The coordinator has heard of a newer step from its own ranks, and of this one that it is pending here."""
+    """The coordinator knows a newer step from its own ranks; this one was reported pending."""
     leaf = Round(1, 2, frozenset({2, 3}))
     leaf.hear_rank(2, says({10: SEALED, 15: VOID}))
     leaf.hear_outcome(Outcome(1, 15, frozenset({10})))
@@ -137,7 +140,7 @@ def test_a_void_of_a_step_that_is_open_above_is_news():
     assert not leaf.has_news
 
 
-def test_what_a_restarted_daemon_finds_sealed_says_nothing_of_other_steps():
+def test_sealed_slots_of_a_restarted_daemon_do_not_void_other_steps():
     leaf = Round(1, 2, frozenset({1, 2}))
     leaf.hear_rank(1, StepReport(sealed=frozenset({7, 9})))
     assert leaf.report() == StepReport() and not leaf.has_news
@@ -166,7 +169,7 @@ OUTCOMES = st.builds(
 
 
 @given(OUTCOMES, OUTCOMES)
-def test_a_merged_outcome_decides_what_either_did_and_nothing_else(one, other):
+def test_a_merged_outcome_decides_the_steps_of_both(one, other):
     merged = one.then(other)
     assert merged == other.then(one) and merged.then(one) == merged
     for step in range(14):
@@ -182,7 +185,7 @@ SAID = st.builds(
 
 
 @given(SAID, SAID)
-def test_what_was_said_first_stays_and_what_was_open_is_answered(first, second):
+def test_the_first_answer_stays_and_open_steps_get_the_second(first, second):
     merged = first.then(second)
     for step in range(14):
         answers = first.answer(step), second.answer(step)
@@ -200,7 +203,7 @@ def test_undecided_steps_are_bounded():
 
 
 def test_ranks_that_sealed_other_steps_during_a_long_silence_get_their_slots_back():
-    """Else they would skip for ever, since nothing that they can still seal would ever become whole."""
+    """Otherwise the ranks skip forever, because no step that they can still seal becomes whole."""
     one = coordinator()
     one.hear_rank(0, says({470: SEALED, 523: SEALED, 1000: VOID}))
     one.hear_rank(1, says({464: SEALED, 540: SEALED, 999: VOID}))
@@ -222,7 +225,7 @@ EPOCH = Epoch(1, b"e" * 16)
 
 
 class Rank:
-    """One rank with real slots, which it writes by the reuse rule; a copy takes no time here."""
+    """One rank with real slots and the reuse rule. A copy takes no time."""
 
     def __init__(self, slots: int) -> None:
         self.slots: list[int | None] = [None] * slots
@@ -250,7 +253,10 @@ class Rank:
 
 
 class Job:
-    """Nodes of a tree, ranks that snapshot, daemons that are restarted, a network that loses, repeats and reorders."""
+    """A tree of nodes whose daemons restart, ranks, and a network.
+
+    The network loses, repeats and reorders messages.
+    """
 
     def __init__(self, nodes: int, ranks_a_node: int, slots: int, chance: random.Random, trouble: float) -> None:
         self.chance, self.trouble = chance, trouble
@@ -260,14 +266,14 @@ class Job:
         for node in range(nodes):
             self.rounds.append(self._fresh(node, nodes))
         self.mail: list[tuple] = []
-        self.silent: set[int] = set()  # nodes of which nothing comes, and to which nothing does
+        self.silent: set[int] = set()  # nodes that neither send nor receive
         self.announced = -1
 
     def _fresh(self, node: int, nodes: int) -> Round:
         return Round(node, nodes, frozenset(rank for rank, home in self.homes.items() if home == node))
 
     def restart(self, node: int) -> None:
-        """The daemon of a node has forgotten all, and reads its slots."""
+        """Restarts the daemon of a node: its memory is lost, and it reads its slots."""
         self.rounds[node] = self._fresh(node, len(self.rounds))
         for rank in self.rounds[node].ranks:
             held = frozenset(step for step in self.ranks[rank].slots if step is not None)
@@ -279,7 +285,7 @@ class Job:
         self.mail += [message] * (2 if self.chance.random() < self.trouble else 1)
 
     def tick(self) -> None:
-        """Everybody says again what is not decided for him, and half of the mail arrives, in any order."""
+        """Sends all undecided answers again, then delivers half of the mail in any order."""
         for rank, each in enumerate(self.ranks):
             self.send("rank", rank, each.said)
             self.send("news", rank, self.rounds[self.homes[rank]].outcome)
@@ -310,7 +316,7 @@ class Job:
             self.rounds[who].hear_outcome(what)
 
     def check(self) -> None:
-        """Only what is true is announced, and what was announced can be restored."""
+        """Checks that each outcome is true, and that each announced version can be restored."""
         for outcome in [*(each.outcome for each in self.rounds), *(rank.outcome for rank in self.ranks)]:
             assert outcome.whole < 0 or all(outcome.whole in rank.sealed for rank in self.ranks)
             for step in voids(outcome, range(outcome.until + 1)):
@@ -322,7 +328,7 @@ class Job:
             assert len(each.report().sealed | each.report().pending) <= len(self.ranks[0].slots) * len(self.ranks)
 
     def heal(self) -> None:
-        """No more trouble: everything that is said is heard."""
+        """Ends all trouble: each message arrives from now on."""
         self.trouble, self.silent, self.mail = 0.0, set(), []
         for _ in range(2 * len(self.rounds) + 5):
             self.tick()
@@ -334,9 +340,7 @@ class Job:
     restarts=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
-def test_any_tree_under_any_trouble_says_only_what_is_true_and_heals(
-    fan_out, seed, nodes, ranks_a_node, slots, restarts
-):
+def test_any_tree_announces_only_true_outcomes_and_heals(fan_out, seed, nodes, ranks_a_node, slots, restarts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(round_module, "FAN_OUT", fan_out)
         chance = random.Random(seed)
@@ -345,7 +349,7 @@ def test_any_tree_under_any_trouble_says_only_what_is_true_and_heals(
         for _ in range(60):
             rank = chance.choice(
                 [r for r, step in enumerate(at) if step <= min(at) + 3]
-            )  # they run ahead of each other
+            )  # ranks may be some steps apart
             at[rank] += 1
             job.ranks[rank].take(at[rank], fails=chance.random() < 0.1)
             if chance.random() < 0.4:
@@ -356,19 +360,19 @@ def test_any_tree_under_any_trouble_says_only_what_is_true_and_heals(
                 job.restart(chance.randrange(nodes))
         newest = max(at)
         for rank in job.ranks:
-            rank.take(newest + 1, fails=True)  # all are at one mark again
+            rank.take(newest + 1, fails=True)  # all ranks are at the same mark again
         job.heal()
         outcomes = [each.outcome for each in job.rounds] + [rank.outcome for rank in job.ranks]
-        assert all(outcome.decides(newest) for outcome in outcomes), "who went without an answer has it now"
+        assert all(outcome.decides(newest) for outcome in outcomes), "every node and rank knows the outcome now"
         for rank in job.ranks:
             rank.take(newest + 2, fails=False)
         job.heal()
-        assert {rank.outcome.whole for rank in job.ranks} == {newest + 2}, "every rank had a slot to go on with"
+        assert {rank.outcome.whole for rank in job.ranks} == {newest + 2}, "every rank had a free slot"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_however_long_daemons_are_away_snapshots_go_on_afterwards(seed):
-    """Hundreds of steps in which some nodes hear nothing, and others little and late, as of a daemon that starves."""
+def test_snapshots_continue_after_a_long_absence_of_daemons(seed):
+    """For hundreds of steps some nodes hear nothing; others hear little and late."""
     chance = random.Random(seed)
     job = Job(nodes=3, ranks_a_node=1, slots=chance.choice([2, 3]), chance=chance, trouble=0.3)
     for step in range(1, 600):
@@ -395,7 +399,7 @@ def test_many_nodes_of_the_real_fan_out():
     assert {each.outcome for each in job.rounds} == {Outcome(1, 2)}
 
 
-def test_a_silent_node_stops_the_announcement_and_nothing_else():
+def test_a_silent_node_only_delays_the_announcement():
     job = Job(3, 1, 3, random.Random(1), trouble=0.0)
     for rank in job.ranks:
         rank.take(1, fails=False)
@@ -417,8 +421,8 @@ def test_a_restarted_coordinator_is_told_again():
     assert {each.outcome for each in job.rounds} == {Outcome(4, 4)}
 
 
-def test_with_two_slots_a_restarted_coordinator_lets_nobody_wait_for_what_the_one_before_it_said():
-    """Rank 0 heard that step 2 is whole and goes on; rank 1 did not, and would skip for ever."""
+def test_with_two_slots_no_rank_stays_blocked_after_a_coordinator_restart():
+    """Rank 0 heard that step 2 is whole and goes on. Rank 1 did not, and would skip forever."""
     job = Job(2, 1, 2, random.Random(1), trouble=0.0)
     for step in (1, 2):
         for rank in job.ranks:
@@ -451,7 +455,7 @@ def both_sealed(first: dict[int, int], second: dict[int, int]) -> Round:
 def test_equal_replicas_make_a_whole_step():
     node = both_sealed({3: 7}, {3: 7})
     assert node.outcome == Outcome(1, 1)
-    assert not node._digests, "what is decided is not kept: training takes millions of steps"
+    assert not node._digests, "digests of decided steps are dropped: training takes millions of steps"
 
 
 def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
@@ -459,7 +463,7 @@ def test_replicas_that_differ_make_the_step_void_and_name_the_cell():
 
 
 def test_after_a_difference_no_later_step_becomes_whole():
-    """The window of the next step lies elsewhere, and agrees; the difference is still there."""
+    """The window of the next step lies elsewhere and matches, but the difference is still there."""
     node = both_sealed({3: 7}, {3: 8})
     for rank in (0, 1):
         node.hear_rank(rank, says({2: SEALED}), {2: {3: 1}})
@@ -479,7 +483,7 @@ def test_replicas_on_two_nodes_are_compared_by_the_coordinator():
     assert below.hear_outcome(above.outcome) and below.outcome.mismatched == {0}
 
 
-def test_a_difference_found_below_is_told_above():
+def test_a_difference_in_a_subtree_reaches_the_coordinator():
     above, below = Round(0, 2, frozenset({0})), Round(1, 2, frozenset({1, 2}))
     for rank in (1, 2):
         below.hear_rank(rank, says({1: SEALED}), {1: {9: rank}})
@@ -488,7 +492,7 @@ def test_a_difference_found_below_is_told_above():
     assert above.outcome == Outcome(-1, 1, mismatched=frozenset({9}))
 
 
-def test_a_difference_is_passed_on_though_it_is_all_the_news():
+def test_a_difference_alone_is_news():
     middle = Round(1, 18, frozenset({1}))
     assert middle.hear_node(17, StepReport(), mismatched={9}) and middle.outcome.mismatched == {9}
     assert not middle.hear_node(17, StepReport(), mismatched={9})

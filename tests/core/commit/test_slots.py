@@ -1,4 +1,4 @@
-"""The reuse rule, and which slot is written next."""
+"""The reuse rule, and the choice of the next slot to write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def slot(version: Version | None, state: SlotState = SlotState.SEALED, index: in
 VERSIONS = st.builds(at, st.integers(0, 6), st.sampled_from([ONE, TWO]))
 STATES = st.sampled_from([SlotState.WRITING, SlotState.LANDED, SlotState.SEALED])
 SLOTS = st.lists(st.one_of(st.just(slot(None)), st.builds(slot, VERSIONS, STATES)), max_size=5).map(
-    lambda found: [Slot(i, each.state, each.version) for i, each in enumerate(found)]
+    lambda slots: [Slot(i, slot.state, slot.version) for i, slot in enumerate(slots)]
 )
 
 
@@ -30,11 +30,11 @@ def test_an_empty_slot_is_free():
     assert may_reuse(slot(None), None, ())
 
 
-def test_without_knowledge_nothing_held_is_free():
+def test_without_a_known_whole_version_no_used_slot_is_free():
     assert not any(may_reuse(slot(at(3), state), None, ()) for state in list(SlotState)[1:])
 
 
-def test_only_what_is_older_than_the_whole_version_is_free():
+def test_only_versions_older_than_the_whole_one_are_free():
     assert may_reuse(slot(at(3)), at(4), ())
     assert not may_reuse(slot(at(4)), at(4), ())
     assert not may_reuse(slot(at(5)), at(4), ())
@@ -57,8 +57,8 @@ def test_an_equal_order_with_another_id_is_not_older():
 
 
 @given(SLOTS, st.one_of(st.none(), VERSIONS), st.frozensets(VERSIONS, max_size=4))
-def test_the_choice_against_a_dumb_twin(slots, whole, voids):
-    """Sort all by age, take the first that the sentences of the rule allow."""
+def test_the_choice_equals_a_naive_implementation(slots, whole, voids):
+    """The naive form: sorts all slots by age, and takes the first that the rule allows."""
     allowed = []
     for each in slots:
         is_empty = each.version is None

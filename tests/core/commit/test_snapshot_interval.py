@@ -1,4 +1,4 @@
-"""How often: from stalls to wishes, from wishes to one pace, and what control steps say of the whole cost."""
+"""From stalls to requested intervals, to one agreed interval, and the cost by control steps."""
 
 import math
 import random
@@ -28,10 +28,10 @@ from reft.core.commit.snapshot_interval import (
 
 
 def measured(stall_s, step_s, budget=0.001, mtbf_s=0.0, snapshots=40):
-    frequency = IntervalEstimator(budget, mtbf_s)
+    estimator = IntervalEstimator(budget, mtbf_s)
     for _ in range(snapshots):
-        frequency.observe(step_s, stall_s)
-    return frequency
+        estimator.observe(step_s, stall_s)
+    return estimator
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_each_step_is_taken_while_the_stall_is_within_the_budget(stall_ms, every
     assert measured(stall_ms / 1000, 1.0).requested_every() == every
 
 
-def test_the_first_snapshots_of_a_process_say_nothing():
-    frequency = IntervalEstimator(0.001)
+def test_the_first_snapshots_of_a_process_are_not_measured():
+    estimator = IntervalEstimator(0.001)
     for index in range(MEASURED):
-        assert frequency.requested_every() == 0
-        frequency.observe(1.0, 10.0 if index < SKIPPED else 0.002)
-        frequency.observe(1.0, None)  # an iteration without a snapshot is none
-    assert frequency.requested_every() == 2
+        assert estimator.requested_every() == 0
+        estimator.observe(1.0, 10.0 if index < SKIPPED else 0.002)
+        estimator.observe(1.0, None)  # an iteration without a snapshot does not count
+    assert estimator.requested_every() == 2
 
 
 def test_a_known_mtbf_asks_for_dalys_interval_if_that_is_longer():
@@ -55,16 +55,18 @@ def test_a_known_mtbf_asks_for_dalys_interval_if_that_is_longer():
     assert daly(0.010, hours) == pytest.approx(math.sqrt(2 * 0.010 * hours), rel=0.01)
     assert measured(0.010, 1.0, budget=0.01).requested_every() == 1
     assert measured(0.010, 1.0, budget=0.01, mtbf_s=hours).requested_every() == 15
-    assert measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).requested_every() == 100  # the budget is the stricter one
-    assert daly(10.0, 4.0) == 4.0  # a snapshot that takes longer than training lasts
+    assert (
+        measured(0.010, 1.0, budget=0.0001, mtbf_s=hours).requested_every() == 100
+    )  # here the budget gives the longer interval
+    assert daly(10.0, 4.0) == 4.0  # a snapshot takes longer than the time between failures
 
 
 @pytest.mark.parametrize("cost", [0.001, 1.0, 30.0])
 def test_dalys_interval_loses_the_least_time(cost):
-    """Against the exact expectation for exponential failures."""
+    """Compares with the exact expectation for exponential failures."""
     mtbf = 3600.0
 
-    def wall_time(interval):  # for each second of work
+    def wall_time(interval):  # per second of work
         return mtbf * math.expm1((interval + cost) / mtbf) / interval
 
     best = wall_time(daly(cost, mtbf))
@@ -72,7 +74,7 @@ def test_dalys_interval_loses_the_least_time(cost):
 
 
 def test_the_measured_mtbf_comes_from_failures_over_training_time():
-    assert FailureHistory().after(1e6, False).mtbf_s == 0.0, "nothing has failed yet: the budget alone decides"
+    assert FailureHistory().after(1e6, False).mtbf_s == 0.0, "no failure yet, so the budget alone decides"
     young = FailureHistory().after(600.0, True)
     assert young == FailureHistory(600.0, 1) and young.mtbf_s == pytest.approx(PRIOR_S / 2, rel=0.01)
     old = FailureHistory()
@@ -82,45 +84,45 @@ def test_the_measured_mtbf_comes_from_failures_over_training_time():
     assert old.after(10 * 3600.0, False).mtbf_s > old.mtbf_s
 
 
-def test_a_wish_rises_at_once_and_falls_only_by_half():
-    frequency = measured(0.010, 1.0)
-    assert frequency.requested_every() == 10
+def test_a_request_rises_at_once_and_falls_only_by_half():
+    estimator = measured(0.010, 1.0)
+    assert estimator.requested_every() == 10
     for _ in range(200):
-        frequency.observe(1.0, 0.012)
-    assert frequency.requested_every() == 12
+        estimator.observe(1.0, 0.012)
+    assert estimator.requested_every() == 12
     for _ in range(400):
-        frequency.observe(1.0, 0.008)
-    assert frequency.requested_every() == 12
+        estimator.observe(1.0, 0.008)
+    assert estimator.requested_every() == 12
     for _ in range(400):
-        frequency.observe(1.0, 0.003)
-    assert frequency.requested_every() <= 6
+        estimator.observe(1.0, 0.003)
+    assert estimator.requested_every() <= 6
 
 
-def test_a_pace_begins_some_way_ahead_and_one_after_the_other():
+def test_an_interval_starts_ahead_and_after_the_previous_one():
     assert next_interval(SnapshotInterval(), 0, 100) == SnapshotInterval()
-    pace = next_interval(SnapshotInterval(), 5, 100)
-    assert pace == SnapshotInterval(100 + LEAD, 5)
-    assert next_interval(pace, 7, 100 + LEAD - 1) == pace  # not before the last one has begun
-    assert next_interval(pace, 5, 500) == pace
-    assert next_interval(pace, 7, 500) == SnapshotInterval(500 + LEAD, 7)
-    assert next_interval(pace, 1 << 40, 500).every == EVERY_MAX
+    interval = next_interval(SnapshotInterval(), 5, 100)
+    assert interval == SnapshotInterval(100 + LEAD, 5)
+    assert next_interval(interval, 7, 100 + LEAD - 1) == interval  # not before the last interval has started
+    assert next_interval(interval, 5, 500) == interval
+    assert next_interval(interval, 7, 500) == SnapshotInterval(500 + LEAD, 7)
+    assert next_interval(interval, 1 << 40, 500).every == EVERY_MAX
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 12)), max_size=4), st.randoms())
-def test_ranks_that_know_the_paces_take_the_same_steps(changes, chance):
-    paces, start = [], 0
+def test_ranks_with_the_same_intervals_take_the_same_steps(changes, chance):
+    intervals, start = [], 0
     for ahead, every in changes:
         start += ahead
-        paces.append(SnapshotInterval(start, every))
+        intervals.append(SnapshotInterval(start, every))
     prompt, repeated = DueSteps(1, True), DueSteps(1, True)
-    for pace in paces:
-        assert prompt.hear(pace)
-        assert repeated.hear(pace)
-        assert not repeated.hear(chance.choice(paces[: paces.index(pace) + 1]))  # late and repeated news change nothing
+    for interval in intervals:
+        assert prompt.hear(interval)
+        assert repeated.hear(interval)
+        assert not repeated.hear(chance.choice(intervals[: intervals.index(interval) + 1]))  # late or repeated
     for step in range(1, 500):
         assert prompt.due(step) == repeated.due(step)
-        known = [pace.every for pace in paces if pace.start <= step]
+        known = [interval.every for interval in intervals if interval.start <= step]
         assert prompt.due(step) == is_due(step, known[-1] if known else 1)
 
 
@@ -130,7 +132,7 @@ def test_a_fixed_interval_is_taken_as_it_is():
     assert [step for step in range(1, 400) if cadence.due(step)] == list(range(3, 400, 3))
 
 
-def test_control_steps_are_few_and_in_no_rhythm():
+def test_control_steps_are_few_and_not_periodic():
     controls = [step for step in range(100_000) if is_control(step)]
     assert len(controls) == pytest.approx(100_000 / CONTROL, rel=0.1)
     assert controls[0] >= CONTROL
@@ -146,21 +148,21 @@ def controls_of(steps, cost, noise, drift=0.0, every=1, seed=0):
     return controls.overhead()
 
 
-def test_the_bounds_hold_the_true_cost_as_often_as_they_say():
+def test_the_confidence_interval_covers_the_true_cost():
     hits = [o.low <= 0.01 <= o.high for o in (controls_of(3000, 0.01, 0.02, seed=seed) for seed in range(80))]
     spread = 4 * math.sqrt(0.95 * 0.05 / len(hits))
     assert sum(hits) / len(hits) == pytest.approx(0.95, abs=spread)
     assert NormalDist().inv_cdf(0.975) == pytest.approx(1.96, abs=0.001)
 
 
-def test_what_drifts_is_no_cost():
-    """Steps that get longer all the time would look cheap or dear, if those with and without were only averaged."""
+def test_a_drift_of_step_times_is_not_counted_as_cost():
+    """If steps become slower all the time, plain means with and without snapshots would mislead."""
     found = controls_of(4000, 0.0, 0.001, drift=0.001)
     assert abs(found.mean) < 0.001 and found.low < 0 < found.high
 
 
-def test_the_cost_is_that_of_the_steps_that_are_taken():
+def test_the_cost_scales_with_the_steps_taken():
     assert controls_of(6000, 0.08, 0.01, every=1).mean == pytest.approx(0.08, rel=0.1)
     assert controls_of(6000, 0.08, 0.01, every=4).mean == pytest.approx(0.02, rel=0.1)
-    assert controls_of(70, 0.08, 0.01) is None  # too few to say
+    assert controls_of(70, 0.08, 0.01) is None  # too few comparisons
     assert "of training time (95 %:" in str(controls_of(6000, 0.08, 0.01))

@@ -1,4 +1,4 @@
-"""Versions are ordered by (epoch counter, step), and equal only if the epochs' ids are equal too."""
+"""Versions: ordered by (epoch counter, step); equal only if the ids of the epochs are equal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_order(one, other):
     assert not (one.is_older_than(other) and other.is_older_than(one))
 
 
-def test_two_histories_from_one_counter_are_unlike_and_unordered():
+def test_versions_with_one_counter_and_two_ids_are_unequal_and_unordered():
     one, other = Version(Epoch(2, b"a" * 16), 5), Version(Epoch(2, b"b" * 16), 5)
     assert one != other
     assert not one.is_older_than(other) and not other.is_older_than(one)

@@ -1,4 +1,4 @@
-"""Which leaves are shared and by whom, what rides in the capsule, and what only the rank itself keeps."""
+"""Which leaves form cells, which are inline, and which are unreplicated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def leaf(name: str, nbytes: int = 128, dtype: str = "uint8", staged: bool = Fals
 
 
 def job(*ranks: list[Leaf], mismatched=()):
-    """A division of ranks that have these leaves."""
+    """Returns the division of ranks that have these leaves."""
     layouts = [pack(leaves) for leaves in ranks]
     return divide({each.digest: each for each in layouts}, [each.digest for each in layouts], mismatched)
 
@@ -31,13 +31,13 @@ def shared(division) -> dict[tuple[int, ...], list[str]]:
 
 
 def own(division, rank: int) -> tuple[tuple[str, ...], list[str]]:
-    """Riders and kept leaves of a rank."""
+    """Returns a rank's inline and unreplicated leaves."""
     digest = division.layout_of[rank]
     return division.inline_leaves[digest], [each.name for each in division.unreplicated[digest].leaves]
 
 
-def test_leaves_meet_by_who_holds_them():
-    """Two tensor-parallel pieces, two replicas; the norm is held by all four, an expert by one rank only."""
+def test_leaves_with_the_same_holders_form_a_cell():
+    """Two tensor-parallel pieces, two replicas; all ranks hold the norm, one holds an expert."""
     first = [leaf("weight", global_shape=(256,)), leaf("norm")]
     second = [leaf("norm"), leaf("weight", global_shape=(256,), global_offset=(128,))]
     division = job(first, second, first, [*second, leaf("expert", LARGE)])
@@ -68,14 +68,14 @@ def test_a_cell_is_packed_small_leaves_first_and_by_name():
     assert cell.nbytes == 192 + 2 * (SMALL_BYTES + ALIGNMENT)
 
 
-def test_what_may_differ_by_rank_is_no_cell():
+def test_mismatched_leaves_are_in_no_cell():
     leaves = [leaf("w"), leaf("staged", staged=True), leaf("big", LARGE), leaf("unequal", LARGE), leaf("empty", 0)]
     division = job(leaves, leaves, mismatched=["unequal", "never seen"])
     assert shared(division) == {(0, 1): ["w", "big"]}
     assert own(division, 0) == (("empty", "staged"), ["unequal"])
 
 
-def test_a_leaf_that_one_rank_stages_is_shared_by_none():
+def test_a_leaf_staged_on_one_rank_is_never_shared():
     division = job([leaf("w", LARGE)], [leaf("w", LARGE)], [leaf("w", LARGE, staged=True)])
     assert shared(division) == {}
     assert [own(division, rank) for rank in range(3)] == [((), ["w"]), ((), ["w"]), (("w",), [])]
@@ -91,8 +91,8 @@ def test_nothing_divides_to_nothing():
     assert own(job([], []), 1) == ((), [])
 
 
-def test_riders_are_the_smallest_and_stay_within_their_room():
-    """A staged leaf rides whatever its size; a large leaf that is not staged never does, though there is room."""
+def test_inline_leaves_are_the_smallest_and_stay_within_their_limit():
+    """A staged leaf of any size may be inline. A large leaf that is not staged never is."""
     names = [f"r{i}" for i in range(8)]
     leaves = [leaf(name, SMALL_BYTES // 2) for name in names]
     assert own(job(leaves), 0) == (tuple(names), [])
@@ -102,7 +102,7 @@ def test_riders_are_the_smallest_and_stay_within_their_room():
     assert own(job([leaf("staged", RIDERS_MAX + 1, staged=True), leaf("w")]), 0) == (("w",), ["staged"])
 
 
-def test_a_layout_that_is_not_given_is_named():
+def test_a_missing_layout_is_refused():
     known = pack([leaf("w")])
     with pytest.raises(ValueError, match="rank 1 names a layout that is not among the 1 given"):
         divide({known.digest: known}, [known.digest, b"other"])
@@ -121,7 +121,7 @@ KINDS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 
 
 def divided(pool, kinds, order: random.Random):
-    """The layouts of each kind, their leaves in any order, and the division of ranks of these kinds."""
+    """Returns the layouts of each kind, leaves in any order, and the division of the ranks."""
     leaves = [leaf(f"leaf{i:02}", size, dtype, staged) for i, (size, dtype, staged, _) in enumerate(pool)]
     layouts = []
     for kind in range(4):
@@ -134,7 +134,7 @@ def divided(pool, kinds, order: random.Random):
 
 
 @given(POOL, KINDS, st.randoms(use_true_random=False))
-def test_each_leaf_of_each_rank_is_in_one_place(pool, kinds, order):
+def test_each_leaf_of_each_rank_is_in_a_cell_or_inline_or_unreplicated(pool, kinds, order):
     layouts, division = divided(pool, kinds, order)
     for rank, kind in enumerate(kinds):
         inline_leaves, kept = own(division, rank)

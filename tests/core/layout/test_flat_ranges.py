@@ -1,4 +1,4 @@
-"""Runs of flattened pieces, against the elements themselves: every piece of every small tensor, from every element on."""
+"""Runs of flattened pieces, compared with the elements: all pieces of small tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ WHOLES = [(), (1,), (6,), (2, 3), (3, 1), (1, 3), (4, 1, 2), (2, 3, 2), (1, 2, 3
 
 
 def pieces(whole):
-    """(shape, offset) of each box of a tensor that is not empty."""
+    """Returns (shape, offset) of each non-empty box of a tensor."""
     spans = [[(first, stop) for first in range(n) for stop in range(first + 1, n + 1)] for n in whole]
     for box in itertools.product(*spans):
         yield tuple(stop - first for first, stop in box), tuple(first for first, _ in box)
 
 
 def elements(whole, piece, offset):
-    """Indices into the flattened whole of a piece's elements, in the piece's order."""
+    """Returns the flat indices of a piece's elements in the whole tensor, in the piece's order."""
     grid = np.arange(math.prod(whole)).reshape(whole)
     return grid[tuple(slice(o, o + n) for o, n in zip(offset, piece, strict=True))].reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("whole", WHOLES)
-def test_equal_identities_are_equal_elements_and_runs_of_the_whole_say_nothing_of_pieces(whole):
+def test_equal_identities_mean_equal_elements(whole):
     seen = {}
     for piece, offset in pieces(whole):
         own = elements(whole, piece, offset)
@@ -43,8 +43,8 @@ def test_equal_identities_are_equal_elements_and_runs_of_the_whole_say_nothing_o
             assert seen.setdefault((found, stop - first), own[first:stop]) == own[first:stop]
 
 
-def test_the_same_elements_have_one_identity_whoever_shares_them_out():
-    """Rows of a matrix over 1, 2 and 4 tensor-parallel ranks; each rank's elements over data-parallel ones."""
+def test_the_same_elements_have_one_identity_for_any_number_of_ranks():
+    """Rows over 1, 2 and 4 tensor-parallel ranks; elements over data-parallel ranks."""
     whole, found = (8, 3), set()
     for tp in (1, 2, 4):
         rows = 8 // tp
@@ -53,11 +53,11 @@ def test_the_same_elements_have_one_identity_whoever_shares_them_out():
     assert found == {frozenset(("", 24, i) for i in range(24))}
 
 
-def test_columns_say_of_which_piece_they_are():
+def test_runs_of_columns_name_their_piece():
     assert flat_range((4, 3), (4, 6), (0, 3), 1) == ("[of 0:4,3:6]", 12, 1)
     assert flat_range((4, 3), (4, 6), (0, 0), 1) == ("[of 0:4,0:3]", 12, 1)
 
 
-def test_axes_that_count_tensors_are_names():
+def test_axes_that_number_tensors_become_part_of_the_name():
     assert placed("experts.w", 2, (4, 8, 6, 2), (1, 3, 3, 0)) == ("experts.w[1 of 4][3 of 8]", (6, 2), (3, 0))
     assert placed("w", 0, (6, 2), (3, 0)) == ("w", (6, 2), (3, 0))

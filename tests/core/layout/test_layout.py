@@ -1,4 +1,4 @@
-"""Where leaves lie in a slot, what tells two layouts apart, and how a difference reads."""
+"""Offsets of leaves in a slot, digests of layouts, and the text of differences."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAVES = st.lists(st.tuples(SIZES, st.booleans()), max_size=40).map(
 
 
 def run_of(each: Leaf) -> int:
-    """0 staged, 1 small, 2 large; staged leaves are gathered small ones first."""
+    """Returns the group: 0 staged, 1 small, 2 large. Small staged leaves precede large ones."""
     return (0 if each.staged else 2) + (each.nbytes >= SMALL_BYTES)
 
 
@@ -81,7 +81,7 @@ def test_every_field_of_a_leaf_is_in_the_digest():
     ]  # fmt: skip
 
 
-def test_the_digest_differs_with_the_order_and_can_not_be_imitated_by_names():
+def test_the_digest_depends_on_order_and_names_can_not_forge_it():
     a, b = leaf("a"), leaf("b")
     assert pack([a, b]).digest != pack([b, a]).digest
     crafted = leaf(f"a', 0)\n({b!r}, 128")
@@ -117,11 +117,11 @@ def test_differences_name_each_leaf_and_both_kinds():
 
 
 def test_bytes_in_another_order_are_a_difference():
-    """The same shape, but the bytes of a slot would be put into other elements."""
+    """The shape is the same, but a restore would write the bytes into other elements."""
     assert differences([leaf()], [leaf(stride=(1, 4))]) == [
         "w: held float32 [4, 8], float32 [4, 8] strides [1, 4] in the model"
     ]
-    # The stride of a dimension of size 1 says nothing about where an element lies.
+    # The stride of a dimension of size 1 has no effect on the position of an element.
     one = {"shape": (4, 1), "global_shape": (4, 1)}
     assert differences([leaf(stride=(1, 1), **one)], [leaf(stride=(1, 4), **one)]) == []
 
@@ -142,7 +142,7 @@ def test_long_lists_of_differences_are_cut_and_counted():
 
 
 @given(st.lists(st.integers(0, 3), max_size=4), st.randoms(use_true_random=False))
-def test_strides_that_mean_the_same_are_written_alike(shape, rng):
+def test_strides_of_the_same_order_have_one_normal_form(shape, rng):
     order = rng.sample(range(len(shape)), len(shape))
     dense = strides_of(shape, order)
     wild = tuple(rng.randrange(99) if size == 1 else stride for size, stride in zip(shape, dense, strict=True))

@@ -1,4 +1,4 @@
-"""Pieces of one tensor, cut and laid out in any way: what they have in common, against one element after the other."""
+"""Common bytes of two pieces of one tensor, compared element by element."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reft.core.layout.regions import RegionCopy, RegionIndex, overlap
 
 
 def leaf(whole, offset, shape, order, item):
-    """A piece whose dimensions lie in memory in the given order."""
+    """Returns a piece whose dimensions lie in memory in the given order."""
     stride, step = [0] * len(shape), 1
     for dim in reversed(order):
         stride[dim] = step
@@ -33,7 +33,7 @@ def random_piece(rng: random.Random, whole, item):
 
 
 def elements(piece: Leaf, item: int) -> dict[tuple[int, ...], int]:
-    """Global index of each element → its byte in the piece."""
+    """Returns global index of each element → its byte in the piece."""
     return {
         tuple(i + o for i, o in zip(index, piece.global_offset, strict=True)): item
         * sum(i * s for i, s in zip(index, piece.stride, strict=True))
@@ -86,15 +86,15 @@ def test_rows_are_one_run_and_columns_as_many_as_rows():
         ((3, 6), (4, 3), ((24, 8), (48, 8))),
     ],
 )
-def test_dimensions_are_one_only_if_they_follow_one_another_in_both_pieces(sizes, counts, steps):
-    """Columns 4 to 8 of both pieces, whose planes have as many rows as `sizes` says."""
+def test_dimensions_merge_only_if_contiguous_in_both_pieces(sizes, counts, steps):
+    """Columns 4 to 8 of both pieces. `sizes` has the rows of a plane of each piece."""
     whole = (4, 6, 12)
     old, new = (leaf(whole, (0, 0, at), (4, rows, 8), (0, 1, 2), 1) for rows, at in zip(sizes, (0, 4), strict=True))
     assert overlap(old, new) == RegionCopy(4, 0, 4, counts, *steps)
 
 
-def test_a_range_of_a_piece_costs_what_lies_in_it():
-    """A billion runs; a few of them are looked at."""
+def test_the_work_for_a_range_grows_only_with_its_runs():
+    """Of a billion runs, only a few are visited."""
     whole = (1 << 15, 1 << 15, 2)
     copy = overlap(leaf(whole, (0, 0, 0), whole, (0, 1, 2), 4), leaf(whole, (0, 0, 1), (*whole[:2], 1), (0, 1, 2), 4))
     assert copy is not None and math.prod(copy.counts) == 1 << 30
@@ -105,8 +105,8 @@ def test_a_range_of_a_piece_costs_what_lies_in_it():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_shelf_finds_what_touches_and_nothing_else(seed):
-    """Pieces that overlap in any way, empty ones and scalars too."""
+def test_the_index_finds_exactly_the_overlapping_pieces(seed):
+    """Pieces that overlap in any way, also empty pieces and scalars."""
     rng = random.Random(seed)
     for _ in range(100):
         whole = [rng.randint(1, 6) for _ in range(rng.choice((0, 1, 2, 2, 3)))]

@@ -1,4 +1,4 @@
-"""What leaves of pipeline stages are called: never alike unless they are one tensor."""
+"""Names of the leaves of pipeline stages: equal only for one tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ W, V = "float32 [8, 8]", "float32 [4]"
 
 
 def named(stages: dict[int, StageNames], values=None, together=()) -> StageNaming:
-    """The naming; by default bytes are equal and not constant."""
+    """Returns the naming. By default the bytes are equal and not constant."""
     possible = candidates(stages, together)
     return naming(
         stages, possible, values or {i: {n: "x" for n in possible if n in s.parameters} for i, s in stages.items()}
@@ -27,7 +27,7 @@ def test_names_of_the_whole_model_stay():
     assert named(stages) == StageNaming(True)
 
 
-def test_lists_that_are_numbered_anew_get_the_stage_though_their_bytes_are_equal():
+def test_numbered_names_get_the_stage_even_if_bytes_are_equal():
     both = {0: stage("0.weight", "0.bias", "first.weight"), 1: stage("0.weight", "0.bias", "last.weight")}
     found = named(both, {i: {"0.weight": "same", "0.bias": "same"} for i in both})
     assert not found.is_global and not found.ties
@@ -44,7 +44,7 @@ def test_tied_embeddings_are_one_leaf_and_leave_the_names_of_the_whole_model_alo
     assert named(stages) == StageNaming(True, frozenset({"embed.weight"}))
 
 
-def test_tied_embeddings_stay_one_where_all_else_is_numbered_anew():
+def test_tied_embeddings_stay_one_leaf_if_stages_are_numbered():
     stages = {
         0: stage("embed.weight", "layers.0.weight"),
         1: stage("layers.0.weight"),
@@ -60,7 +60,7 @@ def test_tied_embeddings_stay_one_where_all_else_is_numbered_anew():
     assert [found.has_stage(name) for name in ("embed.weight", "layers.0.weight", "head")] == [False, True, True]
 
 
-def test_what_is_no_tie():
+def test_parameters_that_are_no_tie():
     first, middle = ("embed", "a"), stage("m")
     assert named({0: stage(*first), 1: middle, 2: stage("embed", "b")}).ties == {"embed"}
     assert not named({0: stage(*first), 1: stage("embed"), 2: stage("embed", "b")}).ties, "in a third stage"
@@ -73,7 +73,7 @@ def test_what_is_no_tie():
         assert found is None or (not found.ties and found.has_stage("embed") and found.has_stage("m"))
 
 
-def test_buffers_that_stages_repeat_get_the_stage_and_only_they():
+def test_only_repeated_buffers_get_the_stage():
     stages = {0: stage("a", buffers=["freqs", "mean"]), 1: stage("b", buffers=["freqs"])}
     found = named(stages)
     assert found.is_global and [found.has_stage(name) for name in ("a", "freqs", "mean")] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Symbolic layouts expand to exactly what they stand for, ranks share tables, and what is the same is found without leaves."""
+"""Symbolic layouts: exact expansion, shared tables, and shared leaves found without listing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ WILD = st.lists(
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and size of one part, as torch.chunk and DTensor cut: the last may be smaller, or empty."""
+    """Returns begin and size of one part, cut like torch.chunk and DTensor.
+
+    The last part may be smaller, or empty.
+    """
     step = -(-length // parts)
     begin = min(index * step, length)
     return begin, min(step, length - begin)
@@ -33,7 +36,7 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 def piece(
     name: str, shape: tuple[int, ...], dim: int, parts: int, index: int, dtype: str = "float32", **changes
 ) -> Leaf:
-    """A leaf of float32 that is cut along one dimension (or whole: dim -1), row-major."""
+    """Returns a row-major float32 leaf, cut along one dimension; dim -1: not cut."""
     local, offset = list(shape), [0] * len(shape)
     if dim >= 0:
         offset[dim], local[dim] = chunk(shape[dim], parts, index)
@@ -51,13 +54,13 @@ def piece(
 
 @settings(deadline=None, max_examples=60)
 @given(WILD)
-def test_any_leaves_come_back_as_they_were(leaves):
+def test_any_leaves_expand_to_themselves(leaves):
     assert of(leaves).leaves() == leaves
     assert expand(of(leaves)) == pack(leaves)
 
 
 def test_ranks_that_differ_in_their_pieces_only_share_a_table():
-    """Even and uneven shards, more ranks than rows, moments beside their parameter, a norm that nobody cuts."""
+    """Even and uneven shards, more ranks than rows, moments beside parameters, an uncut norm."""
 
     def rank(i: int) -> list[Leaf]:
         return [
@@ -77,7 +80,7 @@ def test_ranks_that_differ_in_their_pieces_only_share_a_table():
     assert sorted(small[0]) == sorted(small[1])
 
 
-def test_the_order_in_memory_goes_along():
+def test_the_memory_order_is_preserved():
     by_columns = piece("w", (8, 6), 0, 2, 0)
     by_columns = replace(by_columns, stride=(1, 4))
     other = replace(by_columns, shape=(3, 6), stride=(1, 3), nbytes=72, global_offset=(4, 0))
@@ -92,7 +95,7 @@ def test_leaves_that_are_cut_alike_may_lie_in_another_order():
     assert of(leaves).leaves() == leaves
 
 
-def test_rows_are_no_columns_though_both_are_cut_alike():
+def test_equal_cuts_of_rows_and_columns_are_not_the_same_leaf():
     ranks = [[piece("w", (8, 8), dim, 2, 0), piece("norm", (8,), -1, 1, 0)] for dim in (0, 1)]
     digests = [pack(leaves).digest for leaves in ranks]
     division = divide({digest: of(leaves) for digest, leaves in zip(digests, ranks, strict=True)}, digests, (), 0)
@@ -103,7 +106,7 @@ def test_rows_are_no_columns_though_both_are_cut_alike():
 @pytest.mark.parametrize(
     "changes", [{"stride": (7, 1)}, {"nbytes": 5}, {"shape": (2,)}, {"global_offset": (0,)}, {"stride": ()}]
 )
-def test_what_no_pattern_gives_is_written_down(changes):
+def test_leaves_without_a_pattern_are_stored_in_full(changes):
     odd = replace(piece("w", (8, 6), 0, 2, 1), **changes)
     form = of([odd, piece("v", (8, 6), 0, 2, 1)])
     assert form.table.patterns[0].literal == odd and form.table.patterns[1].literal is None
@@ -127,7 +130,7 @@ LEAVES = st.lists(
 
 
 def ranks_of(mesh: list[int], rows) -> list[list[Leaf]]:
-    """The leaves of every rank of a mesh; each dimension of the mesh cuts what those before it left."""
+    """Returns the leaves of each rank. Each mesh dimension cuts the pieces of the previous one."""
     ranks = []
     for place in itertools.product(*map(range, mesh)):
         leaves = []
@@ -147,7 +150,7 @@ def ranks_of(mesh: list[int], rows) -> list[list[Leaf]]:
 
 
 def by_leaves(ranks: list[list[Leaf]], mismatched: set[str]) -> tuple[dict[tuple[int, ...], set[str]], list[set[str]]]:
-    """What `divide` must find, from the leaves themselves: names by holders, and each rank's own names."""
+    """Returns the expected division, by leaves: names by holders, and each rank's own names."""
     plain = [{leaf.name: replace(leaf, staged=False) for leaf in leaves} for leaves in ranks]
     staged = {plain[rank][leaf.name] for rank, leaves in enumerate(ranks) for leaf in leaves if leaf.staged}
     holders = defaultdict(list)
@@ -167,7 +170,7 @@ def by_leaves(ranks: list[list[Leaf]], mismatched: set[str]) -> tuple[dict[tuple
 
 @settings(deadline=None, max_examples=60)
 @given(MESHES, LEAVES, st.sampled_from([0, 100, RIDERS_MAX]))
-def test_the_division_is_that_of_the_leaves(mesh, rows, inline_bytes_max):
+def test_the_division_equals_that_of_the_listed_leaves(mesh, rows, inline_bytes_max):
     ranks = ranks_of(mesh, rows)
     mismatched = {"leaf03"}
     layouts = {pack(leaves).digest: of(leaves) for leaves in ranks}
@@ -184,7 +187,7 @@ def test_the_division_is_that_of_the_leaves(mesh, rows, inline_bytes_max):
 
 @pytest.mark.parametrize(("mesh", "tables"), [([16], 1), ([4, 4], 2), ([2, 2, 4], 2)])
 def test_a_mesh_needs_few_tables(mesh, tables):
-    """Ranks of a square mesh that have the same run of both dimensions call them one axis; nobody else differs."""
+    """Only ranks on the diagonal of a square mesh need another table: both runs are equal."""
     shapes = [(48, 48), (48, 7), (5,), (33, 4)]
     rows = [(shape, [0, 1, -1], "float32", False, 1, 1) for shape in shapes]
     forms = [of(leaves) for leaves in ranks_of(mesh, rows)]

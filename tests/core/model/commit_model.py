@@ -1,19 +1,22 @@
-"""An explicit-state model of snapshots, round, crash and recovery, built on the functions that reft itself decides with.
+"""An explicit-state model of snapshots, round, crash and recovery, built on reft's own functions.
 
-R ranks with S slots each take snapshots of steps 1..V with no coupling between them: each runs ahead as it likes. At a
-step a rank begins a copy into the slot that `choose` names, or skips, for any reason. A copy ends sealed or torn, at any
-later time. What a rank says (sealed, void) and what the coordinator concludes reaches each rank at any time or never:
-that covers lost, late, repeated and reordered messages. At any moment all ranks may die. The next attach then asks
-`plan`, empties what it drops, and goes on in a new epoch from the base; orphans of the old epoch may keep a slot that the
-daemon can't empty, and may still seal it.
+R ranks with S slots each take snapshots of steps 1..V without coupling: each rank may be any number
+of steps ahead. At a step a rank begins a copy into the slot that `choose` returns, or skips, for
+any reason. A copy ends sealed or torn, at any later time. Answers (sealed, void) and outcomes reach
+each rank at any time or never: this covers lost, late, repeated and reordered messages. At any
+moment all ranks may die. The next attach calls `plan`, empties the dropped slots, and continues in
+a new epoch from the base. Orphans of the old epoch may keep a slot that the daemon can't empty, and
+may still seal this slot.
 
 In every reachable state:
-  1. recovery finds a version that every rank holds sealed, not older than the newest that was announced, or the base;
-  2. it belongs to the history in force: to the decision's epoch, or it is the decision's base;
-  3. all ranks load one version;
-  4. if every rank has answered every step and heard every outcome, every rank has a slot to go on with.
+  1. recovery finds a version that every rank holds sealed, not older than the newest that was
+     announced, or the base;
+  2. this version is of the decision's epoch, or is the decision's base;
+  3. all ranks load the same version;
+  4. if every rank has answered every step and heard every outcome, every rank has a free slot.
 
-`Rules` holds what may be broken on purpose. Ranks are interchangeable, so states are kept up to their order.
+`Rules` has the rules that a test may break on purpose. Ranks are interchangeable, so states that
+differ only in the order of ranks count once.
 """
 
 from __future__ import annotations
@@ -38,22 +41,23 @@ EMPTY = (0, 0, 0)
 STATES = {WRITING: SlotState.WRITING, TORN: SlotState.WRITING, SEALED: SlotState.SEALED}
 EPOCHS = [Epoch(counter, bytes([counter]) * 16) for counter in range(4)]
 
-# A slot is (epoch, step, state). Sets of steps are bit masks.
-# A rank is (slots, ghost, next step, steps said sealed). Its ghost is what an orphan of an older epoch left sealed, in
-# memory that the rank does not use. What a rank has heard is no part of the state: when it begins a copy it may know any
-# part of what was announced, which covers whatever was lost, late or forgotten.
+# A slot is (epoch, step, state). Sets of steps are bit masks. A rank is (slots, ghost, next step,
+# steps said sealed). Its ghost is a version that an orphan of an older epoch sealed, in memory that
+# the rank does not use. The announcements that a rank has heard are no part of the state: when a
+# rank begins a copy, it may know any part of the announcements. This covers lost, late and
+# forgotten messages.
 Kept = tuple[int, int, int]
 Rank = tuple[tuple[Kept, ...], Kept, int, int]
 State = tuple[int, tuple[int, int] | None, int, tuple[Rank, ...]]  # epoch, base, steps said void by any rank, ranks
 
 
 class Violation(Exception):
-    """An invariant does not hold; the message says which, and where."""
+    """A violated invariant. The message has the invariant and the state."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What reft does; each field set otherwise is one mistake."""
+    """The rules of reft. Each field with another value is one mistake."""
 
     reuse: bool = True  # a slot is begun only by the reuse rule
     exact: bool = True  # whole(s) needs sealed(s) of every rank; else sealed of s or a later step
@@ -84,13 +88,13 @@ def steps_of(mask: int) -> list[int]:
 
 @functools.cache
 def alone(ranks: int) -> Placement:
-    """Nothing is shared: a version needs the own slot of every rank."""
+    """Returns a placement without replicas: a version needs the slot of every rank."""
     return place(divide({b"": pack([])}, [b""] * ranks), [0] * ranks, "none", None, 64)
 
 
 @functools.cache
 def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, voids: int, rules: Rules) -> int | None:
-    """Which slot is written next; None: none may be."""
+    """Returns the slot to write next; None: no slot may be written."""
     idle = [(i, kept) for i, kept in enumerate(slots) if kept[2] != WRITING]
     if not rules.reuse:
         return min(idle, key=lambda each: each[1], default=(None, EMPTY))[0]
@@ -107,7 +111,7 @@ def begun(slots: tuple[Kept, ...], epoch: int, whole: tuple[int, int] | None, vo
 def planned(
     held: tuple[tuple[Kept, ...], ...], epoch: int, base: tuple[int, int] | None, rules: Rules
 ) -> tuple[tuple[int, int] | None, bool, frozenset[tuple[int, int]]]:
-    """What recovery loads, whether all ranks load the same, and (rank, slot) of what is emptied."""
+    """Returns the version loaded, whether all ranks load it, and emptied (rank, slot)."""
     found = []
     for rank, slots in enumerate(held):
         for i, kept in enumerate(slots):
@@ -127,14 +131,14 @@ def planned(
 
 
 class Model:
-    """The states that are reachable under `rules`, each checked as it is found."""
+    """Explores the reachable states under `rules`, and checks each one."""
 
     def __init__(self, size: Size, rules: Rules) -> None:
         self.size, self.rules = size, rules
         self.all_steps = (1 << (size.steps + 1)) - 2
 
     def explore(self) -> int:
-        """The number of states.
+        """Returns the number of reachable states.
 
         Raises:
             Violation: an invariant does not hold.
@@ -152,10 +156,10 @@ class Model:
                     queue.append(canonical)
         return len(seen)
 
-    # What the coordinator knows
+    # Knowledge of the coordinator
 
     def wholes(self, ranks: tuple[Rank, ...]) -> int:
-        """The steps of this epoch that are announced whole."""
+        """Returns the steps of this epoch that are announced whole."""
         mask = self.all_steps
         for slots, _, step, sealed in ranks:
             if self.rules.voids_count:
@@ -166,7 +170,7 @@ class Model:
         return mask
 
     def announced_voids(self, state: State) -> int:
-        """The steps of this epoch that are announced void."""
+        """Returns the steps of this epoch that are announced void."""
         _, _, voids, ranks = state
         if self.rules.early_voids:
             some, every = 0, self.all_steps
@@ -176,12 +180,12 @@ class Model:
         return voids
 
     def newest(self, state: State) -> tuple[int, int] | None:
-        """The newest version that was announced whole, or the base."""
+        """Returns the newest version announced whole, or the base."""
         whole = self.wholes(state[3]).bit_length() - 1
         return (state[0], whole) if whole > 0 else state[1]
 
     def canonical(self, state: State) -> State:
-        """The state without what no longer matters to anyone, ranks and slots in one order."""
+        """Returns the state without irrelevant parts, with ranks and slots sorted."""
         epoch, base, voids, ranks = state
         whole = max(self.wholes(ranks).bit_length() - 1, 0)
         said = ~((1 << whole) - 1) & (~voids if self.rules == Rules() else -1)
@@ -191,10 +195,10 @@ class Model:
         return epoch, base, voids & asked, tuple(sorted(kept))
 
     def asked(self, epoch: int, slots: tuple[Kept, ...]) -> int:
-        """The steps whose void would let a rank reuse a slot."""
+        """Returns the steps whose void would permit to reuse a slot."""
         return sum(1 << kept[1] for kept in slots if kept[0] == epoch)
 
-    # What may happen next
+    # Possible next states
 
     def successors(self, state: State) -> Iterator[State]:
         epoch, base, voids, ranks = state
@@ -208,7 +212,7 @@ class Model:
     def moves(
         self, epoch: int, base: tuple[int, int] | None, rank: Rank, wholes: int, voids: int
     ) -> Iterator[tuple[int, Rank]]:
-        """What one rank may do: (the step that it says void, the rank after that)."""
+        """Yields the moves of one rank: (mask of the step answered void, the rank afterwards)."""
         slots, ghost, step, sealed = rank
         if step <= self.size.steps:
             yield 1 << step, (slots, ghost, step + 1, sealed)
@@ -222,12 +226,12 @@ class Model:
     def choices(
         self, epoch: int, base: tuple[int, int] | None, slots: tuple[Kept, ...], wholes: int, voids: int
     ) -> set[int]:
-        """The slots that a rank may begin, whatever it has heard of what was announced."""
+        """Returns the slots that a rank may write, for any part of the announcements heard."""
         relevant = voids & self.asked(epoch, slots)
         found = set()
         for whole in {0, wholes.bit_length() - 1} - {-1}:
             part = relevant
-            while True:  # every part of the voids
+            while True:  # every subset of the voids
                 found.add(begun(slots, epoch, self.knowledge(epoch, base, whole), part, self.rules))
                 if not part:
                     break
@@ -235,7 +239,7 @@ class Model:
         return found - {None}
 
     def knowledge(self, epoch: int, base: tuple[int, int] | None, known: int) -> tuple[int, int] | None:
-        """What a rank takes for the newest whole version."""
+        """Returns the newest version that a rank believes to be whole."""
         if known:
             return epoch, known
         if base is None or self.rules.pins_base:
@@ -251,7 +255,10 @@ class Model:
         return found, is_one, dropped
 
     def crashed(self, state: State) -> Iterator[State]:
-        """All ranks die and attach again; of none, one, or each of them an orphan seals a copy that was dropped."""
+        """Yields the states after all ranks die and attach again.
+
+        Orphans of no rank, one rank or all ranks seal a copy that was dropped.
+        """
         epoch, _, _, ranks = state
         found, _, dropped = self.recovered(state)
         step = found[1] + 1 if found else 1
@@ -265,7 +272,7 @@ class Model:
                 after.append((kept, ghost, step, 0))
             yield epoch + 1, found, 0, tuple(after)
 
-    # What must hold
+    # Invariants
 
     def check(self, state: State) -> None:
         epoch, base, _, _ = state
@@ -295,5 +302,5 @@ def _put(slots: tuple[Kept, ...], at: int, kept: Kept) -> tuple[Kept, ...]:
 
 
 def _dead(kept: Kept) -> Kept:
-    """A slot whose writer is dead."""
+    """Returns the slot after its writer died."""
     return (kept[0], kept[1], TORN) if kept[2] == WRITING else kept

@@ -1,26 +1,34 @@
-"""An explicit-state model of node loss, built on the functions that reft itself decides with.
+"""An explicit-state model of node loss, built on reft's own functions.
 
-One rank runs on each of N nodes. Their state is one lane: with three nodes and more it is coded so that one member may be
-missing, with two nodes each has a copy. The capsule of node i is kept by node i + 1. Ranks take snapshots as in
-commit_model: each runs ahead as it likes, copies end sealed or torn, what is said is heard at any time or never. A capsule
-leaves when its slot is sealed, and arrives at any time or never; the rank's answer counts from then on. Holders let go
-of capsules as soon as they may.
+One rank runs on each of N nodes. The state of the ranks is one lane. With three nodes or more the
+lane is coded, and one member may be missing. With two nodes each has a copy. Node i + 1 keeps the
+capsule of node i. Ranks take snapshots as in commit_model: each rank may be any number of steps
+ahead, copies end sealed or torn, messages arrive at any time or never. A capsule is sent when its
+slot is sealed, and arrives at any time or never. The rank's answer counts when the capsule has
+arrived. Holders drop capsules as soon as permitted.
 
-At any moment all trainers may die, and one node with them: its slots vanish, and the capsules that it kept. An empty node
-takes its place, and all attach: plan, decision, capsules of the base sent again, and a new epoch. After a loss its first
-snapshot is that of the base. A lost node may have been silent only, and come back at any later attach, with all it held.
-Before it went silent, an attach of all nodes may have died when only this one had been told its decision.
+At any moment all trainers may die, and one node with them. Then the slots of this node and the
+capsules on it are lost. An empty node replaces the lost one, and all nodes attach: plan, decision,
+capsules of the base sent again, and a new epoch. After a loss, the first snapshot of the new epoch
+is that of the base. A lost node may only have been silent, and may come back at any later attach
+with all its data. Before the node went silent, an attach of all nodes may have died after it told
+its decision only to this node.
 
 In every reachable state, with *newest* the newest version that was announced whole, or the base:
   1. if only trainers die, recovery finds *newest* or a newer version;
-  2. so it does after the loss of any one node, unless a node was lost before and nothing of the epoch was whole since;
-  3. in that case it finds *newest*, a newer version, or nothing: it refuses, and never goes back unnoticed;
-  4. what it finds is of the history in force, unless a silent node comes back before anything was written in that one; it
-     lacks at most one slot, and has the capsule of the rank that lacks it;
-  5. if every rank has answered every step and heard every outcome, every rank has a slot to go on with;
-  6. where the plan without the answer of one node is settled, that answer would not give a newer base.
+  2. the same holds after the loss of any one node, unless a node was lost before and no version of
+     the epoch was whole since;
+  3. in that case recovery finds *newest*, a newer version, or nothing: it refuses, and never goes
+     back silently;
+  4. the version found belongs to the history in force, unless a silent node comes back before
+     anything was written in this history; at most one slot of the version is missing, and the
+     capsule of its rank exists;
+  5. if every rank has answered every step and heard every outcome, every rank has a free slot;
+  6. if the plan without the answer of one node is settled, then the answer of this node would not
+     give a newer base.
 
-`Rules` holds what may be broken on purpose. Nodes stand in a ring, so states are kept up to its rotation.
+`Rules` has the rules that a test may break on purpose. Nodes form a ring, so states that differ
+only by a rotation count once.
 """
 
 from __future__ import annotations
@@ -57,14 +65,18 @@ from tests.core.model.commit_model import (
 )
 
 Pair = tuple[int, int]  # a version: epoch, step
-TORN_EPOCH = recovery.Epoch(len(EPOCHS), b"torn" * 4)  # above any that was carried out: attaches died again and again
+# Newer than all epochs whose decision was carried out, because several attaches died.
+TORN_EPOCH = recovery.Epoch(len(EPOCHS), b"torn" * 4)
 
 
 class Node(NamedTuple):
-    """A node and its rank. What it keeps for the node before it stands with that one, in `copies`."""
+    """A node and its rank.
+
+    `copies` has the capsules of this rank, which lie on the next node.
+    """
 
     slots: tuple[Kept, ...]
-    step: int  # the next to be marked
+    step: int  # the next step to mark
     said: int  # mask of the steps whose sealed(s) counts
     copies: tuple[Pair, ...]  # versions of this rank whose capsule lies on the next node
 
@@ -74,15 +86,15 @@ class Ghost(NamedTuple):
 
     index: int
     slots: tuple[Kept, ...]
-    copies: tuple[Pair, ...]  # capsules that it keeps
-    torn: Pair | None  # the base of a decision that nobody else was told
+    copies: tuple[Pair, ...]  # capsules that lie on this node
+    torn: Pair | None  # the base of a decision that only this node was told
 
 
 class State(NamedTuple):
     epoch: int
     base: Pair | None
-    decision: tuple[int, Pair | None]  # what the daemons remember: epoch and base
-    is_exposed: bool  # a node was lost, and nothing was whole since
+    decision: tuple[int, Pair | None]  # the decision on the daemons: epoch and base
+    is_exposed: bool  # a node was lost, and no version was whole since
     voids: int
     nodes: tuple[Node, ...]
     ghost: Ghost | None
@@ -90,9 +102,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Rules:
-    """What reft does; each field set otherwise is one mistake."""
+    """The rules of reft. Each field with another value is one mistake."""
 
-    reuse: bool = True  # a slot is begun only by the reuse rule
+    reuse: bool = True  # a slot is written only by the reuse rule
     exact: bool = True  # whole(s) needs sealed(s) of every rank; else sealed of s or a later step
     waits_for_capsules: bool = True  # a rank's sealed(s) counts only when its capsule is kept elsewhere
     keeps_whole: bool = True  # a holder lets go of a version only by `capsules.surplus`; else when a newer one comes
@@ -118,7 +130,7 @@ class Size:
 
 @functools.cache
 def lane(nodes: int) -> Placement:
-    """One cell on one rank of each node; one slot may be missing."""
+    """Returns the placement of one cell on one rank of each node; one slot may be missing."""
     layout = pack([Leaf("w", "float32", (1 << 16,), (1,), 1 << 18, False, (1 << 16,), (0,))])
     return place(divide({b"": layout}, [b""] * nodes), range(nodes), "auto", 1, 64)
 
@@ -135,7 +147,7 @@ def decision_of(decision: tuple[int, Pair | None]) -> Decision:
 def in_force_of(
     decision: tuple[int, Pair | None], count: int, lost: int | None, ghost: Ghost, written: Collection[recovery.Epoch]
 ) -> Decision:  # fmt: skip
-    """The decision in force where a node has come back with one of its own, of a greater counter."""
+    """Returns the decision in force if a returned node has another one with a larger counter."""
     assert ghost.torn is not None, "a ghost that was told nothing"
     newest = decision_of(decision)
     torn = Decision(TORN_EPOCH, version_of((*ghost.torn, SEALED)), tuple(EPOCHS[1 : ghost.torn[0] + 1]))
@@ -152,7 +164,7 @@ def planned(
     slots: tuple[tuple[Kept, ...], ...], copies: tuple[tuple[Pair, ...], ...], lost: int | None,
     ghost: Ghost | None, decision: tuple[int, Pair | None], reads_decision: bool, heeds_written: bool,
 ) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:  # fmt: skip
-    """What recovery loads, (rank, slot) of what is emptied, and by which of the rules `settles` it is settled."""
+    """Returns the base, the emptied (rank, slot), and the values of `settles` that hold."""
     count = len(slots)
     held = [
         HeldSlot(f"n{rank}", rank, f"{i}", STATES[kept[2]], version_of(kept))
@@ -191,7 +203,7 @@ def planned(
 
 @functools.cache
 def kept_on(copies: tuple[Pair, ...], decision: tuple[int, Pair | None], whole: int, voids: int) -> tuple[Pair, ...]:
-    """The capsules that a holder does not let go of."""
+    """Returns the capsules that a holder does not drop."""
     versions = {version_of((*pair, SEALED)): pair for pair in copies}
     still = frozenset(step for step in range(whole + 1, voids.bit_length()) if not voids >> step & 1)
     outcome = Outcome(whole if whole else -1, voids.bit_length() - 1, still)
@@ -200,7 +212,7 @@ def kept_on(copies: tuple[Pair, ...], decision: tuple[int, Pair | None], whole: 
 
 
 class Model:
-    """The states that are reachable under `rules`, each checked as it is found."""
+    """Explores the reachable states under `rules`, and checks each one."""
 
     def __init__(self, size: Size, rules: Rules) -> None:
         self.size, self.rules = size, rules
@@ -208,7 +220,7 @@ class Model:
         self.all_steps = (1 << (size.steps + 1)) - 2
 
     def explore(self) -> int:
-        """The number of states.
+        """Returns the number of reachable states.
 
         Raises:
             Violation: an invariant does not hold.
@@ -226,32 +238,32 @@ class Model:
                     queue.append(canonical)
         return len(seen)
 
-    # What is known
+    # Knowledge
 
     def whole(self, state: State) -> int:
-        """The newest step of this epoch that is announced whole, 0 if there is none."""
+        """Returns the newest step of this epoch announced whole, 0 if there is none."""
         mask = self.all_steps
         for node in state.nodes:
             mask &= node.said if self.rules.exact else (1 << node.said.bit_length()) - 1
         return max(mask.bit_length() - 1, 0)
 
     def newest(self, state: State) -> Pair | None:
-        """The newest version that was announced whole, or the base."""
+        """Returns the newest version announced whole, or the base."""
         whole = self.whole(state)
         return (state.epoch, whole) if whole else state.base
 
     def knowledge(self, state: State, whole: int) -> Pair | None:
-        """What a rank takes for the newest whole version."""
+        """Returns the newest version that a rank believes to be whole."""
         if whole or state.base is None:
             return (state.epoch, whole) if whole else None
         return state.base if self.rules.pins_base else (state.epoch, state.base[1])
 
     def asked(self, state: State, slots: tuple[Kept, ...]) -> int:
-        """The steps whose void would let a rank reuse a slot."""
+        """Returns the steps whose void would permit to reuse a slot."""
         return sum({1 << kept[1] for kept in slots if kept[0] == state.epoch})
 
     def canonical(self, state: State) -> State:
-        """The state without what no longer matters to anyone, turned to the least of its rotations."""
+        """Returns the state without irrelevant parts, as the smallest of its rotations."""
         whole, count = self.whole(state), len(state.nodes)
         said = ~((1 << whole) - 1) & (~state.voids if self.rules.exact else -1)
         matters = ~((1 << min(node.step for node in state.nodes)) - 1)
@@ -271,7 +283,7 @@ class Model:
         exposed = state.is_exposed and not whole
         return state._replace(is_exposed=exposed, voids=state.voids & matters, nodes=least[0], ghost=least[1])
 
-    # What may happen next
+    # Possible next states
 
     def successors(self, state: State) -> Iterator[State]:
         for i, node in enumerate(state.nodes):
@@ -282,7 +294,7 @@ class Model:
             yield from self.attached(state)
 
     def moves(self, state: State, node: Node) -> Iterator[tuple[int, Node]]:
-        """What one rank may do: (the step that it says void, the node after that)."""
+        """Yields the moves of one rank: (mask of the step answered void, the node afterwards)."""
         if node.step <= self.size.steps:
             yield 1 << node.step, node._replace(step=node.step + 1)
             for at in self.choices(state, node.slots):
@@ -299,7 +311,10 @@ class Model:
                 yield 0, node._replace(said=node.said | bit, copies=tuple(sorted((*node.copies, (epoch, step)))))
 
     def choices(self, state: State, slots: tuple[Kept, ...]) -> set[int]:
-        """The slots that a rank may begin, if it has heard nothing, or all, of wholes and of voids."""
+        """Returns the slots that a rank may write.
+
+        The rank has heard of all wholes or none, and of all voids or none.
+        """
         voids = state.voids & self.asked(state, slots)
         known = {self.knowledge(state, 0), self.knowledge(state, self.whole(state))}
         return {begun(slots, state.epoch, w, v, self.commit_rules) for w in known for v in {0, voids}} - {None}
@@ -307,7 +322,7 @@ class Model:
     def recovered(
         self, state: State, lost: int | None, with_ghost: bool
     ) -> tuple[Pair | None, frozenset[tuple[int, int]], frozenset[str]]:
-        """What the plan says after the loss; see `planned`."""
+        """Returns the plan after the loss; see `planned`."""
         nodes = _without(state.nodes, lost)
         slots = tuple(node.slots for node in nodes)
         ghost = state.ghost if with_ghost else None
@@ -315,22 +330,28 @@ class Model:
         return planned(slots, copies, lost, ghost, state.decision, rules.reads_decision, rules.heeds_written)
 
     def attached(self, state: State) -> Iterator[State]:
-        """All trainers die, and a node with them or none; a silent node comes back or does not."""
+        """Yields the states after all trainers die, with one node or none, and attach again.
+
+        A silent node comes back or does not.
+        """
         for lost in (None, *range(len(state.nodes))):
             for with_ghost in {False, state.ghost is not None}:
                 base, dropped, _ = self.recovered(state, lost, with_ghost)
                 if base is None:
-                    continue  # refused; or nothing was ever whole: a fresh start is the first state again
+                    continue  # attach refuses, or starts fresh, which is the first state again
                 if with_ghost and base != self.recovered(state, lost, False)[0]:
-                    continue  # what the silent node has is no part of the states after it
+                    continue  # later states do not contain the data of the silent node
                 after = self.begun_epoch(state, lost, base, dropped)
                 yield after if not with_ghost else after._replace(ghost=None)
                 if lost is not None and self.size.returns and not with_ghost:
                     yield from (after._replace(ghost=ghost) for ghost in self.ghosts(state, lost, base))
 
     def ghosts(self, state: State, lost: int, base: Pair) -> Iterator[Ghost]:
-        """What may come back of a node that the next attach did without; base: that attach's."""
-        # Only what a dead history wrote can do harm, and a decision that was not carried out.
+        """Yields the silent nodes that may come back after an attach without them.
+
+        `base` is the base of this attach.
+        """
+        # Only versions of a dead history, or a decision that was not carried out, can do harm.
         slots = tuple(kept for kept in state.nodes[lost].slots if kept[2] == SEALED and kept[:2] > base)
         copies = tuple(pair for pair in state.nodes[lost - 1].copies if pair > base)
         if slots:
@@ -354,7 +375,7 @@ class Model:
         exposed = exposed and self.rules.snapshot_protects
         return State(state.epoch + 1, base, decision, exposed, 0, tuple(nodes), state.ghost)
 
-    # What must hold
+    # Invariants
 
     def check(self, state: State) -> None:
         newest = self.newest(state)
@@ -403,7 +424,7 @@ class Model:
                 raise Violation(f"a rank has no slot to go on with, for ever: {state}")
 
     def is_owed(self, state: State, node: Node) -> bool:
-        """Whether a capsule is still on its way."""
+        """Whether a capsule has not arrived yet."""
         owed = [k for k in node.slots if k[0] == state.epoch and k[2] == SEALED and k[:2] not in node.copies]
         return any(not state.voids >> step & 1 and step > self.whole(state) for _, step, _ in owed)
 
@@ -413,12 +434,15 @@ def _put(slots: tuple[Kept, ...], at: int, kept: Kept) -> tuple[Kept, ...]:
 
 
 def _dead(kept: Kept) -> Kept:
-    """A slot whose writer is dead."""
+    """Returns the slot after its writer died."""
     return (kept[0], kept[1], TORN) if kept[2] == WRITING else kept
 
 
 def _without(nodes: tuple[Node, ...], lost: int | None) -> tuple[Node, ...]:
-    """The nodes after one was lost: an empty one stands in its place, and the capsules that it kept are gone."""
+    """Returns the nodes after the loss of one.
+
+    An empty node replaces the lost one. The capsules on the lost node are gone.
+    """
     if lost is None:
         return nodes
     after = list(nodes)

@@ -1,4 +1,4 @@
-"""Every reachable state of the node-loss model keeps its invariants, and each rule that is broken on purpose loses one."""
+"""All reachable states of node loss keep the invariants; each broken rule violates one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.core.model.commit_model import Violation
 from tests.core.model.node_loss_model import Model, Rules, Size, lane
 
-# size, number of states up to rotation of the ring: a number that changes says that the model did
+# size, number of states up to rotation of the ring; the number changes only if the model changes
 SIZES = {
     "two nodes, three steps": (Size(nodes=2, slots=2, steps=3), 6_035),
     "two nodes, silent ones return": (Size(nodes=2, slots=2, steps=2, returns=True), 3_236),

@@ -1,7 +1,8 @@
-"""Snapshotter go on however slow the round is: ranks, slots and messages in time, with the functions that reft decides with.
+"""Snapshots continue, however slow the round is: a simulation in time with reft's own functions.
 
-A step lasts one unit. A copy is sealed 0.3 after its mark; a rank without a slot waits for one until the fence, 0.6 after
-the mark, and then says void. Every message takes as long as the network of the case says, and overtakes others.
+A step lasts one unit. A copy is sealed 0.3 after its mark. A rank without a slot waits for one
+until the fence, 0.6 after the mark, and then answers void. The network of the case decides how long
+each message takes. Messages may overtake each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from reft.core.commit.version import Epoch, Version
 
 EPOCH = Epoch(1, b"e" * 16)
 STEPS = 300
-Network = Callable[[random.Random, int, float], float]  # chance, rank, time → how long a message from or to it takes
+Network = Callable[[random.Random, int, float], float]  # chance, rank, time → delay of a message
 
 
 class Rank:
@@ -40,7 +41,7 @@ class Rank:
         return step % backoff_interval(step - max(self.outcome.whole, 0), passed, delay, len(self.slots)) == 0
 
     def begin(self, step: int) -> int | None:
-        """The slot that the step is copied to; None if there is none."""
+        """Returns the slot that the step is copied to; None if no slot is free."""
         whole = Version(EPOCH, self.outcome.whole) if self.outcome.whole >= 0 else None
         idle = [slot for slot in self.slots if slot.index not in self.busy]
         void = [slot.version for slot in idle if slot.version and self.outcome.voids(slot.version.step)]
@@ -79,7 +80,7 @@ class Training:
         heapq.heappush(self.queue, (time, next(self.count), event))
 
     def run(self) -> float:
-        """The greatest age of the newest whole step, in steps."""
+        """Returns the greatest age of the newest whole step, in steps."""
         for rank in range(len(self.ranks)):
             for step in range(1, STEPS):
                 self.at(step + 0.05 * self.chance.random(), lambda now, r=rank, s=step: self.mark(now, r, s))
@@ -134,7 +135,7 @@ class Training:
             each.waits = None
 
 
-# case → network, and the age that the newest whole step may reach with three slots
+# case → network, and the greatest permitted age of the newest whole step with three slots
 CASES: dict[str, tuple[Network, float]] = {
     "fast": (lambda chance, rank, now: 0.01, 2),
     "a fifth of a step": (lambda chance, rank, now: 0.2 * chance.random(), 3),
@@ -159,7 +160,7 @@ def test_the_newest_whole_step_stays_young(case, ranks):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_with_two_slots_too(case):
+def test_the_newest_whole_step_stays_young_with_two_slots(case):
     network, oldest = CASES[case]
     assert Training(8, 2, network).run() <= 2 * oldest
 
@@ -169,6 +170,6 @@ def test_once_a_rank_takes_snapshots_again_the_next_step_is_whole():
 
 
 @pytest.mark.parametrize("case", ["a slow node", "half of the nodes", "three steps on average"])
-def test_without_spacing_ranks_stay_out_of_step_for_good(case, monkeypatch):
+def test_without_backoff_ranks_never_share_a_step(case, monkeypatch):
     monkeypatch.setattr(spacing_module, "SPACING_MAX", 1)
     assert Training(16, 3, CASES[case][0]).run() > STEPS / 4

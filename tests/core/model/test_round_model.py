@@ -1,4 +1,4 @@
-"""Every reachable state of the commit model keeps its invariants, and each rule that is broken on purpose loses one."""
+"""All reachable states of the commit model keep the invariants; each broken rule violates one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.model.commit_model import Model, Rules, Size, Violation
 
-# size, number of states up to the order of ranks: a number that changes says that the model did
+# size, number of states up to the order of ranks; the number changes only if the model changes
 SIZES = {
     "two slots, a crash": (Size(ranks=2, slots=2, steps=3, crashes=1), 29_876),
     "two slots, two crashes": (Size(ranks=2, slots=2, steps=2, crashes=2), 4_444),
@@ -50,7 +50,7 @@ def test_each_broken_rule_is_caught(name):
 
 
 def test_step_keys_mix_two_histories():
-    """An orphan's step 1 of epoch 1 and the new step 1 of epoch 2 would be loaded together."""
+    """Recovery would mix an orphan's step 1 of epoch 1 with the new step 1 of epoch 2."""
 
     class Mixing(Model):
         def check(self, state):
